@@ -1,0 +1,1 @@
+"""Raw corpora into the artifacts that training reads."""

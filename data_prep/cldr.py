@@ -1,0 +1,439 @@
+"""The demo corpus: localised phrases from Unicode CLDR, formatted by Babel in any language.
+
+A phrase joins one to three parts; a part is a template (a date, an amount, a list of countries)
+filled with a value. Every value is formatted by Babel in each language, so that a phrase exists in
+all of them at once: ``Friday, March 5, 2021: 37 kilometers``.
+
+Held-out phrases share no value and no combination of templates with training:
+
+- of each template's values one in five is reserved, by a digest of the value. Digits, months,
+  units and names all occur in training, the whole date, amount or pair of names does not. One and
+  two, whose forms are irregular, are never reserved.
+- of the unordered pairs of templates one in five is reserved. A training phrase has no reserved
+  pair, a held-out phrase has one, and all its values are reserved ones.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from functools import lru_cache
+from itertools import combinations
+from random import Random
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from babel import Locale, UnknownLocaleError
+from babel.dates import format_date, format_interval, format_skeleton, format_timedelta
+from babel.lists import format_list
+from babel.numbers import format_currency, format_percent
+from babel.units import format_unit
+
+from pipeline.config import CldrConfig
+from pipeline.errors import ConfigError
+from pipeline.languages import canonical
+
+Template = Literal[
+    "full_date",
+    "long_date",
+    "month",
+    "day",
+    "weekday_time",
+    "interval",
+    "relative_time",
+    "long_quantity",
+    "short_quantity",
+    "named_amount",
+    "amount",
+    "percent",
+    "countries",
+    "languages",
+    "currencies",
+]
+TEMPLATES: tuple[Template, ...] = get_args(Template)
+Joint = Literal["colon", "dash", "brackets", "and"]
+JOINTS: tuple[Joint, ...] = get_args(Joint)
+Phrase: TypeAlias = dict[str, str]
+"""Language → text."""
+
+COUNTRIES = (
+    "AR AT AU BE BG BR CA CH CL CN CO CZ DE DK EG ES FI FR GB GR "
+    "HU IE IL IN IT JP KE KR MX NG NL NO NZ PL PT RU SE TR UA US"
+).split()
+LANGUAGES = "ar bg cs da de el en es fi fr he hi hu id it ja ko nl pl pt ru sv tr uk zh".split()
+CURRENCIES = "AUD BRL CAD CHF CNY EUR GBP INR JPY KRW RUB USD".split()
+_WHOLE_CURRENCIES = ("JPY", "KRW")
+"""Shown without cents, so that different cents would be one text."""
+UNITS = (
+    "length-kilometer length-meter length-centimeter length-mile mass-kilogram mass-gram mass-ton "
+    "volume-liter volume-milliliter area-square-meter area-hectare area-square-kilometer "
+    "speed-kilometer-per-hour temperature-celsius duration-day duration-hour duration-minute "
+    "duration-week energy-kilowatt-hour power-watt"
+).split()
+TimeUnit = Literal["second", "minute", "hour", "day", "week", "month", "year"]
+SECONDS: dict[TimeUnit, int] = {
+    "second": 1,
+    "minute": 60,
+    "hour": 3600,
+    "day": 86400,
+    "week": 7 * 86400,
+    "month": 30 * 86400,
+    "year": 365 * 86400,
+}
+_SAME_VALUES: dict[Template, str] = {
+    "full_date": "date",
+    "long_date": "date",
+    "long_quantity": "quantity",
+    "short_quantity": "quantity",
+    "named_amount": "amount",
+}
+"""Templates that show one value in two ways reserve it together."""
+
+_YEAR = 2023
+"""Where only month and day are shown; any year without a leap day."""
+_RESERVED_SHARE = 5
+"""One in this many values and pairs of templates."""
+_CLDR_LOCALES = {"zh": "zh_Hans", "sh": "sr_Latn", "tl": "fil", "no": "nb"}
+_WIDE_LANGUAGES = ("ja", "zh", "yue")
+_BIDI_MARKS = dict.fromkeys(
+    (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+)
+
+
+class Part(NamedTuple):
+    """A template and its value: codes of units, currencies, places; and numbers."""
+
+    template: Template
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+class Clause(NamedTuple):
+    """Parts and the two punctuations between them, independent of any language."""
+
+    parts: tuple[Part, ...]
+    joints: tuple[Joint, ...]
+
+
+@dataclass(frozen=True)
+class PhraseSplits:
+    """Phrases of all splits; a held-out phrase exists in every language of the configuration."""
+
+    train: dict[str, list[Phrase]]
+    """Language → phrases in the pivot and that language."""
+    valid: list[Phrase]
+    test: list[Phrase]
+
+
+def make_phrases(config: CldrConfig) -> PhraseSplits:
+    """All phrases of a configuration, the same for the same seed.
+
+    Raises:
+        ConfigError: a language CLDR has no data for, or settings that contradict each other.
+    """
+    config = check_languages(config)
+    held_out = held_out_clauses(config)
+    everywhere = [
+        {code: format_clause(clause, code) for code in (config.pivot, *config.train_pairs)}
+        for clause in held_out
+    ]
+    return PhraseSplits(
+        train={
+            code: [
+                {other: format_clause(clause, other) for other in (config.pivot, code)}
+                for clause in training_clauses(config, language=code)
+            ]
+            for code in config.train_pairs
+        },
+        valid=everywhere[: config.valid_phrases],
+        test=everywhere[config.valid_phrases :],
+    )
+
+
+def check_languages(config: CldrConfig) -> CldrConfig:
+    """The configuration with canonical codes.
+
+    Raises:
+        ConfigError: no languages, an unknown one, or a zero-shot language that is not trained.
+    """
+    pivot = canonical(config.pivot)
+    train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
+    zero_shot = tuple(canonical(code) for code in config.zero_shot)
+    if not train_pairs:
+        raise ConfigError(
+            "corpus.cldr.train_pairs is empty: name each language and its number of phrases, "
+            "for instance train_pairs = { de = 20000 }."
+        )
+    if pivot in train_pairs or len(train_pairs) < len(config.train_pairs):
+        raise ConfigError(
+            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice: "
+            "name every other language once."
+        )
+    if unpaired := sorted(set(zero_shot) - set(train_pairs)):
+        raise ConfigError(
+            f"corpus.cldr.zero_shot names {', '.join(unpaired)}, which corpus.cldr.train_pairs "
+            f"does not pair with {pivot!r}: add these pairs or take the languages out."
+        )
+    for code in (pivot, *train_pairs):
+        locale(code)
+    return config.model_copy(
+        update={"pivot": pivot, "train_pairs": train_pairs, "zero_shot": zero_shot}
+    )
+
+
+def training_clauses(config: CldrConfig, *, language: str) -> list[Clause]:
+    """The clauses of one pair, all different; every language draws its own."""
+    random = Random(f"cldr {config.seed} train {language}")
+    return _distinct(random, config.train_pairs[language], held_out=False)
+
+
+def held_out_clauses(config: CldrConfig) -> list[Clause]:
+    """Validation clauses, then test clauses; they do not depend on the languages."""
+    random = Random(f"cldr {config.seed} held out")
+    return _distinct(random, config.valid_phrases + config.test_phrases, held_out=True)
+
+
+def is_reserved_pair(first: Template, second: Template) -> bool:
+    """Whether two templates stand together in held-out phrases only; three partners each."""
+    return (TEMPLATES.index(first) + TEMPLATES.index(second)) % _RESERVED_SHARE == 0
+
+
+def is_reserved(part: Part) -> bool:
+    """Whether a value is kept for held-out phrases: a list of names is if any two of them are."""
+    kind = _SAME_VALUES.get(part.template, part.template)
+    if kind in ("countries", "languages", "currencies"):
+        return any(_is_reserved_key((kind, *pair)) for pair in combinations(sorted(part.names), 2))
+    if _count(part) in (1, 2):
+        return False
+    return _is_reserved_key((kind, *part.names, *part.numbers))
+
+
+def draw_clause(random: Random, *, held_out: bool) -> Clause:
+    """A random clause that training may have, or one that it may not.
+
+    About a quarter of training clauses are a single part; a held-out one joins two or three.
+    """
+    sizes, weights = ((2, 3), (4, 1)) if held_out else ((1, 2, 3), (4, 11, 7))
+    while True:
+        size = random.choices(sizes, weights)[0]
+        templates = tuple(random.choice(TEMPLATES) for _ in range(size))
+        if any(is_reserved_pair(*pair) for pair in combinations(templates, 2)) == held_out:
+            break
+    parts = tuple(_draw_part(random, template, held_out=held_out) for template in templates)
+    return Clause(parts, joints=_draw_joints(random, size=size))
+
+
+def format_clause(clause: Clause, language: str) -> str:
+    """A clause in one language: one line, bidi marks dropped, all kinds of space made plain."""
+    texts = [format_part(part, language) for part in clause.parts]
+    text = texts[-1]
+    for before, joint in zip(reversed(texts[:-1]), reversed(clause.joints), strict=True):
+        text = _join(before, text, joint=joint, language=language)
+    return " ".join(text.translate(_BIDI_MARKS).split())
+
+
+def format_part(part: Part, language: str) -> str:
+    """A value as Babel writes it in a language.
+
+    Raises:
+        ConfigError: CLDR lacks the name, unit or pattern in this language.
+    """
+    try:
+        return _format_value(part, locale(language))
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}: "
+            "take this language out of corpus.cldr."
+        ) from error
+
+
+@lru_cache(maxsize=512)
+def locale(language: str) -> Locale:
+    """Babel's locale of a language; ConfigError where CLDR has none."""
+    try:
+        return Locale.parse(_CLDR_LOCALES.get(language, language))
+    except (UnknownLocaleError, ValueError) as error:
+        raise ConfigError(
+            f"Unicode CLDR has no locale for {language!r}: take this language out of corpus.cldr."
+        ) from error
+
+
+def _distinct(random: Random, number: int, *, held_out: bool) -> list[Clause]:
+    """There are billions of clauses, so that a number anyone asks for is reached."""
+    seen: dict[Clause, None] = {}
+    while len(seen) < number:
+        seen[draw_clause(random, held_out=held_out)] = None
+    return list(seen)
+
+
+def _is_reserved_key(key: tuple[str | int, ...]) -> bool:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % _RESERVED_SHARE == 0
+
+
+def _count(part: Part) -> int:
+    """The number that decides the form of the noun beside it; 0 where there is none."""
+    match part.template:
+        case "relative_time":
+            return abs(part.numbers[0])
+        case "long_quantity" | "short_quantity":
+            return part.numbers[0]
+        case "amount" | "named_amount":
+            return part.numbers[0] // 100
+        case _:
+            return 0
+
+
+def _draw_part(random: Random, template: Template, *, held_out: bool) -> Part:
+    while True:
+        part = _draw_value(random, template)
+        if is_reserved(part) == held_out:
+            return part
+
+
+def _draw_value(random: Random, template: Template) -> Part:
+    match template:
+        case "full_date" | "long_date":
+            day = _draw_day(random)
+            return Part(template, (), (random.randint(1990, 2029), day.month, day.day))
+        case "month":
+            return Part(template, (), (random.randint(1990, 2029), random.randint(1, 12)))
+        case "day":
+            day = _draw_day(random)
+            return Part(template, (), (day.month, day.day))
+        case "weekday_time":
+            minute = 5 * random.randrange(12)
+            return Part(template, (), (random.randint(1, 7), random.randrange(24), minute))
+        case "interval":
+            length = random.randint(1, 40)
+            first = _draw_day(random, days=365 - length)
+            last = first + timedelta(days=length)
+            return Part(template, (), (first.month, first.day, last.month, last.day))
+        case "relative_time":
+            number = random.choice((-1, 1)) * random.randint(1, 60)
+            return Part(template, (random.choice(list(SECONDS)),), (number,))
+        case "long_quantity" | "short_quantity":
+            return Part(template, (random.choice(UNITS),), (_draw_number(random),))
+        case "named_amount":
+            return Part(template, (random.choice(CURRENCIES),), (100 * _draw_number(random),))
+        case "amount":
+            currency = random.choice(CURRENCIES)
+            cents = 0 if currency in _WHOLE_CURRENCIES else random.choice((0, 25, 50, 75, 99))
+            return Part(template, (currency,), (100 * _draw_number(random) + cents,))
+        case "percent":
+            return Part(template, (), (5 * random.randint(0, 200),))
+        case "countries":
+            return Part(template, _draw_names(random, COUNTRIES), ())
+        case "languages":
+            return Part(template, _draw_names(random, LANGUAGES), ())
+        case "currencies":
+            return Part(template, _draw_names(random, CURRENCIES), ())
+
+
+def _draw_day(random: Random, *, days: int = 365) -> date:
+    return date(_YEAR, 1, 1) + timedelta(days=random.randrange(days))
+
+
+def _draw_number(random: Random) -> int:
+    """Small numbers most often, for their plural forms; sometimes a round one."""
+    largest, step = random.choice(((12, 1), (99, 1), (2000, 25)))
+    return step * random.randint(1, largest // step)
+
+
+def _draw_names(random: Random, names: list[str]) -> tuple[str, ...]:
+    return tuple(random.sample(names, random.choices((1, 2, 3), (1, 3, 1))[0]))
+
+
+def _draw_joints(random: Random, *, size: int) -> tuple[Joint, ...]:
+    """Different joints, from the outermost in; ``and`` only joins the last two."""
+    return tuple(sorted(random.sample(JOINTS, size - 1), key=JOINTS.index))
+
+
+def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
+    wide = language in _WIDE_LANGUAGES
+    match joint:
+        case "colon":
+            return f"{before}：{after}" if wide else f"{before}: {after}"
+        case "dash":
+            return f"{before} – {after}"
+        case "brackets":
+            return f"{before}（{after}）" if wide else f"{before} ({after})"
+        case "and":
+            return format_list([before, after], "standard", locale=locale(language))
+
+
+def _format_value(part: Part, where: Locale) -> str:
+    names, numbers = part.names, part.numbers
+    match part.template:
+        case "full_date":
+            return format_date(date(*numbers), "full", locale=where)
+        case "long_date":
+            return format_date(date(*numbers), "long", locale=where)
+        case "month":
+            year, month = numbers
+            return format_skeleton("yMMMM", datetime(year, month, 1), locale=where)
+        case "day":
+            month, day = numbers
+            return format_skeleton("MMMMd", datetime(_YEAR, month, day), locale=where)
+        case "weekday_time":
+            weekday, hour, minute = numbers
+            moment = datetime.combine(date(2024, 1, weekday), time(hour, minute))
+            return format_skeleton("EHm", moment, locale=where)
+        case "interval":
+            return _format_interval(numbers, where)
+        case "relative_time":
+            return _format_relative_time(names[0], numbers[0], where)
+        case "long_quantity":
+            return _format_quantity(names[0], numbers[0], ("long", "short"), where)
+        case "short_quantity":
+            return _format_quantity(names[0], numbers[0], ("short", "long"), where)
+        case "named_amount":
+            return _format_named_amount(names[0], numbers[0] // 100, where)
+        case "amount":
+            return format_currency(numbers[0] / 100, names[0], locale=where)
+        case "percent":
+            return format_percent(numbers[0] / 1000, locale=where, decimal_quantization=False)
+        case "countries":
+            return format_list([where.territories[name] for name in names], "standard", where)
+        case "languages":
+            return format_list([where.languages[name] for name in names], "or", where)
+        case "currencies":
+            return format_list([where.currencies[name] for name in names], "standard", where)
+
+
+def _format_interval(numbers: tuple[int, ...], where: Locale) -> str:
+    first_month, first_day, last_month, last_day = numbers
+    first, last = date(_YEAR, first_month, first_day), date(_YEAR, last_month, last_day)
+    return format_interval(first, last, "MMMd", locale=where)
+
+
+def _format_relative_time(unit: str, number: int, where: Locale) -> str:
+    """``in 3 hours`` for 3, ``3 hours ago`` for -3; no number is large enough for the next unit."""
+    granularity, seconds = next(item for item in SECONDS.items() if item[0] == unit)
+    return format_timedelta(
+        timedelta(seconds=number * seconds),
+        granularity=granularity,
+        threshold=1e9,
+        add_direction=True,
+        locale=where,
+    )
+
+
+def _format_quantity(
+    unit: str, number: int, lengths: tuple[Literal["long", "short"], ...], where: Locale
+) -> str:
+    """In the first length CLDR has: where long and short agree, it stores only one."""
+    for length in lengths:
+        text = format_unit(number, unit, length, locale=where)
+        if unit not in text:
+            return text
+    raise ValueError(f"no unit {unit}")
+
+
+def _format_named_amount(currency: str, number: int, where: Locale) -> str:
+    return format_currency(
+        number,
+        currency,
+        format="#,##0.##",
+        format_type="name",
+        currency_digits=False,
+        locale=where,
+    )

@@ -1,0 +1,250 @@
+"""group_languages: language groups by family, by family and embeddings, or the paper's table.
+
+Reads shards (for the corpus sizes) and, for embeddings, a dense checkpoint; makes groups
+(``groups.json``: language → group, the groups' names, and why they are as they are).
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts import Artifact, new_artifact
+from pipeline.checkpoint import read_tensor
+from pipeline.config import GroupsConfig
+from pipeline.corpus import languages, line_counts
+from pipeline.errors import ConfigError
+from pipeline.groups import GROUPS_NAME
+from pipeline.languages import PAPER_GROUPS, family, nearest_codes
+from pipeline.mixture import lines_per_language
+from pipeline.shards import TOKENIZER_FOLDER
+from pipeline.stages import StageCall
+from pipeline.tokenizer import load_tokenizer
+
+EMBEDDING_NAME = "embedding.weight"
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Groups in the order of their numbers, and one sentence per decision."""
+
+    members: dict[str, tuple[str, ...]]
+    """Name → languages."""
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """A group while groups are merged: its families, languages, size and embedding."""
+
+    families: tuple[str, ...]
+    languages: tuple[str, ...]
+    size: int
+    """Training sentences of its languages."""
+    embedding: Vector
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.families)
+
+
+def run(call: StageCall) -> None:
+    """Group the languages of the shards by the method of the recipe."""
+    config, shards = call.recipe.groups, call.artifacts["shards"]
+    match config.method:
+        case "typology":
+            grouping = by_family(languages(shards))
+        case "paper":
+            grouping = by_paper(languages(shards), extend=config.extend)
+        case "embeddings":
+            grouping = by_embeddings(shards, call.artifacts.get("checkpoint"), config=config)
+    with new_artifact(
+        call.out_dir,
+        kind=call.stage.makes,
+        stage=call.stage.name,
+        config=call.config,
+        inputs=call.records,
+        overwrite=call.overwrite,
+    ) as writer:
+        writer.write_json(GROUPS_NAME, groups_document(grouping))
+        writer.statistics |= {
+            "groups": {name: list(codes) for name, codes in grouping.members.items()}
+        }
+
+
+def by_family(codes: Iterable[str]) -> Grouping:
+    """One group per family, families in alphabetical order.
+
+    Raises:
+        ConfigError: a language without a family.
+    """
+    members = _collect({code: family(code) for code in codes})
+    return Grouping(members, tuple(f"{name} is a family." for name in members))
+
+
+def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
+    """The paper's table for OPUS-100 and its additions; groups without a language are left out.
+
+    Raises:
+        ConfigError: a language in no group, or an addition to a group that does not exist.
+    """
+    table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
+    for code, group in extend.items():
+        if group not in PAPER_GROUPS:
+            raise ConfigError(
+                f"groups.extend puts {code!r} into group {group}: the paper's groups are "
+                f"{min(PAPER_GROUPS)} to {max(PAPER_GROUPS)}."
+            )
+    table |= extend
+    members = _collect({code: f"group {_group_in(table, code)}" for code in codes})
+    return Grouping(members, tuple(f"{name} is the paper's." for name in members))
+
+
+def by_embeddings(
+    shards: Artifact, checkpoint: Artifact | None, *, config: GroupsConfig
+) -> Grouping:
+    """Families, merged by their embeddings in a dense model (mmnmt.md §4.2).
+
+    Raises:
+        ConfigError: no checkpoint, a language without a family, or without a token in it.
+    """
+    if checkpoint is None:
+        raise ConfigError(
+            "groups.method = 'embeddings' needs a dense model: give its checkpoint as input "
+            "'checkpoint', or set groups.method to 'typology' or 'paper'."
+        )
+    clusters = family_clusters(
+        language_sizes(shards, pivot=config.pivot),
+        embeddings=language_embeddings(checkpoint, languages(shards)),
+    )
+    corpus_size = sum(line_counts(shards, "train").values())
+    # Rounded, so that a share such as 15/56 of 56 sentences is 15 exactly.
+    limit = round(config.max_group_share * corpus_size, 6)
+    merged, reasons = merge_closest(clusters, size_limit=limit)
+    return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
+
+
+def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
+    """Language → training sentences; the pivot, which is in every pair, as the largest other."""
+    sizes = lines_per_language(shards)
+    if pivot in sizes:
+        sizes[pivot] = max((size for code, size in sizes.items() if code != pivot), default=0)
+    return sizes
+
+
+def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
+    """Language → the embedding [width] of its token in a trained model."""
+    tokenizer = load_tokenizer(checkpoint.directory / TOKENIZER_FOLDER)
+    weight = read_tensor(checkpoint, EMBEDDING_NAME)
+    return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
+
+
+def family_clusters(sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector]) -> list[Cluster]:
+    """One cluster per family, E_G = Σ (T_i / T_G) E_i over its languages."""
+    return [
+        Cluster(
+            families=(name,),
+            languages=codes,
+            size=sum(sizes[code] for code in codes),
+            embedding=weighted_mean(
+                [embeddings[code] for code in codes], weights=[sizes[code] for code in codes]
+            ),
+        )
+        for name, codes in by_family(sizes).members.items()
+    ]
+
+
+def merge_closest(
+    clusters: Sequence[Cluster], *, size_limit: float
+) -> tuple[list[Cluster], list[str]]:
+    """Merge the two closest clusters whose joint size stays below the limit, until none are left.
+
+    Close is a small cosine distance, to 12 decimals; ties go to the names that come first in the
+    alphabet. Returns the clusters by name, and a sentence per merge and on what ended it.
+    """
+    left = sorted(clusters, key=lambda cluster: cluster.name)
+    reasons = []
+    while candidates := [
+        (round(cosine_distance(first.embedding, second.embedding), 12), first, second)
+        for first, second in combinations(left, 2)
+        if first.size + second.size < size_limit
+    ]:
+        distance, first, second = min(
+            candidates, key=lambda found: (found[0], found[1].name, found[2].name)
+        )
+        joint = join(first, second)
+        reasons.append(
+            f"{first.name} and {second.name} merge: their distance {distance:.6f} is the smallest, "
+            f"and {joint.size} sentences together are below {size_limit:g}."
+        )
+        left = sorted(
+            [cluster for cluster in left if cluster not in (first, second)] + [joint],
+            key=lambda cluster: cluster.name,
+        )
+    reasons.append(f"No two of {len(left)} groups stay below {size_limit:g} sentences together.")
+    return left, reasons
+
+
+def join(first: Cluster, second: Cluster) -> Cluster:
+    """Two clusters as one, its embedding weighted by size."""
+    return Cluster(
+        families=tuple(sorted(first.families + second.families)),
+        languages=tuple(sorted(first.languages + second.languages)),
+        size=first.size + second.size,
+        embedding=weighted_mean(
+            [first.embedding, second.embedding], weights=[first.size, second.size]
+        ),
+    )
+
+
+def weighted_mean(vectors: Sequence[Vector], *, weights: Sequence[int]) -> Vector:
+    """Σ w v / Σ w; the plain mean where all weights are zero (languages without training text)."""
+    shares = np.asarray(weights if sum(weights) else [1] * len(vectors), dtype=np.float64)
+    mean: Vector = (shares / shares.sum()) @ np.stack(vectors)
+    return mean
+
+
+def cosine_distance(first: Vector, second: Vector) -> float:
+    """1 - cos; 1 where a vector is zero and has no direction."""
+    norms = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return 1.0 - float(first @ second) / norms if norms else 1.0
+
+
+def groups_document(grouping: Grouping) -> dict[str, object]:
+    """The contents of ``groups.json``."""
+    return {
+        "groups": {
+            code: number for number, codes in enumerate(grouping.members.values()) for code in codes
+        },
+        "names": list(grouping.members),
+        "reasons": list(grouping.reasons),
+    }
+
+
+def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Language → name, turned into name → languages; both sorted."""
+    return {
+        name: tuple(sorted(code for code, given in names.items() if given == name))
+        for name in sorted(set(names.values()))
+    }
+
+
+def _group_in(table: Mapping[str, int], code: str) -> int:
+    if code not in table:
+        nearest = ", ".join(nearest_codes(code, table)) or "none"
+        raise ConfigError(
+            f"Language {code!r} is in none of the paper's groups, its nearest codes there are: "
+            f"{nearest}; put it into one with groups.extend = {{ {code} = 1 }}, say."
+        )
+    return table[code]
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    sys.exit(stage_main("group_languages"))

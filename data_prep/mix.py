@@ -1,0 +1,97 @@
+"""mix: temperature sampling probabilities, and how often each pair will be seen.
+
+Reads shards, makes a mixture (``mixture.json``).
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from pipeline.artifacts import Artifact, new_artifact
+from pipeline.config import Recipe
+from pipeline.corpus import line_counts
+from pipeline.mixture import MIXTURE_NAME, temperature_probabilities
+from pipeline.stages import StageCall
+
+
+@dataclass(frozen=True)
+class PairShare:
+    """A pair's part in training."""
+
+    train_lines: int
+    probability: float
+    expected_epochs: float
+
+
+def run(call: StageCall) -> None:
+    """Weigh the pairs and write what that means for the planned number of updates."""
+    shards, recipe = call.artifacts["shards"], call.recipe
+    counts = line_counts(shards, "train")
+    probabilities = temperature_probabilities(
+        counts, sampling_temperature=recipe.mixture.sampling_temperature
+    )
+    sentences = expected_sentences(recipe, probabilities, tokens_per_sentence(shards))
+    shares = pair_shares(counts, probabilities, sentences=sentences)
+    with new_artifact(
+        call.out_dir,
+        kind=call.stage.makes,
+        stage=call.stage.name,
+        config=call.config,
+        inputs=call.records,
+        overwrite=call.overwrite,
+    ) as writer:
+        pairs = {pair: asdict(share) for pair, share in shares.items()}
+        writer.write_json(MIXTURE_NAME, {"pairs": pairs, "expected_sentences": sentences})
+        writer.statistics |= {"expected_sentences": sentences, "table": table(shares)}
+
+
+def tokens_per_sentence(shards: Artifact) -> dict[str, float]:
+    """Pair → expected size of a sentence in a batch: its longer side's mean tokens, and 2.
+
+    The two are end-of-sentence and a language token. Batches count the longer side, padding aside.
+    """
+    tokens: dict[str, dict[str, int]] = shards.statistics["tokens"]
+    return {
+        pair: max(tokens[pair].values()) / count + 2
+        for pair, count in line_counts(shards, "train").items()
+    }
+
+
+def expected_sentences(
+    recipe: Recipe, probabilities: Mapping[str, float], sizes: Mapping[str, float]
+) -> float:
+    """Sentence pairs that all updates of the recipe draw, over the whole mixture."""
+    mean_size = math.fsum(probability * sizes[pair] for pair, probability in probabilities.items())
+    tokens = recipe.training.updates * recipe.batches.micro_batches * recipe.batches.tokens
+    return tokens / mean_size
+
+
+def pair_shares(
+    counts: Mapping[str, int], probabilities: Mapping[str, float], *, sentences: float
+) -> dict[str, PairShare]:
+    """Lines, probability and expected epochs of each pair.
+
+    Both directions of a pair are drawn equally often; one epoch is every sentence pair seen once,
+    in one of them.
+    """
+    return {
+        pair: PairShare(count, probabilities[pair], sentences * probabilities[pair] / count)
+        for pair, count in counts.items()
+    }
+
+
+def table(shares: Mapping[str, PairShare]) -> list[str]:
+    """The mixture as lines of a Markdown table, the largest pair first."""
+    rows = [
+        f"| {pair} | {share.train_lines:,} | {share.probability:.4%} "
+        f"| {share.expected_epochs:.3g} |"
+        for pair, share in sorted(shares.items(), key=lambda item: (-item[1].train_lines, item[0]))
+    ]
+    return ["| pair | training lines | probability | epochs |", "|---|---:|---:|---:|", *rows]
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    sys.exit(stage_main("mix"))

@@ -1,0 +1,1 @@
+"""mmnmt: massively multilingual machine translation with mixtures of experts, in stages."""

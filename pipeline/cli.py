@@ -1,0 +1,566 @@
+"""The command line ``mmnmt``: one verb per stage, and verbs for plans and recipes.
+
+A stage's options follow from its entry in ``stages.py``: a recipe, one folder per input, an output
+folder. This module imports neither torch nor a stage until one is to run, so that help, errors in
+options and "already done" come at once.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipeline.artifacts import (
+    Artifact,
+    InputRecord,
+    open_artifact,
+    raw_digest,
+    read_manifest,
+    refuse_to_overwrite,
+)
+from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
+from pipeline.distributed import default_signal, is_launched, rank_of
+from pipeline.ds_config import ds_config_names, ds_config_path
+from pipeline.errors import (
+    EXIT_RUN_AGAIN,
+    EXIT_USER_ERROR,
+    ArtifactError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    UserError,
+)
+from pipeline.launch import launch
+from pipeline.plan import (
+    dry_run,
+    exclusive,
+    load_plan,
+    place_plan,
+    plan_names,
+    run_plan,
+    show_status,
+    stage_config,
+    text_table,
+    why_not_done,
+)
+from pipeline.stages import STAGES, Stage, StageCall
+
+EXIT_KEYBOARD = 130
+EXIT_BROKEN_PIPE = 141
+
+DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
+"""What ``mmnmt translate`` as a filter uses when no checkpoint is named."""
+
+_PLAN_VERBS = {
+    "run": "run what is not up to date of a plan",
+    "status": "show which stages of a plan are done, stale or missing, and why",
+}
+_RECIPE_VERBS = {
+    "describe": "show a recipe's resolved settings and its number of parameters",
+    "recipes": "list the recipes that ship",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command ``mmnmt``; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in STAGES:
+        return stage_main(arguments[0], arguments[1:])
+    options = _main_parser().parse_args(arguments)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "run": _run_command,
+        "status": _status_command,
+        "describe": _describe_command,
+        "recipes": _recipes_command,
+    }
+    return _guarded(options.command, lambda: commands[options.command](options))
+
+
+def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one stage as its command line says; returns the exit code.
+
+    0 done or already done; EXIT_USER_ERROR with one line on standard error; EXIT_RUN_AGAIN when
+    stopped by a signal; 130 after Ctrl-C. Any other exception is a bug and keeps its traceback.
+    """
+    stage = STAGES[name]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = stage_parser(stage)
+    options = parser.parse_args(arguments)
+    if name == "translate" and _is_filter(options, parser):
+        return _guarded(name, lambda: _filter_command(options))
+    _check_required(stage, options, parser)
+    return _guarded(name, lambda: _stage_command(stage, options, arguments))
+
+
+# ---------------------------------------------------------------- options
+
+
+def stage_parser(stage: Stage) -> argparse.ArgumentParser:
+    """The options of one stage."""
+    parser = argparse.ArgumentParser(
+        prog=f"mmnmt {stage.name}",
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes a {stage.makes} artifact.",
+        allow_abbrev=False,
+    )
+    if stage.sections:
+        parser.add_argument(
+            "--recipe",
+            metavar="NAME",
+            help=f"settings: a name of `mmnmt recipes`, or PATH.toml, with overlays NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)})",
+        )
+    for name, wanted in stage.inputs.items():
+        about = wanted.help + ("" if wanted.required else " (optional)")
+        if wanted.many:
+            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", help=about)
+        else:
+            parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=about)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the new artifact")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="build again, and replace what --out holds"
+    )
+    _add_process_options(parser, stage)
+    if stage.name == "translate":
+        _add_filter_options(parser)
+    return parser
+
+
+def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
+    if stage.parallel != "no":
+        parser.add_argument(
+            "--processes",
+            type=_positive,
+            default=1,
+            metavar="N",
+            help="processes on this machine (a launcher's own ranks come first)",
+        )
+    if stage.parallel == "ranks":
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    if stage.trains:
+        parser.add_argument(
+            "--ds-config",
+            default="cpu_fp32",
+            metavar="NAME",
+            help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
+            "(default: %(default)s)",
+        )
+
+
+def _add_filter_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "as a filter",
+        "With --from and --to, and neither --corpus nor --out: lines of standard input are "
+        f"translated to standard output. The checkpoint is {DEMO_CHECKPOINT} unless named.",
+    )
+    group.add_argument("--from", dest="source", metavar="CODE", help="language of the input, en")
+    group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    if options.source is None and options.target is None:
+        return False
+    if options.source is None or options.target is None:
+        parser.error("a filter needs both --from and --to")
+    if options.corpus or options.out:
+        parser.error("--from and --to translate standard input: leave out --corpus and --out")
+    return True
+
+
+def _check_required(
+    stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Stop with the usage where a needed option is missing (a filter needs fewer of them)."""
+    given = vars(options)
+    wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
+    wanted += ["recipe"] if stage.sections else []
+    missing = [f"--{name}" for name in wanted if not given[name]]
+    if missing:
+        parser.error(f"the following options are required: {', '.join(missing)}")
+
+
+def _main_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mmnmt",
+        description="Massively multilingual translation with mixtures of experts, in stages.",
+        epilog="mmnmt STAGE --help lists a stage's options.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mmnmt {metadata.version('mmnmt')}")
+    verbs = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    for verb, about in _PLAN_VERBS.items():
+        _add_plan_options(verbs.add_parser(verb, help=about, description=about), verb=verb)
+    for verb, about in _RECIPE_VERBS.items():
+        described = verbs.add_parser(verb, help=about, description=about)
+        if verb == "describe":
+            _add_describe_options(described)
+    for stage in STAGES.values():
+        verbs.add_parser(stage.name, help=stage.help)
+    return parser
+
+
+def _add_plan_options(parser: argparse.ArgumentParser, *, verb: str) -> None:
+    parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of all stages (default: runs/PLAN)"
+    )
+    parser.add_argument(
+        "--with", dest="overlay", default="", metavar="OVERLAY", help="lay this over every recipe"
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="data from outside that the plan wants",
+    )
+    if verb == "run":
+        parser.add_argument(
+            "--dry-run", action="store_true", help="say what would run and why, and start nothing"
+        )
+        parser.add_argument(
+            "--processes", type=_positive, metavar="N", help="overrule the plan's, for every stage"
+        )
+
+
+def _add_describe_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
+    parser.add_argument(
+        "--vocabulary",
+        type=_positive,
+        metavar="V",
+        help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
+    )
+    parser.add_argument(
+        "--groups",
+        type=_positive,
+        metavar="G",
+        help="language groups of the router (default: the recipe's num_groups)",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+# ---------------------------------------------------------------- one stage
+
+
+def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Check everything that can be checked, then run the stage here or as several processes."""
+    call = make_call(stage, options)
+    if not call.overwrite and _already_done(call):
+        _say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
+        return 0
+    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
+    if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
+        return launch(
+            ["-m", "pipeline.cli", stage.name, *arguments],
+            processes=call.processes,
+            threads=_threads(call.processes),
+        )
+    lock_path = call.out_dir.parent / f".{call.out_dir.name}.lock"
+    alone = exclusive(lock_path, what=str(call.out_dir)) if _rank() == 0 else nullcontext()
+    with _stop_by_signal(), alone:
+        importlib.import_module(stage.module).run(call)
+    return 0
+
+
+def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
+    """Open what the options name.
+
+    Raises:
+        UserError: a recipe, ds_config or input that cannot be used.
+    """
+    given = vars(options)
+    recipe = load_recipe(options.recipe) if stage.sections else Recipe(name="defaults")
+    artifacts: dict[str, Artifact] = {}
+    raw: dict[str, Path] = {}
+    for name, wanted in stage.inputs.items():
+        for key, path in _named_inputs(name, given[name]).items():
+            if wanted.kind == "raw":
+                raw[key] = path
+            else:
+                artifacts[key] = open_artifact(path, kind=wanted.kind)
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw=raw,
+        out_dir=options.out,
+        records=_records(artifacts, raw),
+        config=stage_config(
+            stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
+        ),
+        processes=options.processes if stage.parallel != "no" else 1,
+        ds_config=ds_config_path(options.ds_config) if stage.trains else None,
+        overwrite=options.overwrite,
+    )
+
+
+def _named_inputs(name: str, value: Path | list[str] | None) -> dict[str, Path]:
+    if isinstance(value, list):
+        return {f"{name}/{key}": path for key, path in _named_paths(value, f"--{name}").items()}
+    return {} if value is None else {name: value}
+
+
+def _named_paths(pairs: list[str], option: str) -> dict[str, Path]:
+    paths: dict[str, Path] = {}
+    for pair in pairs:
+        name, separator, path = pair.partition("=")
+        if not separator or not name or not path or "/" in name:
+            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+        if name in paths:
+            raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
+        paths[name] = Path(path)
+    return paths
+
+
+def _records(artifacts: Mapping[str, Artifact], raw: Mapping[str, Path]) -> dict[str, InputRecord]:
+    opened = {
+        name: InputRecord(
+            kind=artifact.manifest.kind,
+            path=str(artifact.directory.absolute()),
+            digest=artifact.digest,
+        )
+        for name, artifact in artifacts.items()
+    }
+    read = {
+        name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
+        for name, path in raw.items()
+    }
+    return opened | read
+
+
+def _already_done(call: StageCall) -> bool:
+    """Whether --out holds what this call would make.
+
+    Raises:
+        ArtifactError: it holds something finished that this call would not make.
+    """
+    if read_manifest(call.out_dir) is None:
+        return False
+    digests = {name: record.digest for name, record in call.records.items()}
+    reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
+    if reason is None:
+        return True
+    raise ArtifactError(
+        f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
+        "to replace it."
+    )
+
+
+def _threads(processes: int) -> int:
+    """OMP_NUM_THREADS as it is set, else an equal share of the cores."""
+    set_threads = os.environ.get("OMP_NUM_THREADS", "")
+    return int(set_threads) if set_threads.isdigit() else max((os.cpu_count() or 1) // processes, 1)
+
+
+@contextmanager
+def _stop_by_signal() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 end the stage by Interrupted, until it handles them itself.
+
+    So an artifact under construction is removed; a forked worker just ends.
+    """
+    process_id = os.getpid()
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != process_id:
+            default_signal(number)
+        raise Interrupted(f"stopped by {signal.Signals(number).name}")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------- translate as a filter
+
+
+def _filter_command(options: argparse.Namespace) -> int:
+    """Lines of standard input, translated, to standard output."""
+    if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
+        raise ConfigError(
+            f"There is no {DEMO_CHECKPOINT}: name a model with --checkpoint, or run "
+            "`mmnmt run demo` first."
+        )
+    decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
+    checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
+    module: Any = importlib.import_module("pipeline.translate")
+    try:
+        module.filter_lines(
+            checkpoint,
+            decoding=decoding,
+            source=options.source,
+            target=options.target,
+            lines=_input_lines(),
+            write=_write_line,
+        )
+    except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    return 0
+
+
+def _input_lines() -> Iterator[str]:
+    """Lines of standard input without their line feed; nothing else ends a line."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.removesuffix(b"\n").decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"Line {number} of standard input is not UTF-8 ({error.reason} at byte "
+                f"{error.start}): convert it first."
+            ) from error
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.buffer.write(text.encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+# ---------------------------------------------------------------- plans and recipes
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        given=_named_paths(options.input, "--input"),
+        processes=options.processes,
+    )
+    if options.dry_run:
+        dry_run(placed)
+        return 0
+    return run_plan(placed, say=_say)
+
+
+def _status_command(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        given=_named_paths(options.input, "--input"),
+    )
+    show_status(placed)
+    return 0
+
+
+def _describe_command(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    vocabulary_size = options.vocabulary or recipe.tokenizer.vocabulary_size
+    module: Any = importlib.import_module("pipeline.model.describe")
+    parameters: dict[str, int] = module.count_parameters(
+        recipe.model,
+        vocabulary_size=vocabulary_size,
+        num_groups=options.groups or _num_groups(recipe),
+    )
+    settings = recipe.model_dump(mode="json")
+    if options.json:
+        described = {
+            "recipe": settings,
+            "vocabulary_size": vocabulary_size,
+            "parameters": parameters,
+        }
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+        return 0
+    print(f"{recipe.name}: {recipe.description}")
+    for section, values in settings.items():
+        if isinstance(values, dict):
+            print(f"\n[{section}]")
+            print("\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()))
+    print(f"\nParameters with a vocabulary of {vocabulary_size:,}:")
+    rows = [[part, f"{count:,}"] for part, count in parameters.items()]
+    print(text_table(["part", "parameters"], rows))
+    return 0
+
+
+def _num_groups(recipe: Recipe) -> int:
+    """Language groups of the model's router; 0 where it has none.
+
+    Raises:
+        ConfigError: the recipe leaves the number to the groups artifact.
+    """
+    moe = recipe.model.moe
+    if moe is None or moe.decoder_router != "language_group":
+        return 0
+    if moe.num_groups is None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
+            "pass --groups N."
+        )
+    return moe.num_groups
+
+
+def _recipes_command(_options: argparse.Namespace) -> int:
+    rows = [[name, load_recipe(name).description] for name in recipe_names()]
+    print(text_table(["recipe", "description"], rows))
+    return 0
+
+
+# ---------------------------------------------------------------- how a command ends
+
+
+def _guarded(name: str, action: Callable[[], int]) -> int:
+    """Run a command; errors that a user can mend become one line and an exit code."""
+    try:
+        return action()
+    except Interrupted as error:
+        reason = str(error) or "stopped as asked"
+        _say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
+        return EXIT_RUN_AGAIN
+    except UserError as error:
+        _report(name, error)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        _say_once(f"mmnmt {name}: stopped by Ctrl-C.")
+        return EXIT_KEYBOARD
+
+
+def _report(name: str, error: UserError) -> None:
+    """One line: a wrong setting is the same on every rank, other errors can be one rank's own."""
+    rank = _rank()
+    if rank == 0:
+        print(f"mmnmt {name}: {error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, ConfigError):
+        print(f"mmnmt {name}: rank {rank}: {error}", file=sys.stderr, flush=True)
+
+
+def _say_once(text: str) -> None:
+    """A line on standard error, from rank 0 alone."""
+    if _rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    """A line on standard output, at once, so that it stands before what a child prints."""
+    print(text, flush=True)
+
+
+def _rank() -> int:
+    try:
+        return rank_of(os.environ)
+    except ConfigError:  # a rank that cannot be read: it will be reported where it is used
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

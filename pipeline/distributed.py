@@ -1,0 +1,348 @@
+"""The world of ranks: found in the environment in one place, opened and closed in one place.
+
+Whatever started the processes (our launcher, torchrun, deepspeed, srun, mpirun, or nothing),
+``discover`` maps what it left in the environment to a ``World``, and ``distributed_world`` opens
+the process group for it. torch is imported only where a collective is needed, because the command
+line asks this module for its rank and has to start fast.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+LOOPBACK = "127.0.0.1"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+@dataclass(frozen=True)
+class World:
+    """One process's place among all: ``rank`` of ``size``, ``local_rank`` of ``local_size``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    master_address: str
+    master_port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables that torch and DeepSpeed read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def discover(environment: Mapping[str, str]) -> World:
+    """The world this process was started into; one process where nothing says otherwise.
+
+    Raises:
+        ConfigError: a launcher's variables are incomplete, or MPI or scontrol cannot be used.
+    """
+    if "RANK" in environment:
+        return _from_launcher(environment)
+    if _in_slurm_step(environment):
+        return _from_slurm(environment)
+    if any(name in environment for name in _MPI_RANK_NAMES):
+        return _from_mpi()
+    return World(0, 1, 0, 1, LOOPBACK, free_port())
+
+
+def is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process as one rank of a world."""
+    return (
+        "RANK" in environment
+        or _in_slurm_step(environment)
+        or any(name in environment for name in _MPI_RANK_NAMES)
+    )
+
+
+def rank_of(environment: Mapping[str, str]) -> int:
+    """This process's rank, found without opening anything; 0 where there is no launcher."""
+    if "RANK" in environment:
+        return _integer(environment, "RANK")
+    if _in_slurm_step(environment):
+        return _integer(environment, "SLURM_PROCID")
+    present = [name for name in _MPI_RANK_NAMES if name in environment]
+    return _integer(environment, present[0]) if present else 0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _from_launcher(environment: Mapping[str, str]) -> World:
+    missing = [name for name in _LAUNCHER_NAMES if name not in environment]
+    if missing:
+        raise ConfigError(
+            f"RANK is set in the environment but {', '.join(missing)} is not: start with "
+            "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
+        )
+    size = _integer(environment, "WORLD_SIZE")
+    local_names = [name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environment]
+    return World(
+        rank=_integer(environment, "RANK"),
+        size=size,
+        local_rank=_integer(environment, "LOCAL_RANK"),
+        local_size=_integer(environment, local_names[0]) if local_names else size,
+        master_address=environment["MASTER_ADDR"],
+        master_port=_integer(environment, "MASTER_PORT"),
+    )
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Under srun, that is: a batch script has a SLURM_PROCID too, but belongs to no step."""
+    return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
+
+
+def _from_slurm(environment: Mapping[str, str]) -> World:
+    sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environment]
+    size = _integer(environment, sizes[0]) if sizes else 1
+    port = 20000 + _integer(environment, "SLURM_JOB_ID") % 10000
+    return World(
+        rank=_integer(environment, "SLURM_PROCID"),
+        size=size,
+        local_rank=_integer(environment, "SLURM_LOCALID"),
+        local_size=_slurm_local_size(environment, size=size),
+        master_address=environment.get("MASTER_ADDR") or _first_slurm_host(environment, size=size),
+        master_port=_integer(environment, "MASTER_PORT") if "MASTER_PORT" in environment else port,
+    )
+
+
+def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
+    """Tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if name in environment:
+            counts = _expand_counts(environment[name])
+            return counts[_integer(environment, "SLURM_NODEID")]
+    return size
+
+
+def _expand_counts(text: str) -> list[int]:
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, repeats = part.removesuffix(")").partition("(x")
+        counts += [int(count)] * int(repeats or 1)
+    return counts
+
+
+def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
+    if size == 1:
+        return LOOPBACK
+    names = [name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if name in environment]
+    hosts = environment[names[0]] if names else ""
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", hosts],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=60,
+            env=dict(environment),
+        )
+        return listed.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise ConfigError(
+            f"scontrol did not expand the node list {hosts!r} ({error}): export MASTER_ADDR as "
+            "the name of the first node."
+        ) from error
+
+
+def _from_mpi() -> World:
+    try:
+        from mpi4py import MPI  # here only: it starts MPI, and libmpi may be absent
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "mpirun started this process but mpi4py or libmpi cannot be loaded "
+            f"({str(error).split(chr(10))[0]}): install mmnmt[mpi] and an MPI library, or start "
+            "with --processes or torchrun."
+        ) from error
+    everyone = MPI.COMM_WORLD
+    node = everyone.Split_type(MPI.COMM_TYPE_SHARED)
+    address = LOOPBACK if node.Get_size() == everyone.Get_size() else socket.gethostname()
+    address, port = everyone.bcast((address, free_port()), root=0)
+    return World(
+        rank=everyone.Get_rank(),
+        size=everyone.Get_size(),
+        local_rank=node.Get_rank(),
+        local_size=node.Get_size(),
+        master_address=address,
+        master_port=port,
+    )
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"The environment variable {name} is {environment.get(name)!r} where a whole number "
+            "is wanted: correct it, or start with --processes or torchrun."
+        ) from error
+
+
+@contextmanager
+def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
+    """Open the default process group; a single process gets one too, since DeepSpeed wants one.
+
+    gloo on CPU tensors and, where there is a GPU, NCCL on CUDA tensors. A collective that waits
+    for longer than ``timeout_seconds`` ends with an error. At the end all ranks wait for each
+    other if nothing failed; the group is destroyed in any case, because torch can abort at exit
+    while it lives.
+
+    Raises:
+        ConfigError: see ``discover``.
+    """
+    import torch
+
+    world = discover(os.environ)
+    with _environment(world.environment()):
+        if torch.cuda.is_available():
+            torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        torch.distributed.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+        try:
+            yield world
+            wait_for_all()
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def world_size() -> int:
+    """Number of ranks in the open process group; 1 where none is open."""
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def all_sum(tensor: "Tensor") -> "Tensor":
+    """Sum over ranks, in place; the tensor itself at world size 1."""
+    import torch
+
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.SUM)
+    return tensor
+
+
+def all_max(tensor: "Tensor") -> "Tensor":
+    """Maximum over ranks, in place; the tensor itself at world size 1."""
+    import torch
+
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return tensor
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in order of rank, on every rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: T) -> T:
+    """Rank 0's value on every rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value]
+    if world_size() > 1:
+        torch.distributed.broadcast_object_list(values, src=0)
+    received: T = values[0]
+    return received
+
+
+def wait_for_all() -> None:
+    """Return once every rank is here and the device's work is done; a barrier over gloo."""
+    import torch
+
+    if world_size() > 1:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        torch.distributed.all_reduce(torch.zeros(1))
+
+
+class StopFlag:
+    """Asks a loop to stop: SIGTERM, SIGUSR1 or SIGINT only raise a flag that the loop polls.
+
+    A context manager that puts the old handlers back. A worker forked meanwhile inherits the
+    handler but not the flag's purpose: in it the signal does what it does by default.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        """Whether this process was asked; ranks can differ, so decide by ``agreed``."""
+        self._process_id = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._raise) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop: all ranks call this, and get the same answer."""
+        import torch
+
+        if world_size() == 1:
+            return self.requested
+        return bool(all_max(torch.tensor(int(self.requested))).item())
+
+    def _raise(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process_id:
+            default_signal(number)
+        self.requested = True
+
+
+def default_signal(number: int) -> None:
+    """Let a signal that was caught do what it does by default."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,57 @@
+"""finetune: train an assembled (or any) checkpoint on, with a fresh optimizer (paper §4.3).
+
+Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The model's shape is
+the checkpoint's; the recipe decides how it is trained.
+"""
+
+import sys
+
+from pipeline.checkpoint import load_model, read_spec, read_tokenizer
+from pipeline.distributed import distributed_world
+from pipeline.engine import connect, expert_parallel_group
+from pipeline.errors import ConfigError
+from pipeline.model.transformer import Regularization
+from pipeline.run_directory import describe_change
+from pipeline.stages import StageCall
+from pipeline.train_loop import local_device, train, training_data
+
+
+def run(call: StageCall) -> None:
+    """Load the checkpoint's model and train it on."""
+    training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
+    with distributed_world() as world:
+        connect(world)
+        data = training_data(call)
+        refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
+        model = load_model(
+            checkpoint,
+            regularization=Regularization(training.dropout, training.attention_dropout),
+            expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
+            device=local_device(world),
+        )
+        train(call, model, data, world=world)
+
+
+def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
+    """Raises ConfigError where recipe or shards are of another model than the checkpoint."""
+    checkpoint, shards = call.artifacts["checkpoint"], call.artifacts["shards"]
+    if read_tokenizer(checkpoint).fingerprint != fingerprint:
+        raise ConfigError(
+            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ: make the "
+            "shards with the checkpoint's tokenizer."
+        )
+    spec, recipe = read_spec(checkpoint), call.recipe
+    change = describe_change(spec.model.model_dump(), recipe.model.model_dump())
+    if change is None and spec.tag_scheme != recipe.batches.tag_scheme:
+        change = f"tag_scheme: {spec.tag_scheme} → {recipe.batches.tag_scheme}"
+    if change is not None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} describes another model than {checkpoint.directory} holds "
+            f"({change}): use a recipe with the checkpoint's [model]."
+        )
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    sys.exit(stage_main("finetune"))

@@ -1,0 +1,1 @@
+"""The encoder–decoder Transformer and its slots: attention, feed-forward, router, experts."""

@@ -1,0 +1,129 @@
+"""Multi-head attention over packed hidden states.
+
+Two arithmetically equal kernels: PyTorch's scaled-dot-product attention, and plain matrix products,
+which are faster in bfloat16 on CPU. :func:`fused_attention_pays` chooses by dtype and device.
+
+Legend: B batch, T query length, S key length, N real tokens, D model width, H heads, K head width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.batches import Packing
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of one attention layer, (B, H, S, K) each."""
+
+    key_BHSK: Tensor
+    value_BHSK: Tensor
+
+
+def fused_attention_pays(x: Tensor) -> bool:
+    """Whether scaled-dot-product attention is the faster kernel (measured: not in bf16 on CPU)."""
+    return not (x.device.type == "cpu" and x.dtype == torch.bfloat16)
+
+
+def attend(
+    query_BHTK: Tensor,
+    keys: KeyValues,
+    *,
+    mask: Tensor | None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q kᵀ / sqrt(K)) v; ``mask`` (broadcastable to (B, H, T, S)) is True where allowed."""
+    if fused_attention_pays(query_BHTK):
+        return F.scaled_dot_product_attention(
+            query_BHTK,
+            keys.key_BHSK,
+            keys.value_BHSK,
+            attn_mask=mask,
+            is_causal=is_causal,
+            dropout_p=dropout,
+        )
+    scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
+    scores_BHTS = (query_BHTK * scale) @ keys.key_BHSK.transpose(-1, -2)
+    if is_causal:
+        length = scores_BHTS.shape[-1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
+    if mask is not None:
+        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
+    weights_BHTS = F.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(scores_BHTS.dtype)
+    weights_BHTS = F.dropout(weights_BHTS, dropout, training=dropout > 0)
+    return weights_BHTS @ keys.value_BHSK
+
+
+class Attention(nn.Module):
+    """Self- or cross-attention with query, key, value and output projections (all with bias)."""
+
+    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        *,
+        memory_ND: Tensor | None = None,
+        memory: Packing | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Attend from the real tokens of ``packing`` to those of ``memory`` (or to themselves).
+
+        Sentences are right-padded, so that under a causal mask no real query sees padding.
+        """
+        keys_from = packing if memory is None else memory
+        keys = self.keys(x_ND if memory_ND is None else memory_ND, keys_from)
+        mask = None if keys_from.is_full or is_causal else keys_from.mask_BT[:, None, None, :]
+        context_BHTK = attend(
+            self._heads(packing.unpack(self.query(x_ND))),
+            keys,
+            mask=mask,
+            is_causal=is_causal,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        context_BTD = context_BHTK.transpose(1, 2).flatten(2)
+        projected: Tensor = self.output(packing.pack(context_BTD))
+        return projected
+
+    def keys(self, memory_ND: Tensor, memory: Packing) -> KeyValues:
+        """Keys and values of packed tokens, (B, H, S, K)."""
+        return KeyValues(
+            self._heads(memory.unpack(self.key(memory_ND))),
+            self._heads(memory.unpack(self.value(memory_ND))),
+        )
+
+    def step(self, x_RD: Tensor, past: KeyValues, *, length: int) -> Tensor:
+        """Self-attention of one new token per row; writes position ``length`` of ``past``."""
+        heads = (self.num_heads, -1)
+        past.key_BHSK[:, :, length] = self.key(x_RD).unflatten(-1, heads)
+        past.value_BHSK[:, :, length] = self.value(x_RD).unflatten(-1, heads)
+        stop = length + 1
+        so_far = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
+        query_RH1K = self.query(x_RD).unflatten(-1, heads).unsqueeze(2)
+        projected: Tensor = self.output(attend(query_RH1K, so_far, mask=None).flatten(1))
+        return projected
+
+    def step_memory(self, x_RD: Tensor, memory: KeyValues, *, mask: Tensor | None) -> Tensor:
+        """Cross-attention of one new token per row; rows of a sentence share its memory."""
+        batch = memory.key_BHSK.shape[0]
+        query_BJD = self.query(x_RD).view(batch, -1, x_RD.shape[-1])
+        context_BHJK = attend(self._heads(query_BJD), memory, mask=mask)
+        projected: Tensor = self.output(context_BHJK.transpose(1, 2).reshape(x_RD.shape))
+        return projected
+
+    def _heads(self, x_BTD: Tensor) -> Tensor:
+        x_BTHK: Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
+        return x_BTHK.transpose(1, 2)

@@ -1,0 +1,110 @@
+"""From routes to contiguous work: which token goes into which row of which expert.
+
+A *route* is one (token, choice) pair. Routes are sorted by expert, so that every expert works on
+a contiguous slice of rows. Dropless keeps every route. The capacity form keeps at most C routes
+per expert: first choices before second choices, by position or by descending top probability.
+
+Legend: N tokens, C choices per token, E experts, R kept routes.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.model.router import Routing
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The plan of one MoE layer for one micro-batch.
+
+    Attributes:
+        token_R: token of each kept route, routes in order of their expert.
+        row_NC: row of each (token, choice) among the kept routes; R where it was dropped.
+        weight_NC: combine weights, renormalised over the kept choices; 0 where dropped.
+        count_E: kept routes per expert.
+        routed_E: routes per expert before capacity.
+        drops: whether a route may have been dropped (host knowledge, no synchronisation).
+    """
+
+    token_R: Tensor
+    row_NC: Tensor
+    weight_NC: Tensor
+    count_E: Tensor
+    routed_E: Tensor
+    drops: bool
+
+
+def dispatch_dropless(routing: Routing, *, num_experts: int) -> Dispatch:
+    """Every route is kept."""
+    expert_NC = routing.expert_NC
+    num_choices = expert_NC.shape[1]
+    order_R = expert_NC.flatten().argsort(stable=True)
+    row_R = torch.empty_like(order_R)
+    row_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    count_E = torch.bincount(expert_NC.flatten(), minlength=num_experts)
+    return Dispatch(
+        token_R=order_R // num_choices,
+        row_NC=row_R.view_as(expert_NC),
+        weight_NC=routing.weight_NC,
+        count_E=count_E,
+        routed_E=count_E,
+        drops=False,
+    )
+
+
+def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
+    """C = ceil(factor · top_k · tokens / experts) slots per expert (mmnmt.md §2)."""
+    return math.ceil(factor * top_k * num_tokens / num_experts)
+
+
+def dispatch_with_capacity(
+    routing: Routing, *, num_experts: int, capacity: int, prioritized: bool
+) -> Dispatch:
+    """At most ``capacity`` routes per expert; a token that loses one choice gives the rest all.
+
+    Slots go to first choices before second ones, and within a choice by position or, with
+    ``prioritized``, by descending top probability (ties by position).
+    """
+    expert_NC = routing.expert_NC
+    num_tokens, num_choices = expert_NC.shape
+    device = expert_NC.device
+    if prioritized:
+        top_N = routing.probability_NE.detach().amax(-1)
+        token_order_N = top_N.argsort(descending=True, stable=True)
+    else:
+        token_order_N = torch.arange(num_tokens, device=device)
+    choice_C = torch.arange(num_choices, device=device)
+    queue = (token_order_N[None, :] * num_choices + choice_C[:, None]).flatten()
+    expert_of_queue = expert_NC.flatten()[queue]
+    by_expert = expert_of_queue.argsort(stable=True)
+    routed_E = torch.bincount(expert_of_queue, minlength=num_experts)
+    start_E = routed_E.cumsum(0) - routed_E
+    sorted_expert = expert_of_queue[by_expert]
+    slot = torch.arange(len(queue), device=device) - start_E[sorted_expert]
+    kept_route_R = queue[by_expert][slot < capacity]
+
+    row = torch.full((num_tokens * num_choices,), len(kept_route_R), device=device)
+    row[kept_route_R] = torch.arange(len(kept_route_R), device=device)
+    row_NC = row.view(num_tokens, num_choices)
+    kept_weight_NC = routing.weight_NC * (row_NC < len(kept_route_R))
+    total_N1 = kept_weight_NC.sum(-1, keepdim=True)
+    return Dispatch(
+        token_R=kept_route_R // num_choices,
+        row_NC=row_NC,
+        weight_NC=kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny),
+        count_E=routed_E.clamp_max(capacity),
+        routed_E=routed_E,
+        drops=True,
+    )
+
+
+def combine(y_RD: Tensor, dispatch: Dispatch) -> Tensor:
+    """Weighted sum of each token's expert outputs, (N, D); dropped routes contribute 0."""
+    if dispatch.drops:
+        y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
+    num_tokens, num_choices = dispatch.row_NC.shape
+    y_NCD = y_RD.index_select(0, dispatch.row_NC.flatten()).view(num_tokens, num_choices, -1)
+    return torch.einsum("ncd,nc->nd", y_NCD, dispatch.weight_NC.to(y_RD.dtype))

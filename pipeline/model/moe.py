@@ -1,0 +1,110 @@
+"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (mmnmt.md §2).
+
+Padding never arrives here: hidden states are packed.
+
+Legend: N real tokens, D model width, E experts, R kept routes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import MoEConfig
+from pipeline.model.dispatch import (
+    Dispatch,
+    combine,
+    dispatch_dropless,
+    dispatch_with_capacity,
+    expert_capacity,
+)
+from pipeline.model.expert_parallel import ExpertParallel
+from pipeline.model.experts import Experts
+from pipeline.model.router import Router, Routing
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """What one MoE layer did with one micro-batch; returned, never kept.
+
+    Attributes:
+        balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
+        probability_NE: router probabilities, detached.
+        expert_NC: chosen experts, best first.
+        routed_E: routes per expert before capacity.
+        kept_E: routes per expert after capacity.
+    """
+
+    balance_loss: Tensor
+    probability_NE: Tensor
+    expert_NC: Tensor
+    routed_E: Tensor
+    kept_E: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward whose every token is served by ``top_k`` of E experts."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        router: Router,
+        experts: Experts,
+        expert_parallel: ExpertParallel | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.router = router
+        self.experts = experts
+        self.expert_parallel = expert_parallel
+
+    def forward(self, x_ND: Tensor, group_N: Tensor) -> tuple[Tensor, RoutingRecord]:
+        """Route, compute and combine; ``group_N`` is each token's language group."""
+        routing: Routing = self.router(x_ND, group_N)
+        dispatch = self._dispatch(routing)
+        rows_RD = x_ND.index_select(0, dispatch.token_R)
+        y_ND = combine(self._apply_experts(rows_RD, dispatch.count_E), dispatch)
+        record = RoutingRecord(
+            balance_loss=balance_loss(routing),
+            probability_NE=routing.probability_NE.detach(),
+            expert_NC=routing.expert_NC,
+            routed_E=dispatch.routed_E,
+            kept_E=dispatch.count_E,
+        )
+        return y_ND, record
+
+    def _dispatch(self, routing: Routing) -> Dispatch:
+        config = self.config
+        factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
+        if config.dispatch == "dropless" or factor is None:
+            return dispatch_dropless(routing, num_experts=config.num_experts)
+        capacity = expert_capacity(
+            len(routing.expert_NC),
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            factor=factor,
+        )
+        return dispatch_with_capacity(
+            routing,
+            num_experts=config.num_experts,
+            capacity=capacity,
+            prioritized=config.batch_prioritized,
+        )
+
+    def _apply_experts(self, rows_RD: Tensor, count_E: Tensor) -> Tensor:
+        if self.expert_parallel is not None:
+            return self.expert_parallel.run(self.experts, rows_RD, count_E)
+        on_host = rows_RD.device.type == "cpu"
+        output: Tensor = self.experts(rows_RD, count_E.tolist() if on_host else count_E)
+        return output
+
+
+def balance_loss(routing: Routing) -> Tensor:
+    """l_aux = E · Σ_e m_e c_e over real tokens, before capacity (mmnmt.md §2)."""
+    num_tokens, num_experts = routing.probability_NE.shape
+    if num_tokens == 0:
+        return routing.probability_NE.sum()
+    first_E = torch.bincount(routing.expert_NC[:, 0], minlength=num_experts)
+    share_E = first_E.to(torch.float32) / num_tokens
+    return num_experts * (routing.probability_NE.mean(0) * share_E).sum()

@@ -1,0 +1,69 @@
+"""Routers: which experts each token goes to, and with which weight (mmnmt.md §2, paper eq. 1).
+
+All of it runs in float32, the matrix product included. A router has no bias and adds no noise.
+
+Legend: N tokens, D model width, E experts, C choices per token (top-k), G language groups.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Probabilities of all experts and the chosen ones, best first."""
+
+    probability_NE: Tensor
+    expert_NC: Tensor
+    weight_NC: Tensor
+    """Probabilities of the chosen experts, renormalised to sum 1."""
+
+
+def choose(logits_NE: Tensor, *, top_k: int) -> Routing:
+    """Softmax, the ``top_k`` best, renormalised."""
+    probability_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
+    kept_NC, expert_NC = probability_NE.topk(top_k, dim=-1)
+    return Routing(probability_NE, expert_NC, kept_NC / kept_NC.sum(-1, keepdim=True))
+
+
+class TokenRouter(nn.Module):
+    """logits = W x."""
+
+    def __init__(self, *, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+
+    def forward(self, x_ND: Tensor, group_N: Tensor) -> Routing:  # noqa: ARG002 (one signature)
+        """Route every token; the language group is not looked at."""
+        return choose(F.linear(x_ND.float(), self.weight.float()), top_k=self.top_k)
+
+
+class LanguageGroupRouter(nn.Module):
+    """logits = (W x + W_g x) / 2, g the group of the sentence's target language (paper eq. 1).
+
+    The group routers are one stacked parameter, so that every rank gives every group a gradient.
+    """
+
+    def __init__(self, *, width: int, num_experts: int, num_groups: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.group_weight = nn.Parameter(torch.empty(num_groups, num_experts, width))
+
+    def forward(self, x_ND: Tensor, group_N: Tensor) -> Routing:
+        """Route every token by the shared router and by that of its group."""
+        x_ND = x_ND.float()
+        num_groups, num_experts, _ = self.group_weight.shape
+        all_logits = F.linear(x_ND, self.group_weight.float().flatten(0, 1))
+        all_logits_NGE = all_logits.view(-1, num_groups, num_experts)
+        index_N1E = group_N[:, None, None].expand(-1, 1, num_experts)
+        group_logits_NE = all_logits_NGE.gather(1, index_N1E).squeeze(1)
+        shared_logits_NE = F.linear(x_ND, self.weight.float())
+        return choose((shared_logits_NE + group_logits_NE) / 2, top_k=self.top_k)
+
+
+Router = TokenRouter | LanguageGroupRouter

@@ -1,0 +1,61 @@
+"""The full shape of a model: what the recipe says plus what tokenizer and groups determine.
+
+It is fixed when a model is first made and travels in its checkpoint from then on.
+"""
+
+from pipeline.config import ModelConfig, Settings, TagScheme
+from pipeline.errors import ConfigError
+
+
+class ModelSpec(Settings):
+    """All that is needed to build a model, with no other file at hand."""
+
+    model: ModelConfig
+    vocabulary_size: int
+    pad_id: int
+    languages: tuple[str, ...]
+    """Index = the language index of batches."""
+    language_groups: tuple[int, ...] | None = None
+    """Group of each language, for a language-group router."""
+    tag_scheme: TagScheme = "src-tgt"
+
+    @property
+    def num_groups(self) -> int:
+        """Language groups; 0 without a language-group router."""
+        return 0 if self.language_groups is None else max(self.language_groups) + 1
+
+
+def groups_of_languages(
+    model: ModelConfig, *, languages: tuple[str, ...], groups: dict[str, int] | None
+) -> tuple[int, ...] | None:
+    """The group of each language, in order, where the model routes by language group.
+
+    Raises:
+        ConfigError: groups are needed and not given, too few, or miss a language.
+    """
+    if model.moe is None or model.moe.decoder_router == "token":
+        return None
+    if groups is None:
+        raise ConfigError(
+            "The recipe routes by language group (model.moe.decoder_router), but no groups "
+            "artifact was given: pass --groups."
+        )
+    missing = [code for code in languages if code not in groups]
+    if missing:
+        raise ConfigError(
+            f"The groups artifact has no group for {', '.join(missing)}: run group_languages on "
+            "this corpus, or add them to groups.extend."
+        )
+    found = {groups[code] for code in languages}
+    if len(found) < 2 or sorted(found) != list(range(max(groups.values()) + 1)):
+        raise ConfigError(
+            f"A language-group router needs two or more groups, all of them used by the corpus's "
+            f"languages; the groups artifact gives {len(found)}: change groups.max_group_share."
+        )
+    expected = model.moe.num_groups
+    if expected is not None and expected != len(found):
+        raise ConfigError(
+            f"The recipe expects {expected} language groups (model.moe.num_groups) and the groups "
+            f"artifact has {len(found)}: change one of them."
+        )
+    return tuple(groups[code] for code in languages)

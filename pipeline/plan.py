@@ -1,0 +1,630 @@
+"""Plans: a graph of stages, what of it is up to date, and running the rest on this machine.
+
+A plan is a TOML file: ``[inputs]`` names the raw data it wants, ``[stages.NAME]`` says which stage
+to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``. A stage runs when
+its key (settings and digests of its inputs, see ``artifacts.stage_key``) differs from that of the
+finished artifact; a stage that is rebuilt with the same result leaves what follows alone.
+"""
+
+import fcntl
+import graphlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field, ValidationError
+
+from pipeline.artifacts import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    open_artifact,
+    raw_digest,
+    read_manifest,
+    stage_key,
+)
+from pipeline.config import Recipe, Settings, describe_validation, load_recipe, read_toml
+from pipeline.ds_config import load_ds_config
+from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.launch import StopRequests, describe_exit, launch
+from pipeline.stages import STAGES, Input, Stage
+
+MAX_RERUNS = 3
+"""How often a stage that asks to be run again is, while each run saves something new."""
+
+EXIT_FAILED = 1
+"""The stage did not say so itself, but running it again as it is would not help."""
+
+_SHOWN_CHANGES = 3
+
+
+class PlanStage(Settings):
+    """``[stages.NAME]``."""
+
+    run: str
+    """Verb of the command line, ``pretrain``."""
+    recipe: str = ""
+    """Not for stages that read no settings."""
+    inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
+    """Input → stage name, or ``$`` and the name of one of the plan's inputs; where the stage takes
+    many, a table of name → stage name."""
+    processes: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1)
+    """OMP_NUM_THREADS of each process."""
+    ds_config: str = "cpu_fp32"
+    """For stages that train."""
+
+    def sources(self) -> dict[str, str]:
+        """Input, or ``input/name`` where there are many, → stage name or ``$name``."""
+        flat: dict[str, str] = {}
+        for name, source in self.inputs.items():
+            if isinstance(source, str):
+                flat[name] = source
+            else:
+                flat |= {f"{name}/{entry}": value for entry, value in source.items()}
+        return flat
+
+    def dependencies(self) -> list[str]:
+        """Names of the stages it reads from."""
+        return [source for source in self.sources().values() if not source.startswith("$")]
+
+
+class Plan(Settings):
+    """A graph of stages."""
+
+    name: str
+    description: str = ""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Data from outside, name → what it should be; given as ``--input NAME=PATH``."""
+    stages: dict[str, PlanStage]
+
+
+# ---------------------------------------------------------------- reading a plan
+
+
+def plan_names() -> list[str]:
+    """Names of the plans that ship with the package."""
+    folder = resources.files("pipeline") / "plans"
+    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan:
+    """Read and check a plan: ``NAME`` (one that ships) or ``PATH.toml``.
+
+    Raises:
+        ConfigError: no such plan, or the graph does not fit together.
+    """
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+    else:
+        path = Path(str(resources.files("pipeline") / "plans" / f"{name_or_path}.toml"))
+        if not path.is_file():
+            raise ConfigError(
+                f"There is no plan {name_or_path!r}: choose one of {', '.join(plan_names())}, "
+                "or give the path of a .toml file."
+            )
+    try:
+        plan = Plan.model_validate({"name": path.stem, **read_toml(path)})
+    except ValidationError as error:
+        raise ConfigError(f"Plan {name_or_path!r}: {describe_validation(error)}") from error
+    for name in plan.stages:
+        _check_stage(plan, name, table=table)
+    stage_order(plan)
+    return plan
+
+
+def stage_order(plan: Plan) -> list[str]:
+    """Stages in an order in which they can run: as written, as far as the graph allows.
+
+    Raises:
+        ConfigError: the stages form a circle.
+    """
+    needs = {name: set(stage.dependencies()) for name, stage in plan.stages.items()}
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        raise ConfigError(
+            f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle: "
+            "remove one of these inputs."
+        ) from error
+    order: list[str] = []
+    while len(order) < len(needs):
+        order.append(
+            next(name for name in needs if name not in order and needs[name] <= set(order))
+        )
+    return order
+
+
+def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
+    where, planned = f"Plan {plan.name!r}, stage {name!r}", plan.stages[name]
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ConfigError(f"{where}: it names a folder, so use letters, digits, - and _ only.")
+    if planned.run not in table:
+        raise ConfigError(f"{where}: there is no stage {planned.run!r}: one of {', '.join(table)}.")
+    stage = table[planned.run]
+    if stage.sections and not planned.recipe:
+        raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
+    missing = [
+        key
+        for key, wanted in stage.inputs.items()
+        if wanted.required and not planned.inputs.get(key)
+    ]
+    if missing:
+        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}: add it to inputs.")
+    for key, source in planned.inputs.items():
+        if key not in stage.inputs:
+            raise ConfigError(
+                f"{where}: {planned.run} has no input {key!r}: it reads "
+                f"{', '.join(stage.inputs) or 'nothing'}."
+            )
+        _check_input(plan, source, wanted=stage.inputs[key], where=f"{where}, {key}", table=table)
+
+
+def _check_input(
+    plan: Plan,
+    source: str | dict[str, str],
+    *,
+    wanted: Input,
+    where: str,
+    table: Mapping[str, Stage],
+) -> None:
+    if wanted.many != isinstance(source, dict):
+        form = '{name = "stage", ...}' if wanted.many else "one stage name"
+        raise ConfigError(f"{where}: this input takes {form}.")
+    for entry in source.values() if isinstance(source, dict) else (source,):
+        if entry.startswith("$"):
+            if entry[1:] not in plan.inputs:
+                raise ConfigError(f"{where}: {entry!r} is not declared: add it under [inputs].")
+        elif wanted.kind == "raw":
+            raise ConfigError(f'{where}: raw data comes from outside: name an input as "$name".')
+        elif entry not in plan.stages:
+            raise ConfigError(f"{where}: the plan has no stage {entry!r}: name one of its stages.")
+        else:
+            _check_kind(plan.stages[entry].run, entry, wanted=wanted, where=where, table=table)
+
+
+def _check_kind(
+    verb: str, entry: str, *, wanted: Input, where: str, table: Mapping[str, Stage]
+) -> None:
+    if verb in table and table[verb].makes != wanted.kind:
+        raise ConfigError(
+            f"{where}: {entry!r} makes a {table[verb].makes} where a {wanted.kind} is wanted: "
+            "name another stage."
+        )
+
+
+# ---------------------------------------------------------------- what decides a stage's result
+
+
+def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
+    """The settings that decide a stage's result, as they stand in its manifest."""
+    config = recipe.sections(stage.sections)
+    return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
+
+
+def why_not_done(
+    out_dir: Path, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
+) -> str | None:
+    """None if ``out_dir`` holds what the stage would make, else the reason in a few words."""
+    try:
+        manifest = read_manifest(out_dir)
+    except ArtifactError:
+        return "its manifest cannot be read"
+    if manifest is None:
+        return "unfinished" if out_dir.is_dir() and any(out_dir.iterdir()) else "missing"
+    key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
+    if manifest.key == key:
+        return None
+    return describe_changes(manifest, stage=stage, config=config, digests=digests)
+
+
+def describe_changes(
+    manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
+) -> str:
+    """What differs between an artifact and what the stage would make now."""
+    if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
+        return f"it holds a {manifest.kind} made by {manifest.stage}"
+    changes = setting_changes(manifest.config, config)
+    for name in sorted({*manifest.inputs, *digests}):
+        if name not in manifest.inputs:
+            changes.append(f"input {name} is new")
+        elif name not in digests:
+            changes.append(f"input {name} is gone")
+        elif manifest.inputs[name].digest != digests[name]:
+            changes.append(f"input {name} changed")
+    if manifest.format_version != FORMAT_VERSION[stage.makes]:
+        changes.append(f"format version: {manifest.format_version} → {FORMAT_VERSION[stage.makes]}")
+    more = len(changes) - _SHOWN_CHANGES
+    shown = "; ".join(changes[:_SHOWN_CHANGES]) or "its key differs"
+    return shown + (f"; and {more} more" if more > 0 else "")
+
+
+def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``section.setting: old → new`` for every setting that differs, sorted."""
+    before, after = _flatten(old), _flatten(new)
+    return [
+        f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
+        for name in sorted({*before, *after})
+        if before.get(name, "unset") != after.get(name, "unset")
+    ]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, prefix=f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+# ---------------------------------------------------------------- a plan in a place
+
+
+@dataclass(frozen=True)
+class Task:
+    """One stage of a plan with its settings resolved and its place on disk."""
+
+    name: str
+    stage: Stage
+    planned: PlanStage
+    recipe: str
+    out_dir: Path
+    config: Mapping[str, Any]
+
+
+@dataclass
+class PlacedPlan:
+    """A plan, the folder of its outputs and the data it is given."""
+
+    plan: Plan
+    out_dir: Path
+    given: Mapping[str, Path]
+    """Plan input → path."""
+    tasks: list[Task]
+    _raw_digests: dict[str, str] = field(default_factory=dict)
+
+    def path(self, source: str) -> Path:
+        """Where a source (``stage`` or ``$name``) lies."""
+        return self.given[source[1:]] if source.startswith("$") else self.out_dir / source
+
+    def require_inputs(self) -> None:
+        """Raises ConfigError where an input of the plan is not given."""
+        for name, meaning in self.plan.inputs.items():
+            if name not in self.given:
+                raise ConfigError(
+                    f"Plan {self.plan.name!r} wants {meaning}: pass --input {name}=PATH."
+                )
+
+    def digests(self, task: Task) -> dict[str, str]:
+        """Input → digest as it is now; raw data is read once, and unchanged where not given."""
+        return {
+            key: self._digest(task, key, source) for key, source in task.planned.sources().items()
+        }
+
+    def reason(self, task: Task) -> str | None:
+        """Why the task must run, or None if its artifact is up to date."""
+        return why_not_done(
+            task.out_dir, stage=task.stage, config=task.config, digests=self.digests(task)
+        )
+
+    def forecast(self) -> dict[str, str | None]:
+        """Stage → why it would run, or None; a stage runs too when one it reads from will."""
+        reasons: dict[str, str | None] = {}
+        for task in self.tasks:
+            causes = [name for name in task.planned.dependencies() if reasons[name] is not None]
+            absent = not (task.out_dir / MANIFEST_NAME).is_file()
+            if causes and not absent:
+                reasons[task.name] = f"because {causes[0]} will run"
+            elif causes:
+                reasons[task.name] = "missing"
+            else:
+                reasons[task.name] = self.reason(task)
+        return reasons
+
+    def _digest(self, task: Task, key: str, source: str) -> str:
+        kind = task.stage.inputs[key.partition("/")[0]].kind
+        if source.startswith("$") and source[1:] not in self.given:
+            return _recorded_digest(task.out_dir, key)
+        if kind == "raw":
+            if source not in self._raw_digests:
+                self._raw_digests[source] = raw_digest(self.path(source))
+            return self._raw_digests[source]
+        return open_artifact(self.path(source), kind=kind).digest
+
+
+def _recorded_digest(out_dir: Path, key: str) -> str:
+    manifest = read_manifest(out_dir)
+    record = manifest.inputs.get(key) if manifest else None
+    return record.digest if record else ""
+
+
+def place_plan(
+    plan: Plan,
+    *,
+    out_dir: Path | None = None,
+    overlay: str = "",
+    given: Mapping[str, Path] | None = None,
+    processes: int | None = None,
+    table: Mapping[str, Stage] = STAGES,
+) -> PlacedPlan:
+    """Resolve every stage's settings.
+
+    ``overlay`` is laid over every recipe; ``processes`` overrules the plan's where a stage can use
+    several; the folder is ``runs/<plan>`` unless given.
+
+    Raises:
+        ConfigError: a recipe or ds_config does not resolve, or a given input is not the plan's.
+    """
+    given = given or {}
+    unknown = [name for name in given if name not in plan.inputs]
+    if unknown:
+        raise ConfigError(
+            f"Plan {plan.name!r} has no input {unknown[0]!r}: it wants "
+            f"{', '.join(plan.inputs) or 'none'}."
+        )
+    place = out_dir or Path("runs") / plan.name
+    tasks = []
+    for name in stage_order(plan):
+        planned, stage = plan.stages[name], table[plan.stages[name].run]
+        if processes and stage.parallel != "no":
+            planned = planned.model_copy(update={"processes": processes})
+        recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
+        settings = load_recipe(recipe) if recipe else Recipe(name="defaults")
+        config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)
+        tasks.append(Task(name, stage, planned, recipe, place / name, config))
+    return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)
+
+
+# ---------------------------------------------------------------- running
+
+
+class Launcher(Protocol):
+    """``launch.launch``, or what stands in for it."""
+
+    def __call__(
+        self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
+    ) -> int: ...
+
+
+@dataclass
+class Outcome:
+    """What became of one stage, for the summary."""
+
+    name: str
+    state: str
+    seconds: float = 0.0
+
+
+def run_plan(
+    placed: PlacedPlan,
+    *,
+    launcher: Launcher = launch,
+    program: Sequence[str] = ("-m", "pipeline.cli"),
+    say: Callable[[str], None] = print,
+) -> int:
+    """Run every stage that is not up to date, in order, and print a summary.
+
+    ``program`` is what python runs as the command line.
+
+    Returns:
+        0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
+
+    Raises:
+        ConfigError: an input of the plan is not given.
+        ArtifactError: another run holds the folder.
+    """
+    placed.require_inputs()
+    lock_path = placed.out_dir / ".lock"
+    with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
+        run = _Run(placed, launcher=launcher, program=program, say=say, requests=requests)
+        code = run.all_stages()
+    say(text_table(["stage", "", "seconds"], [_row(outcome) for outcome in run.outcomes]))
+    return code
+
+
+def _row(outcome: Outcome) -> list[str]:
+    return [outcome.name, outcome.state, f"{outcome.seconds:.1f}" if outcome.seconds else ""]
+
+
+class _Run:
+    """One run of a plan."""
+
+    def __init__(
+        self,
+        placed: PlacedPlan,
+        *,
+        launcher: Launcher,
+        program: Sequence[str],
+        say: Callable[[str], None],
+        requests: StopRequests,
+    ) -> None:
+        self.outcomes: list[Outcome] = []
+        self._placed, self._launcher, self._program = placed, launcher, program
+        self._say, self._requests = say, requests
+
+    def all_stages(self) -> int:
+        for task in self._placed.tasks:
+            code = self._up_to_date(task)
+            if self._requests.received is not None and code != 0:
+                self._say(
+                    f"mmnmt run: stopped as asked ({self._requests.received.name}) in {task.name}; "
+                    "run the same command again to go on."
+                )
+                return EXIT_RUN_AGAIN
+            if code != 0:
+                self._say(
+                    f"mmnmt run: stage {task.name} failed ({describe_exit(code)}); no stage after "
+                    "it was started: mend the cause and run the same command again."
+                )
+                return code
+        return 0
+
+    def _up_to_date(self, task: Task) -> int:
+        """Run the task if it must; 0 when its artifact is there."""
+        if self._requests.received is not None:
+            return EXIT_RUN_AGAIN
+        reason = self._placed.reason(task)
+        if reason is None:
+            self._say(f"{task.name}: already done")
+            self.outcomes.append(Outcome(task.name, "already done"))
+            return 0
+        self._say(f"{task.name}: running {task.stage.name} ({reason})")
+        started = time.monotonic()
+        code = self._run_until_done(task)
+        state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
+        self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
+        return code
+
+    def _run_until_done(self, task: Task) -> int:
+        """Run again while the stage asks for it and saved something new, MAX_RERUNS times."""
+        for rerun in range(MAX_RERUNS + 1):
+            saved = saved_files(task.out_dir)
+            code = self._launch(task)
+            if code == 0 and read_manifest(task.out_dir) is None:
+                self._say(f"{task.name}: ended without an error but left no finished artifact")
+                return EXIT_FAILED
+            if code != EXIT_RUN_AGAIN or self._requests.received is not None:
+                return code
+            if saved_files(task.out_dir) == saved:
+                self._say(f"{task.name}: asks to be run again but saved nothing new")
+                return EXIT_FAILED
+            self._say(f"{task.name}: asks to be run again ({rerun} of {MAX_RERUNS} times so far)")
+        return EXIT_FAILED
+
+    def _launch(self, task: Task) -> int:
+        as_ranks = task.stage.parallel == "ranks"
+        return self._launcher(
+            [*self._program, *stage_arguments(self._placed, task)],
+            processes=task.planned.processes if as_ranks else 1,
+            threads=task.planned.threads,
+            requests=self._requests,
+        )
+
+
+def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
+    """The command line of one stage of a plan: the verb and its options."""
+    arguments = [task.stage.name]
+    if task.stage.sections:
+        arguments.append(f"--recipe={task.recipe}")
+    for name, source in task.planned.inputs.items():
+        option = f"--{name}"
+        if isinstance(source, str):
+            arguments.append(f"{option}={placed.path(source)}")
+        else:
+            named = [f"{entry}={placed.path(value)}" for entry, value in source.items()]
+            arguments += [option, *named]
+    if task.stage.parallel == "workers":
+        arguments.append(f"--processes={task.planned.processes}")
+    if task.stage.trains:
+        arguments.append(f"--ds-config={task.planned.ds_config}")
+    if task.out_dir.exists():
+        arguments.append("--overwrite")
+    return [*arguments, f"--out={task.out_dir}"]
+
+
+def saved_files(out_dir: Path) -> set[str]:
+    """Names of the files an unfinished stage keeps beside its output for the next run.
+
+    A log that grew is no progress; a training state or a batch of translations more is.
+    """
+    folders = (out_dir.parent / f"{out_dir.name}.run", unfinished_dir(out_dir))
+    return {
+        str(path.relative_to(out_dir.parent))
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def unfinished_dir(out_dir: Path) -> Path:
+    """Where ``artifacts.new_artifact`` builds."""
+    return out_dir.parent / f".{out_dir.name}.unfinished"
+
+
+# ---------------------------------------------------------------- looking
+
+
+def dry_run(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
+    """Print per stage whether it would run, and why; nothing is started."""
+    placed.require_inputs()
+    for name, reason in placed.forecast().items():
+        say(f"{name}: done" if reason is None else f"{name}: would run ({reason})")
+
+
+def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
+    """Print a table of the plan's stages; raw data that is not given passes as unchanged."""
+    reasons = placed.forecast()
+    rows = [_status_row(task, reasons[task.name]) for task in placed.tasks]
+    say(text_table(["stage", "state", ""], rows))
+
+
+def _status_row(task: Task, reason: str | None) -> list[str]:
+    run_dir = task.out_dir.parent / f"{task.out_dir.name}.run"
+    if reason is None:
+        manifest = read_manifest(task.out_dir)
+        assert manifest is not None, "a stage without a reason to run has a manifest"
+        return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
+    if unfinished_dir(task.out_dir).exists() or run_dir.exists():
+        return [task.name, "in progress", "" if reason == "missing" else reason]
+    if reason in ("missing", "unfinished"):
+        return [task.name, reason, ""]
+    return [task.name, "stale", reason]
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns aligned with spaces, a rule under the header."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+# ---------------------------------------------------------------- one writer at a time
+
+
+@contextmanager
+def exclusive(path: Path, *, what: str) -> Iterator[None]:
+    """Hold the lock file ``path``; the kernel gives it up when the process ends, however it ends.
+
+    Raises:
+        ArtifactError: another process holds it; the message says which.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _locked(path, what=what)
+    try:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {now}"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, owner.encode(), 0)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path, *, what: str) -> int:
+    """Descriptor of the locked file that lies at ``path``, not of one just removed from there."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(descriptor, 200, 0).decode() or "another process"
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{what} is being written by {owner}: wait for it or stop it, then run again."
+            ) from error
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+        os.close(descriptor)

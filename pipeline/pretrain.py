@@ -1,0 +1,57 @@
+"""pretrain: a dense, MoE or MoE-LGR model from scratch (paper §4.1).
+
+Reads shards, mixture and, for a language-group router, groups; makes a checkpoint. Started once
+per rank, by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
+"""
+
+import sys
+
+from pipeline.distributed import distributed_world
+from pipeline.engine import connect, expert_parallel_group
+from pipeline.groups import read_groups
+from pipeline.model.spec import ModelSpec, groups_of_languages
+from pipeline.model.transformer import Regularization, build_model
+from pipeline.stages import StageCall
+from pipeline.tokenizer import Tokenizer
+from pipeline.train_loop import local_device, train, training_data
+from pipeline.weights import initialize_weights
+
+
+def run(call: StageCall) -> None:
+    """Build the recipe's model, initialise it, train it."""
+    training = call.recipe.training
+    with distributed_world() as world:
+        connect(world)
+        data = training_data(call)
+        model = build_model(
+            model_spec(call, data.tokenizer),
+            regularization=Regularization(training.dropout, training.attention_dropout),
+            expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
+            device=local_device(world),
+        )
+        initialize_weights(model, seed=training.seed)
+        train(call, model, data, world=world)
+
+
+def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
+    """The model's full shape, stated here once and carried by its checkpoints from now on."""
+    groups = call.artifacts.get("groups")
+    recipe = call.recipe
+    return ModelSpec(
+        model=recipe.model,
+        vocabulary_size=tokenizer.size,
+        pad_id=tokenizer.pad_id,
+        languages=tokenizer.languages,
+        language_groups=groups_of_languages(
+            recipe.model,
+            languages=tokenizer.languages,
+            groups=read_groups(groups) if groups is not None else None,
+        ),
+        tag_scheme=recipe.batches.tag_scheme,
+    )
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    sys.exit(stage_main("pretrain"))

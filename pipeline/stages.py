@@ -1,0 +1,209 @@
+"""The stages in the order data flows: what each reads, what it makes, and where its code lives.
+
+This table is all that plans, the command line and launchers know of a stage. The code of stage
+``clean`` is ``run(call)`` in the module named here; it opens the inputs it is given, and writes
+exactly one new artifact.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipeline.artifacts import Artifact, InputRecord, Kind
+from pipeline.config import Recipe
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a stage: an artifact of a kind, or a raw folder."""
+
+    kind: Kind | Literal["raw"]
+    help: str
+    required: bool = True
+    many: bool = False
+    """Takes several named artifacts, NAME=DIR each."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One verb of the command line."""
+
+    name: str
+    module: str
+    makes: Kind
+    help: str
+    sections: tuple[str, ...]
+    """Sections of the recipe that decide the result."""
+    inputs: dict[str, Input] = field(default_factory=dict)
+    parallel: Literal["no", "workers", "ranks"] = "no"
+    """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
+    trains: bool = False
+    """Takes a ds_config."""
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """All that a stage is told: settings, opened inputs, where to write."""
+
+    stage: Stage
+    recipe: Recipe
+    artifacts: Mapping[str, Artifact]
+    """Input name → artifact; for inputs that take many, ``input/name`` → artifact."""
+    raw: Mapping[str, Path]
+    """Input name → raw folder."""
+    out_dir: Path
+    records: Mapping[str, InputRecord]
+    config: Mapping[str, object]
+    """The recipe's sections (and ds_config) as they stand in the manifest."""
+    processes: int = 1
+    ds_config: Path | None = None
+    overwrite: bool = False
+
+    def many(self, name: str) -> dict[str, Artifact]:
+        """The artifacts of an input that takes several, by name, in the order given."""
+        prefix = f"{name}/"
+        return {
+            key.removeprefix(prefix): artifact
+            for key, artifact in self.artifacts.items()
+            if key.startswith(prefix)
+        }
+
+
+_TRAINING_SECTIONS = ("model", "batches", "optimizer", "loss", "training")
+_TRAINING_INPUTS = {
+    "shards": Input("shards", "tokenised sentences"),
+    "mixture": Input("mixture", "sampling probabilities per pair"),
+}
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            name="import_corpus",
+            module="data_prep.import_corpus",
+            makes="corpus",
+            help="raw pair folders, or CLDR phrases, into a corpus",
+            sections=("corpus",),
+            inputs={"raw": Input("raw", "OPUS-100-like tree of pair folders", required=False)},
+        ),
+        Stage(
+            name="clean",
+            module="data_prep.clean",
+            makes="corpus",
+            help="drop bad, repeated and held-out training lines",
+            sections=("clean",),
+            inputs={"corpus": Input("corpus", "imported corpus")},
+            parallel="workers",
+        ),
+        Stage(
+            name="train_tokenizer",
+            module="data_prep.train_tokenizer",
+            makes="tokenizer",
+            help="a vocabulary from a temperature-balanced sample, and language tokens",
+            sections=("tokenizer",),
+            inputs={"corpus": Input("corpus", "clean corpus")},
+        ),
+        Stage(
+            name="make_shards",
+            module="data_prep.make_shards",
+            makes="shards",
+            help="text into memory-mapped token ids",
+            sections=("shards",),
+            inputs={
+                "corpus": Input("corpus", "clean corpus"),
+                "tokenizer": Input("tokenizer", "vocabulary"),
+            },
+            parallel="workers",
+        ),
+        Stage(
+            name="mix",
+            module="data_prep.mix",
+            makes="mixture",
+            help="temperature sampling probabilities and expected epochs per pair",
+            sections=("mixture", "batches", "training"),
+            inputs={"shards": Input("shards", "tokenised sentences")},
+        ),
+        Stage(
+            name="group_languages",
+            module="data_prep.group_languages",
+            makes="groups",
+            help="language groups by family, by family and embeddings, or the paper's table",
+            sections=("groups",),
+            inputs={
+                "shards": Input("shards", "for the corpus sizes"),
+                "checkpoint": Input(
+                    "checkpoint", "dense model, for its language embeddings", required=False
+                ),
+            },
+        ),
+        Stage(
+            name="pretrain",
+            module="pipeline.pretrain",
+            makes="checkpoint",
+            help="train a dense, MoE or MoE-LGR model from scratch",
+            sections=_TRAINING_SECTIONS,
+            inputs={
+                **_TRAINING_INPUTS,
+                "groups": Input("groups", "for a language-group router", required=False),
+            },
+            parallel="ranks",
+            trains=True,
+        ),
+        Stage(
+            name="upcycle",
+            module="pipeline.upcycle",
+            makes="checkpoint",
+            help="assemble an MoE model from modules of trained models",
+            sections=("model", "upcycling"),
+            inputs={
+                "embeddings": Input("checkpoint", "source of the embeddings"),
+                "encoder": Input("checkpoint", "source of the encoder; none: fresh", False),
+                "decoder": Input("checkpoint", "source of the decoder; none: fresh", False),
+                "groups": Input("groups", "for a fresh language-group router", required=False),
+            },
+        ),
+        Stage(
+            name="finetune",
+            module="pipeline.finetune",
+            makes="checkpoint",
+            help="train an assembled model on with a fresh optimizer",
+            sections=_TRAINING_SECTIONS,
+            inputs={**_TRAINING_INPUTS, "checkpoint": Input("checkpoint", "where to start")},
+            parallel="ranks",
+            trains=True,
+        ),
+        Stage(
+            name="translate",
+            module="pipeline.translate",
+            makes="translations",
+            help="translate a corpus's test sets, or standard input",
+            sections=("decoding",),
+            inputs={
+                "checkpoint": Input("checkpoint", "model to translate with"),
+                "corpus": Input("corpus", "test sets"),
+            },
+            parallel="ranks",
+        ),
+        Stage(
+            name="retrieve",
+            module="pipeline.retrieve",
+            makes="translations",
+            help="baseline: the translation of the nearest training neighbour",
+            sections=(),
+            inputs={"corpus": Input("corpus", "clean corpus with its test sets")},
+        ),
+        Stage(
+            name="evaluate",
+            module="pipeline.evaluate",
+            makes="evaluation",
+            help="score systems side by side; JSON, Markdown and HTML reports",
+            sections=("evaluation", "training"),
+            inputs={
+                "corpus": Input("corpus", "references"),
+                "systems": Input("translations", "NAME=DIR, one per system", many=True),
+            },
+            parallel="workers",
+        ),
+    )
+}

@@ -1,0 +1,352 @@
+"""The training loop: updates, validation, checkpoints, and stopping in step with all ranks."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact
+from pipeline.checkpoint import (
+    PieceReader,
+    Progress,
+    write_model_files,
+    write_pieces,
+    write_weights,
+)
+from pipeline.config import Recipe
+from pipeline.corpus import Direction, resource_of
+from pipeline.distributed import StopFlag, World, all_sum
+from pipeline.ds_config import load_ds_config
+from pipeline.engine import Engine, StepResult
+from pipeline.errors import CheckpointError, Interrupted
+from pipeline.mixture import read_mixture
+from pipeline.model.transformer import Transformer
+from pipeline.optim import learning_rate, make_optimizer
+from pipeline.progress import JsonLines
+from pipeline.progress import Progress as ProgressBar
+from pipeline.run_directory import RunDirectory, link_or_copy
+from pipeline.sampling import GlobalStep, MicroBatch
+from pipeline.seeds import derive_seed
+from pipeline.stages import StageCall
+from pipeline.training_data import TrainingData
+from pipeline.weights import named_slices
+
+
+def local_device(world: World) -> torch.device:
+    """The device of this rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def training_data(call: StageCall) -> TrainingData:
+    """Open the shards and the mixture a training stage is given."""
+    return TrainingData(
+        call.artifacts["shards"],
+        read_mixture(call.artifacts["mixture"]),
+        call.recipe.batches,
+        seed=call.recipe.training.seed,
+    )
+
+
+def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
+    """Train a model on the call's data and write the stage's checkpoint."""
+    engine = Engine(
+        model,
+        call.recipe,
+        world=world,
+        ds_config=load_ds_config(str(call.ds_config)),
+        make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
+        expert_parallel_size=call.recipe.training.expert_parallel_size,
+    )
+    TrainingRun(call, engine, data, world=world).run()
+
+
+class TrainingRun:
+    """One training run, from its last state (or the start) to its final checkpoint."""
+
+    def __init__(
+        self, call: StageCall, engine: Engine, data: TrainingData, *, world: World
+    ) -> None:
+        self.call = call
+        self.recipe: Recipe = call.recipe
+        self.engine, self.data, self.world = engine, data, world
+        self.run_directory = RunDirectory(
+            call.out_dir,
+            stage=call.stage.name,
+            config=call.config,
+            inputs=call.records,
+            world=world,
+        )
+        self.progress = Progress()
+        self.metrics = JsonLines(self.run_directory.metrics_path)
+        self._clock = time.monotonic()
+        self._interval = _Interval()
+
+    def run(self) -> None:
+        """Train to the last update, or to a stop request; write the final checkpoint.
+
+        Raises:
+            Interrupted: a stop was requested on some rank; the state is saved.
+        """
+        total = self.recipe.training.updates
+        with self.run_directory.locked():
+            self._resume()
+            with (
+                StopFlag() as stop,
+                ProgressBar(
+                    self.call.out_dir.name,
+                    total=total,
+                    initial=self.progress.update,
+                    enabled=self.world.rank == 0,
+                ) as bar,
+            ):
+                self._validate_if_due(stop)
+                remaining = total - self.progress.update
+                for step in islice(self.data.planner.steps(self.progress.cursor), remaining):
+                    bar.advance(note=self._update(step))
+                    self._validate_if_due(stop)
+                    self._save_if_due(stop)
+            self._finish()
+
+    def _resume(self) -> None:
+        state = self.run_directory.resume_from(overwrite=self.call.overwrite)
+        if state is not None:
+            self.progress = Progress.from_json(state.read_json("progress.json"))
+            self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
+        if self.world.rank == 0:
+            self.metrics.truncate_after(self.progress.update)
+        self._clock = time.monotonic() - self.progress.seconds
+
+    def _update(self, step: GlobalStep) -> str:
+        """One update; returns the note for the progress bar."""
+        recipe, update, clock = self.recipe, self.progress.update + 1, time.monotonic()
+        mine = range(self.world.rank, len(step.micro_batches), self.world.size)
+        result = self.engine.train_step(
+            [self.data.train.batch(step.micro_batches[index]) for index in mine],
+            seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in mine],
+            total_labels=step.num_labels,
+            learning_rate=learning_rate(
+                recipe.optimizer, update, total_updates=recipe.training.updates
+            ),
+        )
+        if not math.isfinite(result.gradient_norm):
+            raise CheckpointError(
+                f"The gradient of update {update} is not a number: the run in "
+                f"{self.run_directory.directory} is left at its last state; lower "
+                "optimizer.learning_rate, or look at that update's data."
+            )
+        self._interval.add(result, seconds=time.monotonic() - clock)
+        self.progress = replace(
+            self.progress, update=update, cursor=step.next_cursor, seconds=self._elapsed()
+        )
+        if update % recipe.logging.every == 0 or update == recipe.training.updates:
+            self._log(result.gradient_norm)
+        return self._interval.note
+
+    def _log(self, gradient_norm: float) -> None:
+        update = self.progress.update
+        record = self._interval.finish()
+        record["gradient_norm"] = gradient_norm
+        record["learning_rate"] = learning_rate(
+            self.recipe.optimizer, update, total_updates=self.recipe.training.updates
+        )
+        self._write_record("train", record)
+
+    def _write_record(self, kind: str, record: dict[str, object]) -> None:
+        progress = self.progress
+        if self.world.rank == 0:
+            self.metrics.write(
+                {"kind": kind, "update": progress.update, "seconds": progress.seconds, **record}
+            )
+            self.engine.write_events(
+                [
+                    (f"{kind}/{name}", value, progress.update)
+                    for name, value in record.items()
+                    if isinstance(value, float)
+                ]
+            )
+
+    def _validate_if_due(self, stop: StopFlag) -> None:
+        update, training = self.progress.update, self.recipe.training
+        due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
+        if not due or self.progress.validated >= update:
+            return
+        losses = self._validation_losses(stop)
+        record = summarize_validation(
+            losses, train_lines=self.data.train_lines, thresholds=training.resource_thresholds
+        )
+        perplexity = float(str(record["perplexity"]))
+        self._write_record("validation", record)
+        best = self.progress.best_perplexity
+        self.progress = replace(self.progress, validated=update)
+        if best is None or perplexity < best:
+            self.progress = replace(self.progress, best_perplexity=perplexity, best_update=update)
+            self.run_directory.write(
+                self.run_directory.best_dir, kind="checkpoint", write=self._write_best
+            )
+
+    def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
+        """Direction → (summed cross entropy, labels), over all ranks.
+
+        All ranks run the same number of batches: where there is none left for a rank it runs one
+        whose result is not counted, since experts may live on other ranks.
+        """
+        plan = self.data.validation(budget=self.recipe.batches.evaluation_tokens)
+        directions = sorted({direction for direction, _ in plan})
+        sums = torch.zeros(len(directions), 2, dtype=torch.float64)
+        for batch_plan, row in self._my_share(plan, directions):
+            if stop.agreed():
+                self._stop()
+            terms = self.engine.evaluate(self.data.valid.batch(batch_plan))
+            if row is not None:
+                sums[row] += torch.tensor(
+                    [float(terms.cross_entropy), float(batch_plan.num_labels)], dtype=torch.float64
+                )
+        all_sum(sums)
+        return {
+            direction: (float(sums[row, 0]), int(sums[row, 1]))
+            for row, direction in enumerate(directions)
+        }
+
+    def _my_share(
+        self, plan: list[tuple[Direction, MicroBatch]], directions: list[Direction]
+    ) -> Iterator[tuple[MicroBatch, int | None]]:
+        rounds = math.ceil(len(plan) / self.world.size)
+        for turn in range(rounds):
+            index = turn * self.world.size + self.world.rank
+            direction, batch_plan = plan[min(index, len(plan) - 1)]
+            yield batch_plan, directions.index(direction) if index < len(plan) else None
+
+    def _save_if_due(self, stop: StopFlag) -> None:
+        update, training = self.progress.update, self.recipe.training
+        if stop.agreed():
+            self._stop()
+        if update % training.checkpoint_every == 0 and update < training.updates:
+            self._save()
+
+    def _stop(self) -> None:
+        self._save()
+        raise Interrupted(
+            f"stopped after update {self.progress.update} of {self.recipe.training.updates}, "
+            f"state saved in {self.run_directory.directory}"
+        )
+
+    def _save(self) -> None:
+        name = f"update-{self.progress.update:07d}"
+        self.run_directory.write(
+            self.run_directory.states_dir / name, kind="training_state", write=self._write_state
+        )
+        self.run_directory.prune(keep_last=self.recipe.training.keep_last)
+
+    def _write_state(self, writer: ArtifactWriter) -> None:
+        directory = writer.directory / "optimizer"
+        write_pieces(directory, self.engine.optimizer_pieces(), part=self.world.rank)
+        if self.world.rank == 0:
+            writer.write_json("progress.json", self.progress.to_json())
+            writer.statistics["update"] = self.progress.update
+
+    def _write_best(self, writer: ArtifactWriter) -> None:
+        tensors = (
+            (entry.name, entry.value.detach().cpu())
+            for index, entry in enumerate(named_slices(self.engine.model))
+            if self._writes(index, is_expert=".experts." in entry.name)
+        )
+        write_weights(writer.directory / "weights", tensors, part=self.world.rank)
+        if self.world.rank == 0:
+            shards = self.call.artifacts["shards"]
+            write_model_files(
+                writer,
+                spec=self.engine.model.spec,
+                tokenizer_dir=shards.directory / "tokenizer",
+            )
+            writer.statistics.update(
+                update=self.progress.best_update, perplexity=self.progress.best_perplexity
+            )
+
+    def _writes(self, index: int, *, is_expert: bool) -> bool:
+        """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
+        parallel = self.recipe.training.expert_parallel_size
+        if not is_expert or parallel == 1:
+            return index % self.world.size == self.world.rank
+        return index % (self.world.size // parallel) == self.world.rank // parallel
+
+    def _finish(self) -> None:
+        """Publish the best weights with the curves, as the stage's artifact."""
+        call, run_directory = self.call, self.run_directory
+        if self.world.rank != 0:
+            return
+        best = open_artifact(run_directory.best_dir, kind="checkpoint")
+        with new_artifact(
+            call.out_dir,
+            kind=call.stage.makes,
+            stage=call.stage.name,
+            config=call.config,
+            inputs=call.records,
+            overwrite=call.overwrite,
+            wall_seconds=self.progress.seconds,
+        ) as writer:
+            for name in best.names():
+                link_or_copy(best.file(name), writer.path(name))
+            link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
+            writer.statistics.update(best.statistics, updates=self.progress.update)
+
+    def _elapsed(self) -> float:
+        return round(time.monotonic() - self._clock, 3)
+
+
+class _Interval:
+    """Sums over the updates between two lines of metrics."""
+
+    def __init__(self) -> None:
+        self.note = ""
+        self._sums = torch.zeros(3, dtype=torch.float64)
+        self._seconds = 0.0
+
+    def add(self, result: StepResult, *, seconds: float) -> None:
+        labels = torch.tensor(float(result.labels), dtype=torch.float64)
+        self._sums += torch.stack([result.cross_entropy, result.balance, labels])
+        self._seconds += seconds
+
+    def finish(self) -> dict[str, object]:
+        """Means over all ranks since the last call, and the rate; starts anew."""
+        cross_entropy, balance, labels = all_sum(self._sums).tolist()
+        rate = labels / max(self._seconds, 1e-9)
+        self._sums, self._seconds = torch.zeros(3, dtype=torch.float64), 0.0
+        self.note = f"loss {cross_entropy / labels:.3f}"
+        return {
+            "loss": cross_entropy / labels,
+            "balance": balance / labels,
+            "tokens_per_second": rate,
+        }
+
+
+def summarize_validation(
+    losses: dict[Direction, tuple[float, int]],
+    *,
+    train_lines: dict[str, int],
+    thresholds: tuple[int, int],
+) -> dict[str, object]:
+    """Token-mean losses overall, per direction, pair and resource group; perplexity overall."""
+
+    def mean(chosen: Iterable[Direction]) -> float:
+        pairs = [losses[direction] for direction in chosen]
+        return sum(loss for loss, _ in pairs) / sum(labels for _, labels in pairs)
+
+    by_pair: dict[str, list[Direction]] = {}
+    by_resource: dict[str, list[Direction]] = {}
+    for direction in losses:
+        by_pair.setdefault(direction.pair, []).append(direction)
+        resource = resource_of(train_lines.get(direction.pair, 0), thresholds=thresholds)
+        by_resource.setdefault(resource, []).append(direction)
+    overall = mean(losses)
+    return {
+        "loss": overall,
+        "perplexity": math.exp(min(overall, 700.0)),
+        "directions": {str(direction): mean([direction]) for direction in losses},
+        "pairs": {pair: mean(chosen) for pair, chosen in by_pair.items()},
+        "resources": {resource: mean(chosen) for resource, chosen in by_resource.items()},
+    }

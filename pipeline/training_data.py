@@ -1,0 +1,118 @@
+"""From shards to micro-batches: what a training stage reads of its data."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.artifacts import Artifact
+from pipeline.batches import Batch, Example, collate
+from pipeline.config import BatchesConfig
+from pipeline.corpus import Direction, Split, line_counts
+from pipeline.sampling import MicroBatch, PairLengths, Planner, evaluation_batches
+from pipeline.shards import Shard, open_shard
+from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags
+
+
+@dataclass(frozen=True)
+class _Pair:
+    name: str
+    languages: tuple[str, str]
+    sides: tuple[Shard, Shard]
+
+
+class SplitData:
+    """All pairs of one split, memory-mapped; turns line numbers into batches."""
+
+    def __init__(
+        self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._pairs = [
+            _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
+        ]
+        self._tags: dict[Direction, Tags] = {
+            direction: tags(
+                tokenizer, config.tag_scheme, source=direction.source, target=direction.target
+            )
+            for pair in self._pairs
+            for direction in (Direction(*pair.languages), Direction(*pair.languages[::-1]))
+        }
+        self._language = {code: index for index, code in enumerate(tokenizer.languages)}
+
+    def lengths(self) -> dict[str, PairLengths]:
+        """Token counts by pair."""
+        return {
+            pair.name: PairLengths(pair.sides[0].lengths, pair.sides[1].lengths)
+            for pair in self._pairs
+        }
+
+    def batch(self, plan: MicroBatch) -> Batch:
+        """Read and assemble the sentences of a plan."""
+        rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
+        examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
+        return collate(examples, eos_id=self._tokenizer.eos_id)
+
+    def _example(self, index: int, reverse: int, line: int) -> Example:
+        pair = self._pairs[index]
+        source, target = (1, 0) if reverse else (0, 1)
+        direction = Direction(pair.languages[source], pair.languages[target])
+        tag = self._tags[direction]
+        return Example(
+            source=pair.sides[source][line],
+            target=pair.sides[target][line],
+            source_prefix=tag.source_prefix,
+            decoder_prompt=tag.decoder_prompt,
+            source_language=self._language[direction.source],
+            target_language=self._language[direction.target],
+            pair=index,
+            line=line,
+        )
+
+    def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
+        """Every line once in each direction, in batches of one direction, in a fixed order."""
+        plan = []
+        for index, pair in enumerate(self._pairs):
+            for reverse in (0, 1):
+                source, target = pair.sides[reverse], pair.sides[1 - reverse]
+                direction = Direction(pair.languages[reverse], pair.languages[1 - reverse])
+                target_lengths = target.lengths
+                for lines in evaluation_batches(
+                    source.lengths.tolist(), target_lengths.tolist(), budget=budget
+                ):
+                    labels = int(target_lengths[lines].sum()) + len(lines)
+                    pairs = np.full_like(lines, index)
+                    micro_batch = MicroBatch(pairs, np.full_like(lines, reverse), lines, labels)
+                    plan.append((direction, micro_batch))
+        return plan
+
+
+class TrainingData:
+    """Planner and readers of one training run."""
+
+    def __init__(
+        self,
+        shards: Artifact,
+        probabilities: Mapping[str, float],
+        config: BatchesConfig,
+        *,
+        seed: int,
+    ) -> None:
+        self.tokenizer = load_tokenizer(shards.directory / "tokenizer")
+        self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
+        self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
+        self.planner = Planner(self.train.lengths(), probabilities, config, seed=seed)
+        self.train_lines = line_counts(shards, "train")
+
+    def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
+        return self.valid.evaluation_plan(budget=budget)
+
+    def batches(self, plans: Iterator[MicroBatch]) -> Iterator[Batch]:
+        for plan in plans:
+            yield self.train.batch(plan)
+
+
+def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:
+    first, second = name.split("-")
+    sides = (open_shard(shards, split, name, first), open_shard(shards, split, name, second))
+    return _Pair(name, (first, second), sides)

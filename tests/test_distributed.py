@@ -1,0 +1,235 @@
+"""Tests of pipeline/distributed.py."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.distributed import (
+    StopFlag,
+    World,
+    all_max,
+    all_sum,
+    discover,
+    distributed_world,
+    free_port,
+    from_rank_zero,
+    gather_objects,
+    is_launched,
+    rank_of,
+    world_size,
+)
+from pipeline.errors import ConfigError
+from pipeline.launch import launch
+
+SLURM = {
+    "PATH": os.environ["PATH"],
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "7",
+    "SLURM_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "n[01-02,7]",
+}
+
+RANK_SCRIPT = """
+import json, os, signal, sys
+import torch
+from pipeline.distributed import (
+    StopFlag, all_max, all_sum, distributed_world, from_rank_zero, gather_objects)
+
+before = dict(os.environ)
+with distributed_world(timeout_seconds=60) as world, StopFlag() as flag:
+    unasked = flag.agreed()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    found = {
+        "unasked": unasked,
+        "own": flag.requested,
+        "agreed": flag.agreed(),
+        "sum": all_sum(torch.tensor([1.0, world.rank])).tolist(),
+        "max": all_max(torch.tensor(10 * world.rank)).item(),
+        "gathered": gather_objects(f"rank {world.rank}"),
+        "from zero": from_rank_zero(world.rank),
+        "size": torch.distributed.get_world_size(),
+    }
+assert not torch.distributed.is_initialized()
+assert dict(os.environ) == before
+with open(f"{sys.argv[1]}/{world.rank}.json", "w") as stream:
+    json.dump(found, stream)
+"""
+
+
+def test_nothing_in_the_environment_means_one_process() -> None:
+    world = discover({})
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+    assert world.master_address == "127.0.0.1"
+    assert not is_launched({})
+    assert rank_of({}) == 0
+
+
+def test_a_launcher_that_sets_rank_comes_before_slurm_and_mpi() -> None:
+    environment = {
+        **SLURM,
+        "OMPI_COMM_WORLD_RANK": "9",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+    }
+    assert discover(environment) == World(3, 4, 1, 2, "node1", 29500)
+    assert rank_of(environment) == 3
+
+
+@pytest.mark.parametrize("absent", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_launcher_that_sets_only_some_variables_is_refused(absent: str) -> None:
+    environment = World(0, 2, 0, 2, "127.0.0.1", 29500).environment()
+    del environment[absent]
+    with pytest.raises(ConfigError, match=absent):
+        discover(environment)
+
+
+def test_a_variable_that_is_no_number_is_named() -> None:
+    environment = World(0, 2, 0, 2, "127.0.0.1", 29500).environment() | {"WORLD_SIZE": "two"}
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two'"):
+        discover(environment)
+
+
+def test_a_world_finds_itself_again_in_the_variables_it_sets() -> None:
+    world = World(3, 8, 1, 2, "node1", 20001)
+    assert discover(world.environment()) == world
+
+
+def test_under_srun_the_first_host_of_scontrol_and_a_port_from_the_job_are_used(
+    tmp_path: Path,
+) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames n[01-02,7]" ] && printf "n01\\nn02\\nn7\\n"\n'
+    )
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    environment = {**SLURM, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert discover(environment) == World(5, 7, 1, 3, "n01", 23456)
+    assert rank_of(environment) == 5
+
+
+def test_under_srun_the_address_and_port_that_are_set_are_kept() -> None:
+    environment = {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "12345"}
+    assert discover(environment) == World(5, 7, 1, 3, "head", 12345)
+
+
+def test_a_step_that_is_smaller_than_its_job_is_a_world_of_its_own_size() -> None:
+    environment = {
+        **SLURM,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+    }
+    assert discover(environment) == World(0, 1, 0, 1, "127.0.0.1", 23456)
+
+
+def test_a_batch_script_without_srun_is_one_process() -> None:
+    environment = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert discover(environment).size == 1
+    assert not is_launched(environment)
+
+
+def test_without_scontrol_the_remedy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="export MASTER_ADDR"):
+        discover({**SLURM, "PATH": str(tmp_path)})
+
+
+def test_under_mpirun_without_libmpi_the_remedy_is_named() -> None:
+    if importlib.util.find_spec("mpi4py") is not None:
+        found = subprocess.run(
+            [sys.executable, "-c", "from mpi4py import MPI"], capture_output=True, timeout=60
+        )
+        if found.returncode == 0:
+            pytest.skip("an MPI library is installed here")
+    environment = {"OMPI_COMM_WORLD_RANK": "1"}
+    assert is_launched(environment)
+    assert rank_of(environment) == 1
+    with pytest.raises(ConfigError, match="install mmnmt"):
+        discover(environment)
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+        listener.listen()
+
+
+def test_two_ranks_sum_gather_and_agree_to_stop_when_one_of_them_was_asked(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANK_SCRIPT)
+    assert launch([str(script), str(tmp_path)], processes=2, threads=1) == 0
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    assert [entry.pop("own") for entry in found] == [False, True]
+    expected = {
+        "unasked": False,
+        "agreed": True,
+        "sum": [2.0, 1.0],
+        "max": 10,
+        "gathered": ["rank 0", "rank 1"],
+        "from zero": 0,
+        "size": 2,
+    }
+    assert found == [expected, expected]
+
+
+def test_a_single_process_opens_a_group_too_and_closes_it_after_an_error() -> None:
+    environment = dict(os.environ)
+    with pytest.raises(ZeroDivisionError), distributed_world() as world:
+        assert torch.distributed.get_world_size() == 1
+        assert os.environ["WORLD_SIZE"] == "1"
+        assert world.rank == 0
+        raise ZeroDivisionError
+    assert not torch.distributed.is_initialized()
+    assert dict(os.environ) == environment
+
+
+def test_without_a_process_group_every_collective_is_the_identity() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert world_size() == 1
+    assert all_sum(tensor) is tensor
+    assert all_max(tensor) is tensor
+    assert gather_objects("a") == ["a"]
+    assert from_rank_zero("a") == "a"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_only_raises_the_flag_and_the_old_handler_comes_back(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with StopFlag() as flag:
+        assert not flag.agreed()
+        os.kill(os.getpid(), number)
+        assert flag.requested
+        assert flag.agreed()
+    assert signal.getsignal(number) == before
+
+
+def test_a_forked_worker_dies_of_the_signal_and_leaves_the_parents_flag_alone() -> None:
+    with StopFlag() as flag:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert not flag.requested

@@ -1,0 +1,156 @@
+"""The language registry against the paper's tables, and against Babel's CLDR."""
+
+import subprocess
+import sys
+
+import pytest
+from babel.core import get_global
+
+from pipeline.errors import ConfigError
+from pipeline.languages import (
+    ALIASES,
+    FAMILIES,
+    PAPER_GROUPS,
+    canonical,
+    family,
+    language,
+    nearest_codes,
+)
+
+PAPER_FAMILIES = """
+Germanic: af da de en fy is li nb nl nn no sv yi; Celtic: br cy ga gd;
+Slavic: be bg bs cs hr mk pl ru sk sl sr uk sh; Baltic: lt lv;
+Indo-Iranian: as bn fa gu hi ku mr ne or pa ps si tg ur; Greek: el;
+Romance: ca es fr gl it oc pt ro wa; Albanian: sq; Afro-Asiatic: am ar ha he mt;
+Turkic: az kk ky tk tr tt ug uz; Constructed: eo; Uralic: et fi hu se; isolate: eu;
+Austronesian: id mg ms; Niger-Congo: ig rw xh zu; Japonic: ja; Kartvelian: ka;
+Austroasiatic: km vi; Dravidian: kn ml ta te; Koreanic: ko; Sino-Tibetan: my zh; Tai-Kadai: th
+"""
+M2M_100 = (
+    "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl "
+    "gu ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml "
+    "mn mr ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th "
+    "tl tn tr uk ur uz vi wo xh yi yo zh zu"
+).split()
+BIBLE = "cs da de el en es fi fr he hu ja ko lv mg ml my nl pl pt ru sr sv tl vi zh".split()
+OPUS_100_WITHOUT_TESTS = "an dz hy mn yo".split()
+
+
+def paper_families() -> dict[str, str]:
+    entries = (entry.split(":") for entry in PAPER_FAMILIES.split(";"))
+    return {code: name.strip() for name, codes in entries for code in codes.split()}
+
+
+def test_the_95_languages_of_opus_100_have_the_paper_s_22_families() -> None:
+    expected = paper_families()
+    assert len(expected) == 95
+    assert {code: family(code) for code in expected} == expected
+    assert len(set(expected.values())) == 22
+
+
+def test_each_language_of_opus_100_is_in_exactly_one_paper_group() -> None:
+    listed = [code for codes in PAPER_GROUPS.values() for code in codes]
+    assert sorted(listed) == sorted(paper_families())
+    assert {group: len(codes) for group, codes in PAPER_GROUPS.items()} == {
+        1: 37,
+        2: 19,
+        3: 23,
+        4: 16,
+    }
+
+
+def test_no_language_is_in_two_families() -> None:
+    listed = [code for codes in FAMILIES.values() for code in codes]
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("codes", [M2M_100, BIBLE, OPUS_100_WITHOUT_TESTS])
+def test_the_languages_of_known_corpora_and_models_have_a_family(codes: list[str]) -> None:
+    assert all(family(code) in FAMILIES for code in codes)
+
+
+def test_m2m_100_has_one_hundred_different_languages() -> None:
+    assert len({canonical(code) for code in M2M_100}) == 100
+
+
+@pytest.mark.parametrize(
+    ("spelling", "code"),
+    [
+        ("iw", "he"),
+        ("in", "id"),
+        ("ji", "yi"),
+        ("fil", "tl"),
+        ("tgl_Latn", "tl"),
+        ("zh_cn", "zh"),
+        ("zh-CN", "zh"),
+        ("zh_tw", "zh"),
+        ("zho_Hant", "zh"),
+        ("deu_Latn", "de"),
+        ("eng_Latn", "en"),
+        ("de_DE", "de"),
+        ("es_419", "es"),
+        ("EN", "en"),
+        ("zh_Hans_CN", "zh"),
+        ("nob_Latn", "nb"),
+        ("nno_Latn", "nn"),
+        ("no", "no"),
+        ("nb", "nb"),
+        ("sh", "sh"),
+        ("ns", "nso"),
+    ],
+)
+def test_usual_spellings_lead_to_one_code(spelling: str, code: str) -> None:
+    assert canonical(spelling) == code
+
+
+def test_aliases_agree_with_those_of_cldr() -> None:
+    ours_differ = {"tl": "fil", "sh": "sr"}
+    cldr = get_global("language_aliases")
+    compared = {alias: code for alias, code in ALIASES.items() if alias in cldr}
+    assert len(compared) > 150
+    for alias, code in compared.items():
+        assert cldr[alias].split("_")[0] == ours_differ.get(code, code)
+
+
+def test_an_unknown_code_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'qfr'.*\bfr\b"):
+        language("qfr")
+
+
+def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None:
+    assert nearest_codes("deu", ["de", "fr", "el"]) == ["de"]
+    assert nearest_codes("NB", ["nb", "nn"]) == ["nb", "nn"]
+    assert nearest_codes("qq", ["de", "fr"]) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "script"),
+    [
+        ("de", "German", "Latn"),
+        ("sr", "Serbian", "Cyrl"),
+        ("sh", "Serbo-Croatian", "Latn"),
+        ("zh", "Chinese", "Hans"),
+        ("he", "Hebrew", "Hebr"),
+        ("ur", "Urdu", "Arab"),
+        ("ja", "Japanese", "Jpan"),
+    ],
+)
+def test_names_and_scripts_are_the_usual_ones(code: str, name: str, script: str) -> None:
+    found = language(code)
+    assert (found.name, found.script) == (name, script)
+
+
+def test_every_language_has_a_name_and_a_script() -> None:
+    for codes in FAMILIES.values():
+        for code in codes:
+            found = language(code)
+            assert found.name not in ("", code)
+            assert len(found.script) == 4
+
+
+def test_codes_and_families_need_no_babel() -> None:
+    program = (
+        "import sys; from pipeline.languages import canonical, family; "
+        "canonical('deu_Latn'); family('de'); sys.exit('babel' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

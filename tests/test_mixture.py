@@ -1,0 +1,130 @@
+"""Sampling probabilities, and what they mean for the planned training."""
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep import mix
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.config import BatchesConfig, MixtureConfig, Recipe, TrainingConfig
+from pipeline.errors import DataError
+from pipeline.mixture import lines_per_language, read_mixture, temperature_probabilities
+from pipeline.stages import STAGES, StageCall
+
+COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}
+TOKENS = {
+    "de-en": {"de": 16_000, "en": 12_000},
+    "en-fr": {"en": 2_000, "fr": 3_000},
+    "en-yi": {"en": 40, "yi": 24},
+}
+
+
+def mixture(tmp_path: Path, *, sampling_temperature: float = 2.0) -> Artifact:
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        pairs = {pair: {"train": count, "valid": 1} for pair, count in COUNTS.items()}
+        writer.statistics["pairs"] = pairs | {"de-fr": {"train": 0, "valid": 0}}
+        writer.statistics["tokens"] = TOKENS
+    recipe = Recipe(
+        name="test",
+        mixture=MixtureConfig(sampling_temperature=sampling_temperature),
+        batches=BatchesConfig(micro_batches=8, tokens=100),
+        training=TrainingConfig(updates=50),
+    )
+    stage = STAGES["mix"]
+    mix.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"shards": open_artifact(tmp_path / "shards", kind="shards")},
+            raw={},
+            out_dir=tmp_path / "mixture",
+            records={},
+            config=recipe.sections(stage.sections),
+        )
+    )
+    return open_artifact(tmp_path / "mixture", kind="mixture")
+
+
+counts_of_pairs = st.dictionaries(
+    st.text("abc", min_size=1), st.integers(1, 10**9), min_size=1, max_size=8
+)
+
+
+@given(counts_of_pairs, st.integers(1, 6))
+def test_probabilities_follow_the_formula(counts: dict[str, int], temperature: int) -> None:
+    found = temperature_probabilities(counts, sampling_temperature=temperature)
+    total = sum(counts.values())
+    weights = {name: float(Fraction(n, total)) ** (1 / temperature) for name, n in counts.items()}
+    expected = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-12)
+
+
+@given(counts_of_pairs)
+def test_infinite_temperature_is_uniform(counts: dict[str, int]) -> None:
+    found = temperature_probabilities(counts, sampling_temperature=math.inf)
+    assert found == pytest.approx(dict.fromkeys(counts, 1 / len(counts)))
+
+
+def test_extreme_temperatures_and_counts_stay_finite() -> None:
+    counts = {"large": 10**300, "small": 1}
+    assert temperature_probabilities(counts, sampling_temperature=5e-324) == {
+        "large": 1.0,
+        "small": 0.0,
+    }
+    flat = temperature_probabilities(counts, sampling_temperature=1e300)
+    assert flat == pytest.approx({"large": 0.5, "small": 0.5})
+
+
+def test_nothing_is_drawn_from_what_is_empty() -> None:
+    found = temperature_probabilities({"full": 5, "empty": 0}, sampling_temperature=math.inf)
+    assert found == {"full": 1.0, "empty": 0.0}
+    for nothing in ({}, {"empty": 0}):
+        with pytest.raises(DataError, match="nothing to draw from"):
+            temperature_probabilities(nothing, sampling_temperature=5)
+
+
+def test_the_mixture_is_read_as_it_was_computed(tmp_path: Path) -> None:
+    roots = {pair: math.sqrt(count) for pair, count in COUNTS.items()}
+    expected = {pair: root / sum(roots.values()) for pair, root in roots.items()}
+    assert read_mixture(mixture(tmp_path)) == pytest.approx(expected)
+
+
+def test_expected_epochs_spend_the_tokens_of_all_updates(tmp_path: Path) -> None:
+    made = mixture(tmp_path)
+    pairs = made.read_json("mixture.json")["pairs"]
+    # Mean tokens of the longer side, and 2: 22, 17 and 12.
+    sizes = {"de-en": 22, "en-fr": 17, "en-yi": 12}
+    spent = sum(
+        entry["expected_epochs"] * entry["train_lines"] * sizes[pair]
+        for pair, entry in pairs.items()
+    )
+    assert spent == pytest.approx(50 * 8 * 100)
+    drawn = {pair: entry["expected_epochs"] * entry["train_lines"] for pair, entry in pairs.items()}
+    shares = {pair: count / sum(drawn.values()) for pair, count in drawn.items()}
+    assert shares == pytest.approx(read_mixture(made))
+    assert made.statistics["expected_sentences"] == pytest.approx(sum(drawn.values()))
+
+
+def test_the_table_lists_every_training_pair_the_largest_first(tmp_path: Path) -> None:
+    rows = mixture(tmp_path).statistics["table"]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(COUNTS)
+    assert "| 800 |" in rows[2]
+
+
+def test_proportional_sampling_gives_every_pair_the_same_epochs(tmp_path: Path) -> None:
+    pairs = mixture(tmp_path, sampling_temperature=1).read_json("mixture.json")["pairs"]
+    epochs = [entry["expected_epochs"] for entry in pairs.values()]
+    assert epochs == pytest.approx([epochs[0]] * 3)
+
+
+def test_a_pivot_counts_in_each_of_its_pairs(tmp_path: Path) -> None:
+    mixture(tmp_path)
+    shards = open_artifact(tmp_path / "shards", kind="shards")
+    assert lines_per_language(shards) == {"de": 800, "en": 1004, "fr": 200, "yi": 4}

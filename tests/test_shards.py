@@ -1,0 +1,280 @@
+"""Token ids on disk, and the stage that writes them."""
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import make_shards
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.config import Recipe, ShardsConfig
+from pipeline.corpus import Split, languages, line_counts, text_name
+from pipeline.errors import ArtifactError, ConfigError, DataError
+from pipeline.shards import ShardWriter, open_shard, shard_names, token_type
+from pipeline.stages import STAGES, StageCall
+from pipeline.tokenizer import Tokenizer, TokenizerDescription, load_tokenizer, write_tokenizer
+
+Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
+
+
+def made_up_lines(count: int, *, seed: int) -> list[str]:
+    generator = random.Random(seed)
+    return [
+        "".join(generator.choices("abc дом 家", k=generator.randint(0, 30))) for _ in range(count)
+    ]
+
+
+TEXTS: Texts = {
+    "train": {
+        "de-en": {"de": made_up_lines(9000, seed=1), "en": made_up_lines(9000, seed=2)},
+        "en-ru": {"en": made_up_lines(50, seed=3), "ru": made_up_lines(50, seed=4)},
+    },
+    "valid": {"de-en": {"de": made_up_lines(20, seed=5), "en": made_up_lines(20, seed=6)}},
+    "test": {"de-ru": {"de": made_up_lines(20, seed=7), "ru": made_up_lines(20, seed=8)}},
+}
+
+
+def make_corpus(directory: Path, texts: Texts) -> Artifact:
+    """A corpus from split → pair → language → lines."""
+    pairs: dict[str, dict[str, int]] = {}
+    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split, by_pair in texts.items():
+            for pair, sides in by_pair.items():
+                for code, lines in sides.items():
+                    text = "".join(f"{line}\n" for line in lines)
+                    writer.path(text_name(split, pair, code)).write_bytes(text.encode())
+                    pairs.setdefault(pair, {})[split] = len(lines)
+        writer.statistics["pairs"] = pairs
+    return open_artifact(directory, kind="corpus")
+
+
+def make_tokenizer(directory: Path, codes: tuple[str, ...] = ("de", "en", "ru")) -> Artifact:
+    description = TokenizerDescription(
+        kind="bytes", languages=codes, language_token_scheme="underscores"
+    )
+    with new_artifact(
+        directory, kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
+    ) as writer:
+        write_tokenizer(writer.directory, description=description, model=None)
+    return open_artifact(directory, kind="tokenizer")
+
+
+def shard(
+    corpus: Artifact,
+    tokenizer: Artifact,
+    out_dir: Path,
+    *,
+    max_tokens: int = 40,
+    processes: int = 1,
+) -> Artifact:
+    recipe = Recipe(name="test", shards=ShardsConfig(max_tokens=max_tokens))
+    stage = STAGES["make_shards"]
+    make_shards.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"corpus": corpus, "tokenizer": tokenizer},
+            raw={},
+            out_dir=out_dir,
+            records={},
+            config=recipe.sections(stage.sections),
+            processes=processes,
+        )
+    )
+    return open_artifact(out_dir, kind="shards")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifact]:
+    directory = tmp_path_factory.mktemp("inputs")
+    return make_corpus(directory / "corpus", TEXTS), make_tokenizer(directory / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def shards(inputs: tuple[Artifact, Artifact], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return shard(*inputs, tmp_path_factory.mktemp("made") / "shards")
+
+
+def short_pairs(split: Split, pair: str, max_tokens: int = 40) -> list[tuple[bytes, bytes]]:
+    """UTF-8 of the sentence pairs that fit, straight from the text."""
+    first, second = (lines for _, lines in sorted(TEXTS[split][pair].items()))
+    encoded = [(a.encode(), b.encode()) for a, b in zip(first, second, strict=True)]
+    return [both for both in encoded if len(both[0]) <= max_tokens and len(both[1]) <= max_tokens]
+
+
+@pytest.mark.parametrize(
+    ("split", "pair"), [("train", "de-en"), ("train", "en-ru"), ("valid", "de-en")]
+)
+def test_shards_hold_the_sentences_in_order_and_both_sides_in_step(
+    shards: Artifact, split: Split, pair: str
+) -> None:
+    sides = [open_shard(shards, split, pair, code) for code in pair.split("-")]
+    expected = short_pairs(split, pair)
+    assert [len(side) for side in sides] == [len(expected)] * 2
+    found = [
+        tuple(bytes((side[index] - 4).astype(np.uint8)) for side in sides)
+        for index in range(len(expected))
+    ]
+    assert found == expected
+
+
+def test_lengths_count_the_tokens_of_each_sentence(shards: Artifact) -> None:
+    side = open_shard(shards, "train", "en-ru", "ru")
+    assert side.lengths.dtype == np.int32
+    assert side.lengths.tolist() == [len(second) for _, second in short_pairs("train", "en-ru")]
+    assert side[0].dtype == np.uint16
+
+
+def test_sentences_beyond_either_end_are_refused(shards: Artifact) -> None:
+    side = open_shard(shards, "valid", "de-en", "de")
+    for index in (-1, len(side)):
+        with pytest.raises(IndexError):
+            side[index]
+
+
+def test_statistics_agree_with_the_text(shards: Artifact) -> None:
+    statistics = shards.statistics
+    kept = {pair: short_pairs("train", pair) for pair in ("de-en", "en-ru")}
+    valid = short_pairs("valid", "de-en")
+    assert statistics["pairs"] == {
+        "de-en": {"train": len(kept["de-en"]), "valid": len(valid)},
+        "en-ru": {"train": len(kept["en-ru"]), "valid": 0},
+        "de-ru": {"train": 0, "valid": 0},
+    }
+    assert statistics["too_long"] == {
+        "de-en": 9020 - len(kept["de-en"]) - len(valid),
+        "en-ru": 50 - len(kept["en-ru"]),
+        "de-ru": 0,
+    }
+    assert statistics["tokens"] == {
+        pair: {
+            code: sum(len(both[side]) for both in sentences)
+            for side, code in enumerate(pair.split("-"))
+        }
+        for pair, sentences in kept.items()
+    }
+    assert 0 < statistics["too_long"]["en-ru"] < 50
+
+
+def test_pairs_without_training_lines_are_known_but_have_no_shards(shards: Artifact) -> None:
+    assert languages(shards) == ["de", "en", "ru"]
+    assert list(line_counts(shards, "train")) == ["de-en", "en-ru"]
+    assert shards.names("train/de-ru") == shards.names("test/") == []
+
+
+def test_the_tokenizer_travels_with_the_shards(
+    shards: Artifact, inputs: tuple[Artifact, Artifact]
+) -> None:
+    copied = load_tokenizer(shards.directory / "tokenizer")
+    assert copied.fingerprint == load_tokenizer(inputs[1].directory).fingerprint
+
+
+def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
+    shards: Artifact,
+    inputs: tuple[Artifact, Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parallel = shard(*inputs, tmp_path / "parallel", processes=2)
+    assert parallel.manifest.files == shards.manifest.files
+    assert parallel.statistics == shards.statistics
+    monkeypatch.setattr(make_shards, "CHUNK_LINES", 7)
+    assert shard(*inputs, tmp_path / "chunks").manifest.files == shards.manifest.files
+
+
+class HalfUnknown(Tokenizer):
+    """Encodes every line as one known and one unknown token."""
+
+    def encode_batch(self, lines: object) -> list[list[int]]:
+        assert isinstance(lines, tuple)
+        return [[self.unk_id, 70] for _ in lines]
+
+
+def test_the_share_of_unknown_tokens_is_counted_per_language(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(directory: Path) -> Tokenizer:
+        tokenizer = load_tokenizer(directory)
+        tokenizer.__class__ = HalfUnknown
+        return tokenizer
+
+    monkeypatch.setattr(make_shards, "load_tokenizer", load)
+    made = shard(*inputs, tmp_path / "out")
+    assert made.statistics["unknown_share"] == {"de": 0.5, "en": 0.5, "ru": 0.5}
+
+
+def test_ids_are_stored_in_two_bytes_until_they_need_four() -> None:
+    assert token_type(2**16).itemsize == 2
+    assert token_type(2**16 + 1).itemsize == 4
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_the_stored_type_is_found_again(size: int, tmp_path: Path) -> None:
+    sentences = [[size - 1, 0], [], [5]]
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as artifact_writer:
+        for code, lines in (("de", sentences), ("en", [[], [], []])):
+            writer = ShardWriter(
+                artifact_writer.directory, split="train", pair="de-en", language=code, size=size
+            )
+            writer.append(lines[:1])
+            writer.append(lines[1:])
+            writer.close()
+    made = open_artifact(tmp_path / "shards", kind="shards")
+    stored = made.file("train/de-en/de.tokens").read_bytes()
+    width = 2 if size == 1000 else 4
+    assert stored == b"".join(number.to_bytes(width, "little") for number in (size - 1, 0, 5))
+    side = open_shard(made, "train", "de-en", "de")
+    assert [side[index].tolist() for index in range(3)] == sentences
+    empty = open_shard(made, "train", "de-en", "en")
+    assert [empty[index].tolist() for index in range(3)] == [[], [], []]
+
+
+def test_a_truncated_shard_is_refused(inputs: tuple[Artifact, Artifact], tmp_path: Path) -> None:
+    made = shard(*inputs, tmp_path / "shards")
+    tokens = made.file(shard_names("valid", "de-en", "de")[0])
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(ArtifactError, match=r"de\.tokens has \d+ bytes, which does not fit"):
+        open_shard(made, "valid", "de-en", "de")
+    offsets = made.file(shard_names("valid", "de-en", "en")[1])
+    offsets.write_bytes(b"no array")
+    with pytest.raises(ArtifactError, match=r"en\.offsets\.npy"):
+        open_shard(made, "valid", "de-en", "en")
+
+
+def test_a_tokenizer_without_a_language_of_the_corpus_is_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    small = make_tokenizer(tmp_path / "small", ("de", "en"))
+    with pytest.raises(ConfigError, match="no token for ru"):
+        shard(inputs[0], small, tmp_path / "out")
+
+
+def test_a_training_pair_of_which_nothing_is_left_is_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    texts: Texts = {"train": {**TEXTS["train"], "de-ru": {"de": ["a" * 99], "ru": ["b"]}}}
+    with pytest.raises(DataError, match=r"No training sentence of de-ru"):
+        shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sides_of_unequal_length_are_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path, processes: int
+) -> None:
+    texts: Texts = {"train": {"de-en": {"de": ["a", "b"], "en": ["c"]}}}
+    made = make_corpus(tmp_path / "corpus", texts)
+    with pytest.raises(DataError, match=r"train/de-en .* differ in their number of lines"):
+        shard(made, inputs[1], tmp_path / "out", processes=processes)
+
+
+def test_a_corpus_without_training_lines_is_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    made = make_corpus(tmp_path / "corpus", {"test": TEXTS["test"]})
+    with pytest.raises(DataError, match="no training lines"):
+        shard(made, inputs[1], tmp_path / "out")

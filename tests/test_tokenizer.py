@@ -1,0 +1,445 @@
+"""Vocabularies, language tokens and tags, and the stage that trains them."""
+
+import io
+import itertools
+import pickle
+import random
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
+
+from data_prep import train_tokenizer
+from data_prep.train_tokenizer import draw, sample_quotas
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.config import Recipe, TokenizerConfig
+from pipeline.corpus import Split, text_name
+from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
+from pipeline.mixture import temperature_probabilities
+from pipeline.stages import STAGES, StageCall
+from pipeline.tokenizer import (
+    ByteVocabulary,
+    Tokenizer,
+    TokenizerDescription,
+    build_tokenizer,
+    copy_tokenizer,
+    language_token,
+    load_tokenizer,
+    tags,
+    write_tokenizer,
+)
+
+LETTERS = {
+    "de": "abcdefghijklmnopqrstuvwxyzäöüß",
+    "en": "abcdefghijklmnopqrstuvwxyz",
+    "ru": "абвгдежзийклмнопрстуфхцчшщъыьэюя",
+    "zh": "的一是不了人我在有他这为之大来以个中上们",
+}
+
+
+def sentences(code: str, count: int, *, seed: int = 0) -> list[str]:
+    """Sentences of made-up words that come back, so that there are pieces to learn."""
+    generator = random.Random(f"{code} {seed}")
+    words = ["".join(generator.choices(LETTERS[code], k=k)) for k in (2, 3, 4, 5, 6, 7) * 20]
+    return [" ".join(generator.choices(words, k=generator.randint(3, 9))) for _ in range(count)]
+
+
+def make_corpus(directory: Path, texts: dict[Split, dict[str, dict[str, list[str]]]]) -> Artifact:
+    """A corpus from split → pair → language → lines."""
+    pairs: dict[str, dict[str, int]] = {}
+    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split, by_pair in texts.items():
+            for pair, sides in by_pair.items():
+                for code, lines in sides.items():
+                    text = "".join(f"{line}\n" for line in lines)
+                    writer.path(text_name(split, pair, code)).write_bytes(text.encode())
+                    pairs.setdefault(pair, {})[split] = len(lines)
+        writer.statistics["pairs"] = pairs
+    return open_artifact(directory, kind="corpus")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    train = {
+        f"{min(code, 'en')}-{max(code, 'en')}": {
+            code: sentences(code, count),
+            "en": sentences("en", count, seed=count),
+        }
+        for code, count in (("de", 400), ("ru", 200), ("zh", 50))
+    }
+    zero_shot = {"de-ru": {"de": sentences("de", 5), "ru": sentences("ru", 5)}}
+    return make_corpus(
+        tmp_path_factory.mktemp("corpora") / "corpus", {"train": train, "test": zero_shot}
+    )
+
+
+def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
+    recipe = Recipe(name="test", tokenizer=config)
+    stage = STAGES["train_tokenizer"]
+    train_tokenizer.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"corpus": corpus},
+            raw={},
+            out_dir=out_dir,
+            records={},
+            config=recipe.sections(stage.sections),
+        )
+    )
+    return open_artifact(out_dir, kind="tokenizer")
+
+
+SMALL = TokenizerConfig(vocabulary_size=300)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return train(corpus, tmp_path_factory.mktemp("trained") / "tokenizer", SMALL)
+
+
+@pytest.fixture(scope="module")
+def subwords(trained: Artifact) -> Tokenizer:
+    return load_tokenizer(trained.directory)
+
+
+def bytes_tokenizer(languages: tuple[str, ...] = ("de", "en", "zh")) -> Tokenizer:
+    description = TokenizerDescription(
+        kind="bytes", languages=languages, language_token_scheme="underscores"
+    )
+    return build_tokenizer(description, None)
+
+
+def train_model(*, pad_id: int = 0, bos_id: int = 1, eos_id: int = 2, unk_id: int = 3) -> bytes:
+    model = io.BytesIO()
+    lines: Iterator[str] = iter(sentences("en", 100))
+    SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        vocab_size=60,
+        num_threads=1,
+        minloglevel=2,
+        pad_id=pad_id,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        unk_id=unk_id,
+    )
+    return model.getvalue()
+
+
+def test_text_of_every_language_survives_encoding(subwords: Tokenizer) -> None:
+    for code in LETTERS:
+        for line in sentences(code, 50, seed=0):
+            assert subwords.decode(subwords.encode(line)) == line
+
+
+@given(
+    st.lists(
+        st.text(st.sampled_from("".join(LETTERS.values())), min_size=1), min_size=1, max_size=6
+    )
+)
+def test_any_single_spaced_text_of_known_characters_survives_encoding(
+    subwords: Tokenizer, words: list[str]
+) -> None:
+    text = " ".join(words)
+    assert subwords.decode(subwords.encode(text)) == text
+
+
+@given(st.text())
+def test_bytes_encode_every_text_as_its_utf8(text: str) -> None:
+    tokenizer = bytes_tokenizer()
+    ids = tokenizer.encode(text)
+    assert [index - 4 for index in ids] == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_that_are_not_utf8_are_dropped_when_decoding() -> None:
+    tokenizer = bytes_tokenizer()
+    assert tokenizer.decode([*tokenizer.encode("aé")[:-1], *tokenizer.encode("b")]) == "ab"
+
+
+@pytest.mark.parametrize("kind", ["subwords", "bytes"])
+def test_special_token_text_is_text(kind: str, subwords: Tokenizer) -> None:
+    tokenizer = subwords if kind == "subwords" else bytes_tokenizer()
+    controls = {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id}
+    for text in ("</s>", "<s>", "<pad>", "<unk>", "__de__", "<2de>", "a </s> __zh__ b"):
+        ids = tokenizer.encode(text)
+        assert len(ids) > 1
+        assert not controls & set(ids)
+        assert all(tokenizer.language_of_token(index) is None for index in ids)
+
+
+def test_decoding_drops_specials_and_language_tokens(subwords: Tokenizer) -> None:
+    text = sentences("ru", 1)[0]
+    specials = [subwords.pad_id, subwords.bos_id, subwords.unk_id, subwords.language_token_id("zh")]
+    ids = [*specials, *subwords.encode(text), subwords.eos_id, subwords.language_token_id("de")]
+    assert subwords.decode(ids) == text
+
+
+def test_a_batch_is_encoded_as_its_sentences_are(subwords: Tokenizer) -> None:
+    lines = ["", *sentences("de", 20), *sentences("zh", 20)]
+    assert subwords.encode_batch(lines) == [subwords.encode(line) for line in lines]
+
+
+def test_language_tokens_follow_the_vocabulary_in_alphabetical_order(subwords: Tokenizer) -> None:
+    assert subwords.languages == ("de", "en", "ru", "zh")
+    ids = [subwords.language_token_id(code) for code in subwords.languages]
+    assert ids == [300, 301, 302, 303]
+    assert subwords.size == 304
+    assert [subwords.language_of_token(index) for index in ids] == list(subwords.languages)
+    assert subwords.language_of_token(299) is None
+    assert subwords.language_of_token(304) is None
+
+
+def test_an_unknown_language_is_refused_with_the_nearest_codes() -> None:
+    with pytest.raises(ConfigError, match=r"'dee'.*nearest codes are: de"):
+        bytes_tokenizer().language_token_id("dee")
+
+
+def test_special_ids_are_those_of_the_model() -> None:
+    description = TokenizerDescription(
+        kind="sentencepiece", languages=("en",), language_token_scheme="angle"
+    )
+    model = train_model(unk_id=0, pad_id=1, eos_id=5, bos_id=7)
+    tokenizer = build_tokenizer(description, model)
+    found = (tokenizer.unk_id, tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id)
+    assert found == (0, 1, 5, 7)
+    line = sentences("en", 1)[0]
+    assert tokenizer.decode([7, *tokenizer.encode(line), 5, 1]) == line
+
+
+def test_a_model_without_a_padding_piece_is_refused() -> None:
+    description = TokenizerDescription(
+        kind="sentencepiece", languages=("en",), language_token_scheme="angle"
+    )
+    with pytest.raises(ArtifactError, match="four distinct ids"):
+        build_tokenizer(description, train_model(pad_id=-1))
+
+
+def test_a_model_whose_padding_is_its_unknown_piece_is_refused() -> None:
+    # Protocol buffers merge what is appended: field 48 of field 2 names the padding piece.
+    pad_piece = bytes([48 << 3 & 0x7F | 2 | 0x80, 48 >> 4, 5]) + b"<unk>"
+    model = train_model() + bytes([2 << 3 | 2, len(pad_piece)]) + pad_piece
+    description = TokenizerDescription(
+        kind="sentencepiece", languages=("en",), language_token_scheme="angle"
+    )
+    with pytest.raises(ArtifactError, match="four distinct ids"):
+        build_tokenizer(description, model)
+
+
+def test_unsorted_or_repeated_languages_are_refused() -> None:
+    for languages in (("en", "de"), ("de", "de")):
+        with pytest.raises(ValueError, match="sorted"):
+            bytes_tokenizer(languages)
+
+
+def test_a_copy_is_the_same_tokenizer(trained: Artifact, tmp_path: Path) -> None:
+    copy_tokenizer(trained.directory, tmp_path / "copy")
+    copied, original = load_tokenizer(tmp_path / "copy"), load_tokenizer(trained.directory)
+    assert copied.fingerprint == original.fingerprint
+    assert copied.encode("die") == original.encode("die")
+    names = sorted(path.name for path in (tmp_path / "copy").iterdir())
+    assert names == ["sentencepiece.model", "tokenizer.json"]
+
+
+def test_the_fingerprint_tells_languages_schemes_and_models_apart() -> None:
+    descriptions = [
+        TokenizerDescription(
+            kind="sentencepiece", languages=languages, language_token_scheme=scheme
+        )
+        for languages in (("de",), ("en",))
+        for scheme in ("underscores", "angle")
+    ]
+    models = [train_model(), train_model(pad_id=1, bos_id=0)]
+    found = {build_tokenizer(*both).fingerprint for both in itertools.product(descriptions, models)}
+    assert len(found) == 8
+
+
+def test_a_pickled_tokenizer_encodes_alike(subwords: Tokenizer) -> None:
+    for tokenizer in (subwords, bytes_tokenizer()):
+        again = pickle.loads(pickle.dumps(tokenizer))
+        for line in sentences("ru", 20):
+            assert again.encode(line) == tokenizer.encode(line)
+        assert again.fingerprint == tokenizer.fingerprint
+
+
+def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json does not describe"):
+        load_tokenizer(tmp_path)
+    description = TokenizerDescription(
+        kind="sentencepiece", languages=("en",), language_token_scheme="angle"
+    )
+    write_tokenizer(tmp_path, description=description, model=None)
+    with pytest.raises(ArtifactError, match=r"sentencepiece\.model cannot be read"):
+        load_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, description=description, model=b"damaged")
+    with pytest.raises(ArtifactError, match=r"sentencepiece\.model is not a SentencePiece model"):
+        load_tokenizer(tmp_path)
+
+
+def test_tags_put_both_languages_or_the_target_alone_where_the_scheme_says() -> None:
+    tokenizer = bytes_tokenizer()
+    de, zh = ByteVocabulary.size, ByteVocabulary.size + 2
+    both = tags(tokenizer, "src-tgt", source="de", target="zh")
+    assert (both.source_prefix, both.decoder_prompt) == ((de,), (tokenizer.eos_id, zh))
+    target = tags(tokenizer, "tgt", source="de", target="zh")
+    assert (target.source_prefix, target.decoder_prompt) == ((zh,), (tokenizer.eos_id,))
+    with pytest.raises(ConfigError, match="'ru'"):
+        tags(tokenizer, "tgt", source="ru", target="zh")
+
+
+def test_language_tokens_are_written_by_scheme() -> None:
+    assert language_token("de", "underscores") == "__de__"
+    assert language_token("de", "angle") == "<2de>"
+
+
+def test_training_again_gives_the_same_bytes(
+    corpus: Artifact, trained: Artifact, tmp_path: Path
+) -> None:
+    again = train(corpus, tmp_path / "again", SMALL)
+    assert again.manifest.files == trained.manifest.files
+    other = train(corpus, tmp_path / "other", SMALL.model_copy(update={"sample_lines": 500}))
+    assert other.manifest.files != trained.manifest.files
+
+
+def test_statistics_count_what_was_drawn_and_covered(trained: Artifact) -> None:
+    statistics = trained.statistics
+    assert statistics["train_lines"] == {"de": 400, "en": 650, "ru": 200, "zh": 50}
+    assert statistics["sampled_lines"] == statistics["train_lines"]
+    assert (statistics["pieces"], statistics["size"]) == (300, 304)
+    distinct = len(set("".join(LETTERS.values())))
+    assert statistics["characters"] == {"sample": distinct, "covered": distinct}
+    assert statistics["language_tokens"]["en"] == {"token": "__en__", "id": 301}
+
+
+def test_text_is_not_normalised(tmp_path: Path) -> None:
+    composed = [f"{line} é" for line in sentences("en", 100)]
+    decomposed = [unicodedata.normalize("NFD", line) for line in composed]
+    wide = [f"{line} ＡＢ" for line in sentences("en", 100)]
+    made = make_corpus(
+        tmp_path / "corpus", {"train": {"de-en": {"de": decomposed + wide, "en": composed * 2}}}
+    )
+    config = TokenizerConfig(vocabulary_size=60)
+    tokenizer = load_tokenizer(train(made, tmp_path / "out", config).directory)
+    for line in (composed[0], decomposed[0], wide[0]):
+        assert tokenizer.decode(tokenizer.encode(line)) == line
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_a_vocabulary_too_large_is_refused_with_the_largest_possible(
+    model_type: str, corpus: Artifact, tmp_path: Path
+) -> None:
+    config = TokenizerConfig.model_validate({"vocabulary_size": 30_000, "model_type": model_type})
+    with pytest.raises(ConfigError, match=r"largest vocabulary possible is \d+") as refusal:
+        train(corpus, tmp_path / "large", config)
+    largest = int(str(refusal.value).split("possible is ")[1].split(";")[0])
+    fitting = config.model_copy(update={"vocabulary_size": largest})
+    assert train(corpus, tmp_path / "fits", fitting).statistics["pieces"] == largest
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_vocabulary_smaller_than_its_characters_is_refused(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="is too small"):
+        train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=20))
+
+
+def test_a_corpus_without_training_lines_is_refused(tmp_path: Path) -> None:
+    made = make_corpus(tmp_path / "corpus", {"test": {"de-en": {"de": ["a"], "en": ["b"]}}})
+    with pytest.raises(DataError, match="0 training lines"):
+        train(made, tmp_path / "out", SMALL)
+
+
+def test_a_stop_request_while_lines_are_read_is_no_failure_of_the_corpus(
+    corpus: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted_lines(_path: Path) -> Iterator[str]:
+        yield "one line"
+        raise Interrupted("SIGTERM received")
+
+    monkeypatch.setattr(train_tokenizer, "iterate_lines", interrupted_lines)
+    with pytest.raises(Interrupted):
+        train(corpus, tmp_path / "out", SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_byte_tokenizer_is_its_description_alone(corpus: Artifact, tmp_path: Path) -> None:
+    made = train(corpus, tmp_path / "bytes", TokenizerConfig(kind="bytes"))
+    assert made.names() == ["tokenizer.json"]
+    tokenizer = load_tokenizer(made.directory)
+    assert tokenizer.size == 4 + 256 + 4
+    copy_tokenizer(made.directory, tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").fingerprint == tokenizer.fingerprint
+
+
+def test_quotas_follow_the_temperature_where_every_language_has_enough() -> None:
+    totals = {"big": 1_000_000, "small": 10_000}
+    quotas = sample_quotas(totals, sampling_temperature=2, sample_lines=1100)
+    assert quotas == {"big": 1000, "small": 100}
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10_000), min_size=1),
+    st.floats(0.001, 50),
+    st.integers(1, 20_000),
+)
+def test_quotas_fill_the_budget_and_exceed_no_language(
+    totals: dict[str, int], sampling_temperature: float, sample_lines: int
+) -> None:
+    assume(any(totals.values()))
+    quotas = sample_quotas(
+        totals, sampling_temperature=sampling_temperature, sample_lines=sample_lines
+    )
+    assert all(0 <= quotas[code] <= totals[code] for code in quotas)
+    available = min(sample_lines, sum(totals.values()))
+    assert available - len(totals) <= sum(quotas.values()) <= available
+    # Languages that still have lines share the rest in proportion to their probabilities.
+    partial = [code for code in quotas if quotas[code] < totals[code]]
+    for first, second in itertools.combinations(partial, 2):
+        shares = temperature_probabilities(
+            {first: totals[first], second: totals[second]},
+            sampling_temperature=sampling_temperature,
+        )
+        assert quotas[first] * shares[second] == pytest.approx(
+            quotas[second] * shares[first], abs=1.001
+        )
+
+
+def test_drawn_lines_are_as_many_as_wanted_and_in_order() -> None:
+    for wanted in (0, 1, 7, 20):
+        lines = [str(number) for number in range(20)]
+        drawn = list(draw(iter(lines), total=20, wanted=wanted, generator=random.Random(1)))
+        assert len(drawn) == wanted
+        assert drawn == sorted(drawn, key=int)
+
+
+def test_every_subset_is_drawn_equally_often() -> None:
+    generator = random.Random(3)
+    counts = dict.fromkeys(itertools.combinations("abcd", 2), 0)
+    for _ in range(6000):
+        first, second = draw(iter("abcd"), total=4, wanted=2, generator=generator)
+        counts[first, second] += 1
+    # Six subsets, 1000 each; the standard deviation is sqrt(6000 / 6 · 5 / 6) = 29.
+    assert all(abs(count - 1000) < 5 * 29 for count in counts.values())
+
+
+def test_a_smaller_sample_is_drawn_from_the_whole_corpus(corpus: Artifact) -> None:
+    config = TokenizerConfig(sample_lines=200, sampling_temperature=1)
+    sample = train_tokenizer.draw_sample(corpus, config=config)
+    lines = list(sample)
+    assert len(lines) == sum(sample.quotas.values())
+    texts = sentences("de", 400)
+    positions = [texts.index(line) for line in lines if line in set(texts)]
+    assert len(positions) == sample.quotas["de"] == 61
+    assert positions[-1] > 300 > 100 > positions[0]
+    other = train_tokenizer.draw_sample(corpus, config=config.model_copy(update={"seed": 2}))
+    assert list(other) != lines
+    assert list(sample) == lines
