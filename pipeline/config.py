@@ -200,7 +200,8 @@ class TrainingConfig(Settings):
     dropout: float = Field(default=0.3, ge=0, lt=1)
     attention_dropout: float = Field(default=0.1, ge=0, lt=1)
     expert_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share one copy of the experts; must divide the number of ranks and experts."""
+    """Ranks that share one copy of the experts; must divide their number. A world it does not
+    divide uses the greatest common divisor. It changes memory and speed, not the result."""
     validate_every: int = 1000
     checkpoint_every: int = 1000
     keep_last: int = Field(default=1, ge=1)

@@ -5,7 +5,9 @@ expert-parallel process groups; model, losses, weights and training state are ou
 """
 
 import logging
+import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+# deepspeed 0.19 calls what torch 2.13 has renamed, thousands of times
+warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
 
 import deepspeed  # noqa: E402 (DeepSpeed reads its environment on import)
 from deepspeed.moe.layer import MoE  # noqa: E402
@@ -49,6 +53,7 @@ MACHINE_KEYS = (
     "wandb",
     "wall_clock_breakdown",
     "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
 )
 """What a ds_config may say; all else belongs to the recipe or would be ignored."""
 
@@ -134,19 +139,15 @@ def connect(world: World) -> None:
     )
 
 
-def expert_parallel_group(size: int, *, world: World) -> ExpertParallel | None:
+def expert_parallel_group(wanted: int, *, world: World) -> ExpertParallel | None:
     """The expert-parallel group of this rank; None where every rank holds all experts.
 
-    Raises:
-        ConfigError: the size does not divide the number of ranks.
+    A world that ``wanted`` does not divide uses their greatest common divisor, so that a run
+    fits any number of ranks; the result of training does not depend on it.
     """
+    size = math.gcd(wanted, world.size)
     if size == 1:
         return None
-    if world.size % size:
-        raise ConfigError(
-            f"training.expert_parallel_size {size} does not divide the {world.size} ranks: start "
-            "a multiple of it, or set a divisor."
-        )
     name = f"ep_size_{size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(size)

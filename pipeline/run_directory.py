@@ -103,7 +103,9 @@ class RunDirectory:
             return None
         newest = names[-1]
         manifest = open_artifact(self.states_dir / newest, kind="training_state").manifest
-        change = describe_change(manifest.config, self._config) or describe_change(
+        change = describe_change(
+            without_topology(manifest.config), without_topology(self._config)
+        ) or describe_change(
             {name: record.digest for name, record in manifest.inputs.items()},
             {name: record.digest for name, record in self._inputs.items()},
         )
@@ -180,6 +182,15 @@ class RunDirectory:
         if self._world.rank == 0:
             for name in self.state_names()[:-keep_last]:
                 shutil.rmtree(self.states_dir / name)
+
+
+def without_topology(config: Mapping[str, object]) -> dict[str, object]:
+    """The settings that decide a run's result: a run may resume on other ranks or ZeRO stages."""
+    kept = {key: value for key, value in config.items() if key != "ds_config"}
+    training = kept.get("training")
+    if isinstance(training, Mapping):
+        kept["training"] = {k: v for k, v in training.items() if k != "expert_parallel_size"}
+    return kept
 
 
 def describe_change(old: Mapping[str, object], new: Mapping[str, object]) -> str | None:

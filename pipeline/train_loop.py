@@ -60,7 +60,7 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         world=world,
         ds_config=load_ds_config(str(call.ds_config)),
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
-        expert_parallel_size=call.recipe.training.expert_parallel_size,
+        expert_parallel_size=model.expert_parallel_size,
     )
     TrainingRun(call, engine, data, world=world).run()
 
@@ -269,7 +269,7 @@ class TrainingRun:
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
         """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
-        parallel = self.recipe.training.expert_parallel_size
+        parallel = self.engine.model.expert_parallel_size
         if not is_expert or parallel == 1:
             return index % self.world.size == self.world.rank
         return index % (self.world.size // parallel) == self.world.rank // parallel

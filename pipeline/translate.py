@@ -237,7 +237,7 @@ def filter_lines(
     lines: Iterator[str],
     write: Callable[[str], None],
 ) -> None:
-    """Translate a stream of lines in order, as a Unix filter."""
+    """Translate a stream of lines in order; ``write`` gets each translation without a line end."""
     translator = Translator(checkpoint, decoding)
     direction = Direction(source, target)
     translator.language(source)
@@ -250,7 +250,7 @@ def filter_lines(
             for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
                 texts[job.line] = hypothesis.text
         for text in texts:
-            write(text + "\n")
+            write(text)
 
 
 if __name__ == "__main__":

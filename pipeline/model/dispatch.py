@@ -106,5 +106,6 @@ def combine(y_RD: Tensor, dispatch: Dispatch) -> Tensor:
     if dispatch.drops:
         y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
     num_tokens, num_choices = dispatch.row_NC.shape
-    y_NCD = y_RD.index_select(0, dispatch.row_NC.flatten()).view(num_tokens, num_choices, -1)
+    y_RD = y_RD.index_select(0, dispatch.row_NC.flatten())
+    y_NCD = y_RD.view(num_tokens, num_choices, y_RD.shape[1])
     return torch.einsum("ncd,nc->nd", y_NCD, dispatch.weight_NC.to(y_RD.dtype))

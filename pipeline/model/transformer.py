@@ -234,6 +234,7 @@ class Transformer(nn.Module):
         self.spec = spec
         model, rates = spec.model, regularization or Regularization()
         self.dropout = rates.dropout
+        self.expert_parallel_size = 1 if expert_parallel is None else expert_parallel.size
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
         self.encoder = Stack(
             model,

@@ -1,0 +1,35 @@
+# make demo — the whole story on this machine; make test — linters, types, tests.
+# PIP_ARGS is passed to pip, e.g. to point it at an index with CPU-only builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
+
+test: lint
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/installed-dev
+	for script in dense_step decode; do $(VENV)/bin/python tests/bench/$$script.py; done
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,106 @@
+"""Side by side with a peer: interleaved rounds, medians of per-round ratios, a table, JSON rows.
+
+Every round runs each contestant once, in rotating order, so that what else the machine does meets
+all of them alike; the ratio of a round is the peer's time by ours.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+Seconds = Mapping[str, Sequence[float]]
+"""Contestant → seconds per round."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison; ``ours`` and ``peer`` are medians of ``metric``, ``ratio`` is peer / ours."""
+
+    case: str
+    metric: str
+    ours: float
+    peer: float
+    ratio: float
+    target: float
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every benchmark can be told."""
+
+    quick: bool
+    rounds: int
+    threads: int
+    json_path: Path | None
+
+
+def parse_options(description: str) -> Options:
+    """Command line of a benchmark; sets torch's number of threads."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small shapes: only whether it runs")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, too")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    rounds = min(given.rounds, 2) if given.quick else given.rounds
+    return Options(quick=given.quick, rounds=rounds, threads=given.threads, json_path=given.json)
+
+
+def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
+    """Run everyone once to warm up, then ``rounds`` times in rotating order."""
+    names = list(contestants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = time.perf_counter()
+            contestants[name]()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -> list[Row]:
+    """One row per peer; the target is on the median of the per-round ratios."""
+    rows = []
+    for peer in seconds:
+        if peer == ours:
+            continue
+        pairs = zip(seconds[peer], seconds[ours], strict=True)
+        ratio = statistics.median(theirs / mine for theirs, mine in pairs)
+        rows.append(
+            Row(
+                case=f"{case}, against {peer}",
+                metric="milliseconds",
+                ours=round(1000 * statistics.median(seconds[ours]), 1),
+                peer=round(1000 * statistics.median(seconds[peer]), 1),
+                ratio=round(ratio, 3),
+                target=target,
+                holds=ratio >= target,
+            )
+        )
+    return rows
+
+
+def report(rows: Sequence[Row], options: Options, *, shapes: str) -> None:
+    """Print what was compared and how it came out; write the rows where asked."""
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
+    print(f"Python {platform.python_version()}, {options.threads} threads; {shapes}; ", end="")
+    print(f"medians of {options.rounds} interleaved rounds")
+    width = max(len(row.case) for row in rows)
+    print(f"{'case':{width}} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'target':>6}  holds")
+    for row in rows:
+        figures = f"{row.ours:9.1f} {row.peer:9.1f} {row.ratio:6.2f} {row.target:6.2f}"
+        print(f"{row.case:{width}} {figures}  {'yes' if row.holds else 'NO'}")
+    if options.json_path is not None:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        options.json_path.write_text(text + "\n", encoding="utf-8")

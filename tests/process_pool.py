@@ -1,0 +1,148 @@
+"""Pools of spawned ranks that stay open between tests, so that a world is paid for once.
+
+A pool of n processes opens one gloo group of n ranks. ``pool.run(function, *args)`` calls a
+module-level function in every rank and returns what each of them returned, in order of rank. A rank
+that raises is reported with its traceback; a pool of which a rank failed or took too long is ended,
+since the other ranks may wait for it for ever, and a new one is started when it is next used.
+"""
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from pipeline.distributed import LOOPBACK, World, distributed_world, free_port
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GRACE_SECONDS = 5.0
+"""What the other ranks get to end in when one has failed."""
+
+
+class RankFailed(Exception):
+    """A rank raised an error, ended, or did not answer in time."""
+
+
+class ProcessPool:
+    """``size`` ranks of one process group."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(
+        self, function: Callable[Concatenate[World, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """``function(world, …)`` in every rank; results by rank.
+
+        Raises:
+            RankFailed: with the traceback of the first rank that failed.
+        """
+        if not self._processes:
+            self._start()
+        job = pickle.dumps((function, args, kwargs))
+        for connection in self._connections:
+            connection.send_bytes(job)
+        try:
+            return self._collect(timeout_seconds=120.0)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the processes; they end by themselves unless killed."""
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            if kill:
+                process.kill()
+        for process in self._processes:
+            process.join(timeout=GRACE_SECONDS)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = free_port()
+        with _one_thread():
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                world = World(rank, self.size, rank, self.size, LOOPBACK, port)
+                process = context.Process(target=_serve, args=(world, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+
+    def _collect(self, *, timeout_seconds: float) -> list[R]:
+        answers: dict[int, R] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while len(answers) + len(failures) < self.size and time.monotonic() < deadline:
+            pending = {
+                connection: rank
+                for rank, connection in enumerate(self._connections)
+                if rank not in answers and rank not in failures
+            }
+            for ready in wait(list(pending), timeout=max(0.0, deadline - time.monotonic())):
+                assert isinstance(ready, Connection)
+                rank = pending[ready]
+                try:
+                    succeeded, value = pickle.loads(ready.recv_bytes())
+                except EOFError:
+                    succeeded, value = False, "the process ended\n"
+                if succeeded:
+                    answers[rank] = value
+                elif rank not in failures:
+                    failures[rank] = value
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            rank, text = next(iter(failures.items()))
+            raise RankFailed(f"rank {rank} of {self.size} failed:\n{text}")
+        if len(answers) < self.size:
+            late = sorted(set(range(self.size)) - set(answers))
+            raise RankFailed(f"no answer from ranks {late} within {timeout_seconds} s")
+        return [answers[rank] for rank in range(self.size)]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One arithmetic thread for the processes started meanwhile."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _serve(world: World, connection: Connection) -> None:
+    """One rank: do the jobs that arrive until the connection is closed."""
+    torch.set_num_threads(1)
+    os.environ.update(world.environment())
+    with distributed_world(timeout_seconds=60):
+        while True:
+            try:
+                job = connection.recv_bytes()
+            except EOFError:
+                return
+            try:
+                function, args, kwargs = pickle.loads(job)
+                answer = (True, function(world, *args, **kwargs))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            connection.send_bytes(pickle.dumps(answer))

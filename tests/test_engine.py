@@ -1,0 +1,345 @@
+"""Updates under DeepSpeed are those of a plain PyTorch loop in one process, on any topology."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from process_pool import ProcessPool
+from tiny_models import perturb_vectors, random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.batches import Batch
+from pipeline.config import (
+    BatchesConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    Recipe,
+)
+from pipeline.distributed import World
+from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.engine import (
+    Engine,
+    accumulation_steps,
+    connect,
+    expert_parallel_group,
+    merge_ds_config,
+)
+from pipeline.errors import ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Regularization, Transformer, build_model
+from pipeline.seeds import derive_seed
+from pipeline.weights import initialize_weights, named_slices
+
+UPDATES = 3
+MICRO_BATCHES = 4
+LEARNING_RATE = 0.5
+BALANCE_WEIGHT = 0.1
+IDLE_EXPERT = 7
+
+MOE = MoEConfig(num_experts=8, every=2)
+SPECS = {
+    "dense": tiny_spec(),
+    "moe": tiny_spec(moe=MOE),
+    "moe_lgr": tiny_spec(moe=MOE, groups=2),
+    "capacity": tiny_spec(moe=MOE.model_copy(update={"dispatch": "capacity"})),
+}
+
+
+@dataclass
+class Trained:
+    """Weights of all experts, and per update the gradient's norm and the summed cross entropy."""
+
+    weights: dict[str, Tensor]
+    norms: list[float]
+    cross_entropies: list[float]
+    balances: list[float]
+
+
+def make_recipe(model: ModelConfig, *, clip_norm: float = 0.5) -> Recipe:
+    return Recipe(
+        name="test",
+        model=model,
+        batches=BatchesConfig(micro_batches=MICRO_BATCHES),
+        optimizer=OptimizerConfig(clip_norm=clip_norm),
+        loss=LossConfig(balance_weight=BALANCE_WEIGHT),
+    )
+
+
+def micro_batches(spec: ModelSpec, update: int) -> list[Batch]:
+    """Micro-batches of very different sizes, each in a target language of its own."""
+    batches = []
+    for index in range(MICRO_BATCHES):
+        batch = random_batch(
+            spec,
+            sentences=1 + 2 * index,
+            seed=100 * update + index,
+            longest=4 + 3 * index,
+        )
+        language = torch.full_like(batch.target_language_B, index % len(spec.languages))
+        batches.append(replace(batch, target_language_B=language))
+    return batches
+
+
+def set_weights(model: Transformer) -> None:
+    """Initial weights under which no token ever chooses one of the experts."""
+    initialize_weights(model, seed=1)
+    perturb_vectors(model, seed=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("feed_forward_norm.bias"):
+            parameter.data.fill_(1.0)
+        elif name.endswith(".router.weight"):
+            parameter.data[IDLE_EXPERT] = -1.0
+        elif name.endswith(".router.group_weight"):
+            parameter.data[:, IDLE_EXPERT] = -1.0
+
+
+def dropout_seeds(update: int, indices: Sequence[int]) -> list[int]:
+    return [derive_seed("dropout", 1, update, index) for index in indices]
+
+
+def plain_training(
+    spec: ModelSpec, *, clip_norm: float = 0.5, dropout: float = 0.0
+) -> tuple[Trained, Tensor]:
+    """One process, plain PyTorch; also returns how many routes each expert got in all."""
+    model = tiny_model(spec, regularization=Regularization(dropout, dropout))
+    set_weights(model)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trained = Trained({}, [], [], [])
+    routed_E = torch.zeros(MOE.num_experts)
+    for update in range(UPDATES):
+        batches = micro_batches(spec, update)
+        total_labels = sum(len(batch.labels_L) for batch in batches)
+        optimizer.zero_grad()
+        objectives, cross_entropies, balances = [], [], []
+        for batch, seed in zip(batches, dropout_seeds(update, range(MICRO_BATCHES)), strict=True):
+            torch.manual_seed(seed)
+            output = model(batch)
+            cross_entropy = F.cross_entropy(output.logits_LV, batch.labels_L, reduction="sum")
+            balance = torch.zeros(())
+            for record in output.routing:
+                balance = balance + record.balance_loss
+                routed_E += record.routed_E
+            weighted = balance * len(batch.labels_L)
+            objectives.append(cross_entropy + BALANCE_WEIGHT * weighted)
+            cross_entropies.append(cross_entropy.item())
+            balances.append(weighted.item())
+        (sum(objectives, torch.zeros(())) / total_labels).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        trained.norms.append(norm.item())
+        trained.cross_entropies.append(sum(cross_entropies))
+        trained.balances.append(sum(balances))
+        optimizer.step()
+    trained.weights = {entry.name: entry.value.clone() for entry in named_slices(model)}
+    return trained, routed_E
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "overlap_comm": False}}
+
+
+def engine_training(
+    world: World,
+    spec: ModelSpec,
+    *,
+    parallel_size: int,
+    zero_stage: int,
+    clip_norm: float = 0.5,
+    dropout: float = 0.0,
+) -> Trained:
+    """The same training by the engine on this rank's share of the micro-batches."""
+    connect(world)
+    model = build_model(
+        spec,
+        regularization=Regularization(dropout, dropout),
+        expert_parallel=expert_parallel_group(parallel_size, world=world),
+    )
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model, clip_norm=clip_norm),
+        world=world,
+        ds_config=zero_config(zero_stage),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        expert_parallel_size=parallel_size,
+    )
+    trained = Trained({}, [], [], [])
+    mine = range(world.rank, MICRO_BATCHES, world.size)
+    for update in range(UPDATES):
+        batches = micro_batches(spec, update)
+        result = engine.train_step(
+            [batches[index] for index in mine],
+            seeds=dropout_seeds(update, mine),
+            total_labels=sum(batch.num_labels for batch in batches),
+            learning_rate=LEARNING_RATE,
+        )
+        assert result.labels == sum(batches[index].num_labels for index in mine)
+        trained.norms.append(result.gradient_norm)
+        trained.cross_entropies.append(result.cross_entropy.item())
+        trained.balances.append(result.balance.item())
+    trained.weights = {entry.name: entry.value.clone() for entry in named_slices(model)}
+    return trained
+
+
+def merged(results: Sequence[Trained]) -> Trained:
+    """One result of all ranks; what several of them hold must be the same bits."""
+    weights: dict[str, Tensor] = {}
+    for result in results:
+        assert result.norms == results[0].norms
+        for name, value in result.weights.items():
+            assert torch.equal(weights.setdefault(name, value), value), name
+    return Trained(
+        weights=weights,
+        norms=results[0].norms,
+        cross_entropies=[sum(each) for each in zip(*(r.cross_entropies for r in results))],
+        balances=[sum(each) for each in zip(*(r.balances for r in results))],
+    )
+
+
+def assert_equal_training(found: Trained, expected: Trained) -> None:
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.cross_entropies == pytest.approx(expected.cross_entropies, rel=1e-5)
+    assert found.balances == pytest.approx(expected.balances, rel=1e-5)
+    assert set(found.weights) == set(expected.weights)
+    for name, value in expected.weights.items():
+        difference = (found.weights[name] - value).abs().max() / value.abs().max()
+        assert difference <= 1e-5, (name, difference)
+
+
+CASES = [
+    *[("dense", size, 1, stage) for size in (1, 2) for stage in (1, 2)],
+    *[(name, 1, 1, 1) for name in ("moe", "moe_lgr")],
+    *[("moe", 2, parallel, stage) for parallel in (1, 2) for stage in (1, 2)],
+    *[("moe_lgr", 2, parallel, 1) for parallel in (1, 2)],
+    ("capacity", 2, 2, 1),
+    *[("moe_lgr", 4, parallel, 2) for parallel in (2, 4)],
+    ("moe", 4, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "parallel_size", "zero_stage"), CASES)
+def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
+    request: pytest.FixtureRequest,
+    name: str,
+    world_size: int,
+    parallel_size: int,
+    zero_stage: int,
+) -> None:
+    spec = SPECS[name]
+    expected, routed_E = plain_training(spec)
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(
+        engine_training, spec, parallel_size=parallel_size, zero_stage=zero_stage
+    )
+    assert_equal_training(merged(results), expected)
+    assert min(expected.norms) > 0.5, "the gradient must be clipped in every update"
+    if spec.model.moe is not None:
+        assert routed_E[IDLE_EXPERT] == 0
+        assert routed_E.count_nonzero() == MOE.num_experts - 1
+
+
+def test_a_gradient_within_the_norm_is_not_clipped(pool2: ProcessPool) -> None:
+    spec = SPECS["moe"]
+    expected, _ = plain_training(spec, clip_norm=1000.0)
+    results = pool2.run(
+        engine_training, spec, parallel_size=2, zero_stage=1, clip_norm=1000.0
+    )
+    assert_equal_training(merged(results), expected)
+
+
+@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
+def test_dropout_does_not_depend_on_the_world(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int
+) -> None:
+    spec = SPECS["moe"]
+    expected, _ = plain_training(spec, dropout=0.3)
+    without, _ = plain_training(spec)
+    assert expected.norms != pytest.approx(without.norms, rel=1e-3)
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(
+        engine_training, spec, parallel_size=parallel_size, zero_stage=1, dropout=0.3
+    )
+    assert_equal_training(merged(results), expected)
+
+
+def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
+    connect(world)
+    model = build_model(spec, regularization=Regularization(0.5, 0.5))
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        expert_parallel_size=1,
+    )
+    terms = engine.evaluate(micro_batches(spec, 0)[-1])
+    return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
+
+
+def test_evaluation_has_no_dropout_and_no_gradient(pool1: ProcessPool) -> None:
+    spec = SPECS["moe"]
+    model = tiny_model(spec)
+    set_weights(model)
+    batch = micro_batches(spec, 0)[-1]
+    output = model.eval()(batch)
+    loss = F.cross_entropy(output.logits_LV, batch.labels_L, reduction="sum")
+    balance = sum(record.balance_loss.item() for record in output.routing)
+    [(found_loss, found_balance, has_gradient)] = pool1.run(losses_of_evaluation, spec)
+    assert found_loss == pytest.approx(loss.item(), rel=1e-6)
+    assert found_balance == pytest.approx(balance, rel=1e-6)
+    assert not has_gradient
+
+
+def merge(ds_config: Mapping[str, Any], *, world_size: int = 2) -> dict[str, Any]:
+    return merge_ds_config(ds_config, make_recipe(ModelConfig()), world_size=world_size)
+
+
+def test_the_recipe_decides_clipping_and_accumulation() -> None:
+    merged_config = merge(zero_config(2), world_size=2)
+    assert merged_config["gradient_accumulation_steps"] == 2
+    assert merged_config["gradient_clipping"] == 0.5
+    assert merged_config["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("addition", "words"),
+    [
+        ({"gradient_clipping": 1.0}, ["'gradient_clipping'", "optimizer.clip_norm"]),
+        ({"train_batch_size": 8}, ["'train_batch_size'", "batches.micro_batches"]),
+        ({"optimizer": {}}, ["'optimizer'", "[optimizer]"]),
+        ({"gradient_acumulation": 1}, ["unknown key 'gradient_acumulation'"]),
+        ({"bf17": {}}, ["unknown key 'bf17'", "did you mean 'bf16'"]),
+        ({"zero_optimization": {"stagee": 1}}, ["'stagee'", "did you mean 'stage'"]),
+        ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "use 1 or 2"]),
+        ({"zero_optimization": {}}, ["ZeRO stage 0", "use 1 or 2"]),
+        ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "use 1 or 2"]),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
+    addition: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge({**zero_config(1), **addition})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ds_config_names())
+def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
+    assert merge(load_ds_config(name))["gradient_clipping"] == 0.5
+
+
+def test_ranks_that_do_not_divide_the_micro_batches_are_refused_with_those_that_do() -> None:
+    recipe = Recipe(name="test", batches=BatchesConfig(micro_batches=12))
+    assert accumulation_steps(recipe, world_size=4) == 3
+    with pytest.raises(ConfigError, match="5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
+        accumulation_steps(recipe, world_size=5)

@@ -1,0 +1,129 @@
+"""The experts' arithmetic against one pair of linear layers per expert."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipeline.model.experts import Experts, grouped_feed_forward
+from pipeline.model.feed_forward import Activation
+
+WIDTH, HIDDEN = 8, 12
+COUNTS = ([3, 0, 2, 4], [0, 7, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5])
+Linears = list[tuple[nn.Linear, nn.Linear]]
+
+
+def experts_and_linears(activation: Activation) -> tuple[Experts, Linears]:
+    """Four stacked experts, and the same weights in layers of their own."""
+    torch.manual_seed(1)
+    experts = Experts(
+        num_experts=4, first_expert=0, width=WIDTH, hidden_width=HIDDEN, activation=activation
+    )
+    linears = []
+    with torch.no_grad():
+        for expert in range(4):
+            up, down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+            experts.up.weight[expert] = up.weight
+            experts.up.bias[expert] = up.bias
+            experts.down.weight[expert] = down.weight
+            experts.down.bias[expert] = down.bias
+            linears.append((up, down))
+    return experts, linears
+
+
+def expert_by_expert(
+    x_RD: Tensor, counts: list[int], linears: Linears, activation: Activation
+) -> Tensor:
+    function = {"relu": F.relu, "gelu": F.gelu}[activation]
+    rows = x_RD.split(counts)
+    parts = [down(function(up(x))) for x, (up, down) in zip(rows, linears, strict=True)]
+    return torch.cat(parts)
+
+
+def assert_same_function(
+    found: tuple[Tensor, Tensor, Experts],
+    expected: tuple[Tensor, Tensor, Linears],
+    *,
+    atol: float = 1e-6,
+) -> None:
+    """Equal outputs, and equal gradients in the rows and in every weight."""
+    y_RD, x_RD, experts = found
+    expected_y, expected_x, linears = expected
+    torch.testing.assert_close(y_RD, expected_y, rtol=0, atol=atol)
+    slope_RD = torch.arange(y_RD.numel(), dtype=torch.float32).view_as(y_RD).cos()
+    (y_RD * slope_RD).sum().backward()
+    (expected_y * slope_RD).sum().backward()
+    torch.testing.assert_close(x_RD.grad, expected_x.grad, rtol=0, atol=atol)
+    for index, pair in enumerate(linears):
+        for stacked, linear in zip((experts.up, experts.down), pair, strict=True):
+            for ours, theirs in ((stacked.weight, linear.weight), (stacked.bias, linear.bias)):
+                assert ours.grad is not None
+                gradient = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+                torch.testing.assert_close(ours.grad[index], gradient, rtol=0, atol=10 * atol)
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_loop_equals_autograd_over_single_experts(
+    counts: list[int], activation: Activation
+) -> None:
+    experts, linears = experts_and_linears(activation)
+    x_RD, other_x_RD = rows(sum(counts)), rows(sum(counts))
+    y_RD = experts(x_RD, counts)
+    expected = expert_by_expert(other_x_RD, counts, linears, activation)
+    assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_grouped_products_equal_autograd_over_single_experts(
+    counts: list[int], activation: Activation
+) -> None:
+    experts, linears = experts_and_linears(activation)
+    x_RD, other_x_RD = rows(sum(counts)), rows(sum(counts))
+    weights = (experts.up.weight, experts.up.bias, experts.down.weight, experts.down.bias)
+    y_RD = grouped_feed_forward(x_RD, *weights, torch.tensor(counts), activation)
+    expected = expert_by_expert(other_x_RD, counts, linears, activation)
+    assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears), atol=1e-5)
+
+
+@given(st.lists(st.integers(0, 6), min_size=4, max_size=4))
+def test_any_counts_give_every_row_its_expert(counts: list[int]) -> None:
+    experts, linears = experts_and_linears("relu")
+    with torch.no_grad():
+        found = experts(rows(sum(counts)), counts)
+        expected = expert_by_expert(rows(sum(counts)), counts, linears, "relu")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_experts_without_rows_get_a_gradient_of_zero(activation: Activation) -> None:
+    experts, _ = experts_and_linears(activation)
+    experts(rows(5), [0, 5, 0, 0]).sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[[0, 2, 3]].count_nonzero() == 0
+        assert parameter.grad[1].abs().max() > 1e-3
+
+
+def test_the_rows_themselves_are_left_as_they_were() -> None:
+    experts, _ = experts_and_linears("relu")
+    x_RD = rows(6)
+    before = x_RD.detach().clone()
+    experts(x_RD, [2, 2, 1, 1]).sum().backward()
+    assert torch.equal(x_RD, before)
+
+
+def test_half_precision_is_close_to_single_precision() -> None:
+    experts, linears = experts_and_linears("gelu")
+    counts = [4, 0, 8, 4]
+    expected = expert_by_expert(rows(16), counts, linears, "gelu")
+    found = experts.to(torch.bfloat16)(rows(16).bfloat16(), counts)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=3e-2)
