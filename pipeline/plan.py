@@ -511,7 +511,11 @@ class _Run:
 
 
 def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
-    """The command line of one stage of a plan: the verb and its options."""
+    """The command line of one stage of a plan: the verb and its options.
+
+    What lies at its output is stale, or is an unfinished run: of the same settings it is resumed,
+    of others it is replaced.
+    """
     arguments = [task.stage.name]
     if task.stage.sections:
         arguments.append(f"--recipe={task.recipe}")
@@ -526,9 +530,7 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
         arguments.append(f"--processes={task.planned.processes}")
     if task.stage.trains:
         arguments.append(f"--ds-config={task.planned.ds_config}")
-    if task.out_dir.exists():
-        arguments.append("--overwrite")
-    return [*arguments, f"--out={task.out_dir}"]
+    return [*arguments, f"--out={task.out_dir}", "--overwrite"]
 
 
 def saved_files(out_dir: Path) -> set[str]:

@@ -1,8 +1,8 @@
 """The whole model: equal to Hugging Face's, causal, and blind to padding."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +88,12 @@ def peer_settings(spec: ModelSpec) -> dict[str, object]:
     }
 
 
+def make_peer(model_type: Any, config_type: Any, spec: ModelSpec) -> nn.Module:
+    """In evaluation mode: in training, Hugging Face's layers are dropped at random."""
+    peer: nn.Module = model_type(config_type(**peer_settings(spec)))
+    return peer.eval()
+
+
 def padded(sequences: list[list[int]]) -> Tensor:
     length = max(map(len, sequences))
     return torch.tensor([tokens + [PAD_ID] * (length - len(tokens)) for tokens in sequences])
@@ -110,7 +116,7 @@ def peer_logits(peer: nn.Module, examples: list[Example]) -> Tensor:
 def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
     """Logits at all labels, and the gradient of the cross entropy in every parameter."""
     model = tiny_model(spec)
-    copy_weights(model, peer.eval())
+    copy_weights(model, peer)
     examples = random_examples(spec, sentences=5, seed=3, shortest=1, longest=12)
     batch = collate(examples, eos_id=EOS_ID)
     ours, theirs = model(batch).logits_LV, peer_logits(peer, examples)
@@ -130,33 +136,31 @@ def test_pre_norm_with_sinusoids_equals_m2m100(
     activation: Activation, scale_embedding: bool
 ) -> None:
     spec = tiny_spec(activation=activation, model={"scale_embedding": scale_embedding})
-    peer = M2M100ForConditionalGeneration(M2M100Config(**peer_settings(spec)))
-    assert_equals_peer(spec, peer)
+    assert_equals_peer(spec, make_peer(M2M100ForConditionalGeneration, M2M100Config, spec))
 
 
 def test_pre_norm_with_learned_positions_and_embedding_norm_equals_mbart() -> None:
     spec = tiny_spec(activation="gelu", model={"positions": "learned", "embedding_norm": True})
-    peer = MBartForConditionalGeneration(MBartConfig(**peer_settings(spec)))
-    assert_equals_peer(spec, peer)
+    assert_equals_peer(spec, make_peer(MBartForConditionalGeneration, MBartConfig, spec))
 
 
 def test_post_norm_with_learned_positions_and_embedding_norm_equals_bart() -> None:
     settings = {"norm": "post", "positions": "learned", "embedding_norm": True}
     spec = tiny_spec(activation="gelu", model={**settings, "scale_embedding": False})
-    peer = BartForConditionalGeneration(BartConfig(**peer_settings(spec)))
-    assert_equals_peer(spec, peer)
+    assert_equals_peer(spec, make_peer(BartForConditionalGeneration, BartConfig, spec))
 
 
 @pytest.fixture(params=["dense", "post-norm", "learned", "experts", "language groups"])
-def spec(request: pytest.FixtureRequest) -> Iterator[ModelSpec]:
+def spec(request: pytest.FixtureRequest) -> ModelSpec:
     moe = MoEConfig(num_experts=4, top_k=2, every=2)
-    yield {
+    specs = {
         "dense": tiny_spec(),
         "post-norm": tiny_spec(model={"norm": "post", "embedding_norm": True}),
         "learned": tiny_spec(model={"positions": "learned"}),
         "experts": tiny_spec(moe=moe),
         "language groups": tiny_spec(moe=moe, groups=3),
-    }[request.param]
+    }
+    return specs[request.param]
 
 
 @torch.no_grad()
