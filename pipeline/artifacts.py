@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -343,9 +343,17 @@ def seal_artifact(
     config: Mapping[str, Any],
     inputs: Mapping[str, InputRecord],
     run: RunRecord,
+    files: Mapping[str, FileRecord] | None = None,
 ) -> Manifest:
-    """Hash and sync all files of a directory under construction, then write its manifest."""
-    paths = sorted(path for path in writer.directory.rglob("*") if path.is_file())
+    """Write the manifest of a directory under construction, last of all.
+
+    ``files`` are the records of all files where these are hashed and on disk already; otherwise
+    that is done here.
+    """
+    if files is None:
+        files = settle_files(
+            writer.directory, (path for path in writer.directory.rglob("*") if path.is_file())
+        )
     manifest = Manifest(
         kind=kind,
         format_version=FORMAT_VERSION[kind],
@@ -358,17 +366,24 @@ def seal_artifact(
         ),
         config=dict(config),
         inputs=dict(inputs),
-        files={path.relative_to(writer.directory).as_posix(): file_record(path) for path in paths},
+        files=dict(sorted(files.items())),
         statistics=writer.statistics,
         run=run,
     )
-    for path in paths:
-        _sync(path)
     manifest_path = writer.directory / MANIFEST_NAME
     manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")
     _sync(manifest_path)
     _sync(writer.directory)
     return manifest
+
+
+def settle_files(directory: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Hash files and force them to disk; records by name relative to ``directory``."""
+    records = {}
+    for path in paths:
+        records[path.relative_to(directory).as_posix()] = file_record(path)
+        _sync(path)
+    return records
 
 
 def replace_directory(new_dir: Path, out_dir: Path) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor
 from pipeline.artifacts import Artifact, ArtifactWriter, verify_file
 from pipeline.errors import CheckpointError
 from pipeline.model.expert_parallel import ExpertParallel
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Regularization, Transformer, build_model
+from pipeline.model.transformer import Transformer, build_model
 from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
 from pipeline.weights import named_slices
 
@@ -144,8 +145,13 @@ def write_weights(
     return names
 
 
+def part_prefix(part: int) -> str:
+    """How the names of the files a rank writes begin."""
+    return f"part-{part:05d}-"
+
+
 def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
-    name = f"part-{part:05d}-{index:03d}.safetensors"
+    name = f"{part_prefix(part)}{index:03d}.safetensors"
     save_file(tensors, directory / name)
     return name
 

@@ -1,4 +1,4 @@
-"""The command line ``mmnmt``: one verb per stage, and verbs for plans and recipes.
+"""The command line ``mmnmt``: one verb per stage, and verbs for plans, recipes and checkpoints.
 
 A stage's options follow from its entry in ``stages.py``: a recipe, one folder per input, an output
 folder. This module imports neither torch nor a stage until one is to run, so that help, errors in
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -25,10 +25,11 @@ from pipeline.artifacts import (
     raw_digest,
     read_manifest,
     refuse_to_overwrite,
+    to_json,
 )
 from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
 from pipeline.distributed import default_signal, is_launched, rank_of
-from pipeline.ds_config import ds_config_names, ds_config_path
+from pipeline.ds_config import ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
     EXIT_USER_ERROR,
@@ -66,6 +67,14 @@ _PLAN_VERBS = {
 _RECIPE_VERBS = {
     "describe": "show a recipe's resolved settings and its number of parameters",
     "recipes": "list the recipes that ship",
+    "memory": "estimate the memory of a training rank, part by part",
+}
+_CHECKPOINT_VERBS = {
+    "inspect": "show what an artifact says of itself: model, parameters, update, files",
+    "verify": "compare every file of an artifact, of any kind, with its digest",
+    "diff": "show in which settings and tensors two checkpoints differ",
+    "average": "make a checkpoint of the mean of checkpoints, or of a run's training states",
+    "prune-experts": "make a checkpoint of the experts that serve the given target languages",
 }
 
 
@@ -80,8 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "status": _status_command,
         "describe": _describe_command,
         "recipes": _recipes_command,
+        "memory": _memory_command,
+        "checkpoint": _checkpoint_command,
     }
-    return _guarded(options.command, lambda: commands[options.command](options))
+    name = options.command
+    if name == "checkpoint":
+        name = f"checkpoint {options.verb}"
+    return _guarded(name, lambda: commands[options.command](options))
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
@@ -145,13 +159,17 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if stage.trains:
-        parser.add_argument(
-            "--ds-config",
-            default="cpu_fp32",
-            metavar="NAME",
-            help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
-            "(default: %(default)s)",
-        )
+        _add_ds_config_option(parser)
+
+
+def _add_ds_config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ds-config",
+        default="cpu_fp32",
+        metavar="NAME",
+        help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
+        "(default: %(default)s)",
+    )
 
 
 def _add_filter_options(parser: argparse.ArgumentParser) -> None:
@@ -209,7 +227,12 @@ def _main_parser() -> argparse.ArgumentParser:
     for verb, about in _RECIPE_VERBS.items():
         described = verbs.add_parser(verb, help=about, description=about)
         if verb == "describe":
-            _add_describe_options(described)
+            _add_size_options(described)
+        if verb == "memory":
+            _add_size_options(described)
+            _add_memory_options(described)
+    about = "look into checkpoints and other artifacts, and make new ones of them"
+    _add_checkpoint_verbs(verbs.add_parser("checkpoint", help=about, description=about))
     for stage in STAGES.values():
         verbs.add_parser(stage.name, help=stage.help)
     return parser
@@ -240,7 +263,7 @@ def _add_plan_options(parser: argparse.ArgumentParser, *, verb: str) -> None:
         )
 
 
-def _add_describe_options(parser: argparse.ArgumentParser) -> None:
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
     parser.add_argument(
         "--vocabulary",
@@ -255,6 +278,55 @@ def _add_describe_options(parser: argparse.ArgumentParser) -> None:
         help="language groups of the router (default: the recipe's num_groups)",
     )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--processes", type=_positive, required=True, metavar="N", help="ranks of the run"
+    )
+    _add_ds_config_option(parser)
+
+
+def _add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
+    for verb, about in _CHECKPOINT_VERBS.items():
+        described = verbs.add_parser(verb, help=about, description=about, allow_abbrev=False)
+        match verb:
+            case "diff":
+                described.add_argument("first", type=Path, metavar="A")
+                described.add_argument("second", type=Path, metavar="B")
+            case "average":
+                _add_average_options(described)
+            case _:
+                described.add_argument("directory", type=Path, metavar="DIR")
+        if verb == "inspect":
+            described.add_argument("--tensors", action="store_true", help="list every tensor")
+            described.add_argument("--json", action="store_true", help="JSON on standard output")
+        if verb == "prune-experts":
+            _add_pruning_options(described)
+        if verb in ("average", "prune-experts"):
+            described.add_argument("--out", type=Path, required=True, metavar="DIR")
+            described.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+def _add_average_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
+    parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
+    parser.add_argument("--last", type=_positive, metavar="N", help="how many of its states")
+
+
+def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--languages", nargs="+", required=True, metavar="CODE", help="target languages to keep"
+    )
+    number = parser.add_mutually_exclusive_group(required=True)
+    number.add_argument("--experts", type=_positive, metavar="K", help="experts kept per layer")
+    number.add_argument(
+        "--keep-mass",
+        type=float,
+        metavar="SHARE",
+        help="as few experts as keep this share of the routes of every layer",
+    )
 
 
 # ---------------------------------------------------------------- one stage
@@ -273,11 +345,14 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
             processes=call.processes,
             threads=_threads(call.processes),
         )
-    lock_path = call.out_dir.parent / f".{call.out_dir.name}.lock"
-    alone = exclusive(lock_path, what=str(call.out_dir)) if _rank() == 0 else nullcontext()
-    with _stop_by_signal(), alone:
+    with _stop_by_signal(), _alone(call.out_dir) if _rank() == 0 else nullcontext():
         importlib.import_module(stage.module).run(call)
     return 0
+
+
+def _alone(out_dir: Path) -> AbstractContextManager[None]:
+    """Hold the lock of an output folder."""
+    return exclusive(out_dir.parent / f".{out_dir.name}.lock", what=str(out_dir))
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
@@ -514,6 +589,71 @@ def _recipes_command(_options: argparse.Namespace) -> int:
     rows = [[name, load_recipe(name).description] for name in recipe_names()]
     print(text_table(["recipe", "description"], rows))
     return 0
+
+
+def _memory_command(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    module: Any = importlib.import_module("pipeline.memory")
+    estimate = module.estimate(
+        recipe,
+        vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
+        num_groups=options.groups or _num_groups(recipe),
+        processes=options.processes,
+        ds_config=load_ds_config(options.ds_config),
+    )
+    if options.json:
+        print(json.dumps(estimate.to_json(), indent=1, ensure_ascii=False))
+        return 0
+    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in estimate.table()]
+    print(text_table(["part", "bytes per rank", "GiB"], rows))
+    return 0
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def _checkpoint_command(options: argparse.Namespace) -> int:
+    from pipeline import checkpoint_tools
+
+    match options.verb:
+        case "inspect":
+            found = checkpoint_tools.inspect(options.directory, tensors=options.tensors)
+            print(to_json(found) if options.json else checkpoint_tools.inspection_text(found))
+        case "verify":
+            print(checkpoint_tools.verify(options.directory))
+        case "diff":
+            print("\n".join(checkpoint_tools.diff(options.first, options.second).lines()))
+        case "average":
+            _average(options)
+        case "prune-experts":
+            with _stop_by_signal(), _alone(options.out):
+                plan = checkpoint_tools.prune_experts(
+                    options.directory,
+                    languages=options.languages,
+                    experts=options.experts,
+                    keep_mass=options.keep_mass,
+                    out_dir=options.out,
+                    overwrite=options.overwrite,
+                )
+            print("\n".join(plan.lines()))
+    return 0
+
+
+def _average(options: argparse.Namespace) -> None:
+    from pipeline import checkpoint_tools
+
+    of_run = options.run is not None
+    if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
+        raise ConfigError("Name either checkpoints, or --run OUT.run with --last N: one of both.")
+    with _stop_by_signal(), _alone(options.out):
+        if of_run:
+            checkpoint_tools.average_states(
+                options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite
+            )
+        else:
+            checkpoint_tools.average_checkpoints(
+                options.checkpoints, out_dir=options.out, overwrite=options.overwrite
+            )
 
 
 # ---------------------------------------------------------------- how a command ends

@@ -84,8 +84,9 @@ class TokenizerConfig(Settings):
 class ShardsConfig(Settings):
     """make_shards."""
 
-    max_tokens: int = 1024
-    """Longer training sentences (either side, in tokens) are left out and counted."""
+    max_tokens: int = 1000
+    """Longer training sentences (either side, in tokens) are left out and counted; with tags and
+    end-of-sentence they must fit model.max_positions and batches.tokens."""
 
 
 class MixtureConfig(Settings):
@@ -116,6 +117,8 @@ class MoEConfig(Settings):
     """The encoder always routes by token."""
     num_groups: int | None = None
     """Expected number of language groups; None: whatever the groups artifact has."""
+    combine_weights: Literal["renormalized", "probability"] = "renormalized"
+    """Kept probabilities made to sum 1, or as they are (Switch, with top_k = 1)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     capacity_factor: float = Field(default=1.25, gt=0)
     """Slots per expert in training = ceil(capacity_factor · top_k · tokens / num_experts)."""
@@ -190,6 +193,8 @@ class LossConfig(Settings):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     balance_weight: float = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
+    router_z_weight: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
 
 
 class TrainingConfig(Settings):
@@ -199,6 +204,13 @@ class TrainingConfig(Settings):
     seed: int = 1
     dropout: float = Field(default=0.3, ge=0, lt=1)
     attention_dropout: float = Field(default=0.1, ge=0, lt=1)
+    moe_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Dropout on the output of MoE layers; None: as everywhere (NLLB raises it there)."""
+    expert_output_masking: float = Field(default=0.0, ge=0, lt=1)
+    """Probability that a token loses the output of one of its experts; the rest is scaled up, so
+    that evaluation needs no correction (NLLB §6.2)."""
+    router_jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Router inputs are multiplied by U(1 - jitter, 1 + jitter) (Switch Transformer §2.2)."""
     expert_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share one copy of the experts; must divide their number. A world it does not
     divide uses the greatest common divisor. It changes memory and speed, not the result."""
@@ -215,6 +227,13 @@ class LoggingConfig(Settings):
 
     every: int = 100
     """Updates between two lines of metrics."""
+
+
+class SavingConfig(Settings):
+    """How training states are written; changes nothing in the result."""
+
+    in_background: bool = False
+    """Training goes on while a copy of the state (in host memory) is written."""
 
 
 class UpcyclingConfig(Settings):
@@ -274,6 +293,7 @@ class Recipe(Settings):
     decoding: DecodingConfig = DecodingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+    saving: SavingConfig = SavingConfig()
 
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
         """The named sections as plain JSON, for manifests and stage keys."""

@@ -9,10 +9,14 @@ no running one can still overtake the worst of them.
 Nothing is dropped by experts and padding is never computed on, so that a sentence's translation
 does not depend on its batch (up to floating-point rounding).
 
-Legend: B unfinished sentences, J beams, R = B · J rows, V vocabulary, S source length.
+Beams are never copied: those of a sentence share one cache, to which every step adds one entry per
+beam, and a mask tells which entries are a beam's own past. When beams move, only the mask moves.
+
+Legend: B unfinished sentences, J beams, R = B · J rows, C candidates, V vocabulary, S source
+length, P entries of the cache (positions · J), T tokens so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +30,9 @@ from pipeline.model.transformer import LayerCache, Transformer
 
 CACHE_STEP = 16
 """The cache grows by this many positions at a time."""
+
+TOP_BLOCK = 128
+"""Width of the blocks in which the best tokens are looked for."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def beam_search(
 
 
 class _Search:
-    """The state of one batch: rows in beam order, caches, ended hypotheses."""
+    """The state of one batch: unfinished sentences in order, their caches, ended hypotheses."""
 
     def __init__(
         self,
@@ -93,53 +100,48 @@ class _Search:
         eos_id: int,
     ) -> None:
         self.model, self.config, self.eos_id = model, config, eos_id
-        self.pad_id = model.spec.pad_id
         self.beams = config.beam_size
         self.device = model.embedding.weight.device
-        self.prompt = torch.tensor([source.prompt for source in sources], device=self.device)
-        self.prompt_length = self.prompt.shape[1]
+        prompt_BT = torch.tensor([source.prompt for source in sources], device=self.device)
+        self.prompt_RT = prompt_BT.repeat_interleave(self.beams, dim=0)
+        self.prompt_length = prompt_BT.shape[1]
         positions = model.spec.model.max_positions - self.prompt_length
         self.limits = [
             max_target_length(len(source.tokens), config, positions=positions) for source in sources
         ]
         self.ended = [_Ended() for _ in sources]
         self.active = list(range(len(sources)))
-        groups = model.group_of_language[
-            torch.tensor([source.target_language for source in sources], device=self.device)
-        ]
-        self.group_R = groups.repeat_interleave(self.beams)
-        self._encode(sources, groups)
-        self.tokens_RT = torch.empty(len(self.group_R), 0, dtype=torch.int64, device=self.device)
-        self.scores_BJ = torch.full((len(sources), self.beams), -torch.inf, device=self.device)
+        languages = torch.tensor([source.target_language for source in sources])
+        self.group_B = model.group_of_language[languages.to(self.device)]
+        self.caches = self._encode(sources)
+        beam_grid = (len(sources), self.beams)
+        self.own_past_BJP = torch.zeros(*beam_grid, 0, dtype=torch.bool, device=self.device)
+        self.tokens_BJT = torch.empty(*beam_grid, 0, dtype=torch.int64, device=self.device)
+        self.scores_BJ = torch.full(beam_grid, -torch.inf, device=self.device)
         self.scores_BJ[:, 0] = 0.0
 
-    def _encode(self, sources: Sequence[Source], groups_B: Tensor) -> None:
+    def _encode(self, sources: Sequence[Source]) -> list[LayerCache]:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
         ids = torch.tensor([token for source in sources for token in source.tokens])
         embedded = self.model.embed_tokens(ids.to(self.device))
-        memory_ND, _ = self.model.encode(embedded, packing, groups_B)
+        memory_ND, _ = self.model.encode(embedded, packing, self.group_B)
         self.memory_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
-        self.caches = []
+        caches = []
         for layer in self.model.decoder_layers():
             memory = layer.cross_attention.keys(memory_ND, packing)
-            heads, width = memory.key_BHSK.shape[1], memory.key_BHSK.shape[3]
-            empty = memory_ND.new_empty(len(self.group_R), heads, CACHE_STEP, width)
-            self.caches.append(
-                LayerCache(
-                    past=KeyValues(empty, torch.empty_like(empty)),
-                    memory=KeyValues(memory.key_BHSK.contiguous(), memory.value_BHSK.contiguous()),
-                )
-            )
+            empty = memory.key_BHSK[:, :, :0]
+            contiguous = KeyValues(memory.key_BHSK.contiguous(), memory.value_BHSK.contiguous())
+            caches.append(LayerCache(past=KeyValues(empty, empty), memory=contiguous))
+        return caches
 
     def run(self) -> list[Translation]:
-        prompt_RT = self.prompt.repeat_interleave(self.beams, dim=0)
         for position in range(self.prompt_length):
-            logits_RV = self._step(prompt_RT[:, position], position)
+            x_RD = self._step(self.prompt_RT[:, position], position)
         for length in range(1, max(self.limits) + 1):
-            next_R = self._advance(logits_RV, length)
+            next_R = self._advance(self.model.project(x_RD), length)
             if next_R is None:
                 break
-            logits_RV = self._step(next_R, self.prompt_length + length - 1)
+            x_RD = self._step(next_R, self.prompt_length + length - 1)
         return [self._best(index) for index in range(len(self.ended))]
 
     def _best(self, index: int) -> Translation:
@@ -147,59 +149,64 @@ class _Search:
         return Translation(tokens, score)
 
     def _step(self, ids_R: Tensor, position: int) -> Tensor:
-        """Feed one token per row; logits for the next one, (R, V), in float32."""
-        if position >= self.caches[0].past.key_BHSK.shape[2]:
-            for cache in self.caches:
-                grow = (0, 0, 0, CACHE_STEP)
-                past = cache.past
-                cache.past = KeyValues(F.pad(past.key_BHSK, grow), F.pad(past.value_BHSK, grow))
+        """Feed one token per row; the decoder's states for the next one, (R, D)."""
+        start = position * self.beams
+        if start == self.own_past_BJP.shape[2]:
+            self._grow()
+        itself = torch.eye(self.beams, dtype=torch.bool, device=self.device)
+        self.own_past_BJP[:, :, start : start + self.beams] = itself
         position_R = torch.full_like(ids_R, position)
         model = self.model
         x_RD = model.add_positions(model.decoder, model.embed_tokens(ids_R), position_R)
+        group_R = self.group_B.repeat_interleave(self.beams)
         for layer, cache in zip(model.decoder_layers(), self.caches, strict=True):
             x_RD = layer.step(
-                x_RD,
-                cache,
-                length=position,
-                group_R=self.group_R,
-                memory_mask=self.memory_mask,
+                x_RD, cache, length=start, group_R=group_R, memory_mask=self.memory_mask
             )
-        return model.project(x_RD).float()
+        return x_RD
+
+    def _grow(self) -> None:
+        """Room for ``CACHE_STEP`` more positions; entries not yet written are masked, and 0."""
+        more = CACHE_STEP * self.beams
+        self.own_past_BJP = F.pad(self.own_past_BJP, (0, more))
+        self._replace_past(lambda x_BHPK: F.pad(x_BHPK, (0, 0, 0, more)))
+
+    def _replace_past(self, change: Callable[[Tensor], Tensor]) -> None:
+        mask = self.own_past_BJP[:, None]
+        for cache in self.caches:
+            past = cache.past
+            cache.past = KeyValues(change(past.key_BHSK), change(past.value_BHSK), mask)
 
     def _advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
         """Extend every beam by its next token (the ``length``-th); None when all are done."""
         score_BC, beam_BC, token_BC = self._candidates(logits_RV, length)
-        is_eos_BC = token_BC == self.eos_id
-        self._collect(score_BC, beam_BC, is_eos_BC, length)
-        running_BC = score_BC.masked_fill(is_eos_BC, -torch.inf)
+        self._collect(score_BC, beam_BC, token_BC, length)
+        running_BC = score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
         running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
-        self._mark_done(running_BJ, length)
-        self._end_unfinished(running_BJ, beam_BC, token_BC, choice_BJ, length)
-
+        self._mark_done(running_BJ[:, 0].tolist(), length)
         keep = [row for row, index in enumerate(self.active) if not self.ended[index].done]
         if not keep:
             return None
         keep_B = torch.tensor(keep, device=self.device)
-        beam_BJ = beam_BC.gather(1, choice_BJ)[keep_B]
         token_BJ = token_BC.gather(1, choice_BJ)[keep_B]
-        self._reorder((keep_B[:, None] * self.beams + beam_BJ).flatten(), keep, keep_B)
         self.scores_BJ = running_BJ[keep_B]
-        self.tokens_RT = torch.cat([self.tokens_RT, token_BJ.view(-1, 1)], dim=1)
+        self._move_beams(keep_B, beam_BC.gather(1, choice_BJ)[keep_B])
+        self.tokens_BJT = torch.cat([self.tokens_BJT, token_BJ[:, :, None]], dim=2)
         return token_BJ.flatten()
 
     def _candidates(self, logits_RV: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, beams and tokens of the 2 · J best extensions of every sentence, best first."""
-        logits_RV[:, self.pad_id] = -torch.inf
-        normalizer_R1 = logits_RV.logsumexp(dim=1, keepdim=True)
+        log_p_RV = F.log_softmax(logits_RV, dim=1, dtype=torch.float32)
+        log_p_RV[:, self.model.spec.pad_id] = -torch.inf
         at_limit = [length >= self.limits[index] for index in self.active]
         if any(at_limit) and self.config.stopping == "fairseq":
             rows = torch.tensor(at_limit, device=self.device).repeat_interleave(self.beams)
-            others = torch.ones(logits_RV.shape[1], dtype=torch.bool, device=self.device)
+            others = torch.ones(log_p_RV.shape[1], dtype=torch.bool, device=self.device)
             others[self.eos_id] = False
-            logits_RV.masked_fill_(rows[:, None] & others, -torch.inf)
-        width = min(2 * self.beams, logits_RV.shape[1])
-        best_RC, token_RC = logits_RV.topk(width, dim=1)
-        total_RC = best_RC - normalizer_R1 + self.scores_BJ.view(-1, 1)
+            log_p_RV.masked_fill_(rows[:, None] & others, -torch.inf)
+        width = min(2 * self.beams, log_p_RV.shape[1])
+        best_RC, token_RC = log_p_RV.topk(width, dim=1)
+        total_RC = best_RC + self.scores_BJ.view(-1, 1)
         total_BX = total_RC.view(len(self.active), -1)
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
         token_BC = token_RC.view(len(self.active), -1).gather(1, place_BC)
@@ -211,58 +218,47 @@ class _Search:
             counted += self.prompt_length - 1
         return float(score / counted**self.config.length_penalty)
 
-    def _collect(self, score_BC: Tensor, beam_BC: Tensor, is_eos_BC: Tensor, length: int) -> None:
-        """Record the hypotheses that end here: end-of-sentence among the J best candidates."""
-        ends = is_eos_BC[:, : self.beams] & score_BC[:, : self.beams].isfinite()
-        for row, column in ends.nonzero().tolist():
+    def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor, length: int) -> None:
+        """Record the hypotheses that end here, which are among the J best candidates.
+
+        End-of-sentence ends one; at the limit the huggingface rule takes running ones as they are.
+        """
+        ends_BJ = token_BC[:, : self.beams] == self.eos_id
+        if self.config.stopping == "huggingface":
+            at_limit = [length >= self.limits[index] for index in self.active]
+            ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
+        ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
+        for row, column in ends_BJ.nonzero().tolist():
             ended = self.ended[self.active[row]]
             if self.config.stopping == "fairseq" and len(ended.hypotheses) >= self.beams:
                 continue
-            tokens = self.tokens_RT[row * self.beams + int(beam_BC[row, column])]
+            past = self.tokens_BJT[row, int(beam_BC[row, column])].tolist()
+            last = int(token_BC[row, column])
             score = self._normalized(float(score_BC[row, column]), length)
-            ended.add(score, tuple(tokens.tolist()), keep=self.beams)
+            tokens = (*past,) if last == self.eos_id else (*past, last)
+            ended.add(score, tokens, keep=self.beams)
 
-    def _mark_done(self, running_BJ: Tensor, length: int) -> None:
+    def _mark_done(self, best_running: Sequence[float], length: int) -> None:
         for row, index in enumerate(self.active):
             ended = self.ended[index]
-            if self.config.stopping == "fairseq":
-                full = len(ended.hypotheses) >= self.beams
-                ended.done = full or length >= self.limits[index]
-            elif len(ended.hypotheses) >= self.beams:
-                best_running = self._normalized(float(running_BJ[row, 0]), length)
-                ended.done = ended.worst >= best_running
+            ended.done = length >= self.limits[index]
+            if len(ended.hypotheses) >= self.beams:
+                best = self._normalized(best_running[row], length)
+                ended.done |= self.config.stopping == "fairseq" or ended.worst >= best
 
-    def _end_unfinished(
-        self, running_BJ: Tensor, beam_BC: Tensor, token_BC: Tensor, choice_BJ: Tensor, length: int
-    ) -> None:
-        """The huggingface rule at the limit: running hypotheses count as they are."""
-        for row, index in enumerate(self.active):
-            ended = self.ended[index]
-            if ended.done or length < self.limits[index]:
-                continue
-            for column in range(self.beams):
-                choice = int(choice_BJ[row, column])
-                past = self.tokens_RT[row * self.beams + int(beam_BC[row, choice])].tolist()
-                score = self._normalized(float(running_BJ[row, column]), length)
-                tokens = (*past, int(token_BC[row, choice]))
-                ended.add(score, tokens, keep=self.beams)
-            ended.done = True
-
-    def _reorder(self, order_R: Tensor, keep: list[int], keep_B: Tensor) -> None:
-        """Rows of the surviving beams, in their new order; finished sentences leave."""
-        some_left = len(keep) < len(self.active)
+    def _move_beams(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """The surviving beams in their new order; finished sentences leave."""
+        rows = keep_B[:, None]
+        self.own_past_BJP = self.own_past_BJP[rows, beam_BJ]
+        self.tokens_BJT = self.tokens_BJT[rows, beam_BJ]
+        if len(keep_B) == len(self.active):
+            self._replace_past(lambda x: x)
+            return
+        self.active = [self.active[row] for row in keep_B.tolist()]
+        self.group_B = self.group_B[keep_B]
+        self._replace_past(lambda x_BHPK: x_BHPK[keep_B])
         for cache in self.caches:
-            cache.past = KeyValues(
-                cache.past.key_BHSK.index_select(0, order_R),
-                cache.past.value_BHSK.index_select(0, order_R),
-            )
-            if some_left:
-                cache.memory = KeyValues(
-                    cache.memory.key_BHSK[keep_B], cache.memory.value_BHSK[keep_B]
-                )
-        self.tokens_RT = self.tokens_RT.index_select(0, order_R)
-        if some_left:
-            self.active = [self.active[row] for row in keep]
-            self.group_R = self.group_R.view(-1, self.beams)[keep_B].flatten()
-            if self.memory_mask is not None:
-                self.memory_mask = self.memory_mask[keep_B]
+            memory = cache.memory
+            cache.memory = KeyValues(memory.key_BHSK[keep_B], memory.value_BHSK[keep_B])
+        if self.memory_mask is not None:
+            self.memory_mask = self.memory_mask[keep_B]

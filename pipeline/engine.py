@@ -181,6 +181,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.world = world
+        self._loss_config = recipe.loss
         if expert_parallel_size > 1:
             _mark_experts(model, f"ep_size_{expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
@@ -229,6 +230,15 @@ class Engine:
             labels += batch.num_labels
         norm = self._engine.get_global_grad_norm()
         return StepResult(cross_entropy, balance, labels, float(norm))
+
+    def rehearse(self, batch: Batch) -> None:
+        """Forward and backward without an update: too large a batch fails here, at the start.
+
+        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
+        """
+        self.model.train()
+        terms = translation_loss(self.model, batch.to(self.device), self._loss_config)
+        torch.autograd.grad(terms.objective, list(self.model.parameters()))
 
     def evaluate(self, batch: Batch) -> LossTerms:
         """Loss terms of a batch without dropout and without gradients."""

@@ -59,12 +59,11 @@ from pipeline.report import (
     Curve,
     CurvePoint,
     History,
-    Sample,
     StageRun,
-    html_report,
     markdown_report,
     markdown_summary,
 )
+from pipeline.report_html import Sample, html_report
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
 

@@ -10,7 +10,7 @@ from pipeline.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.distributed import distributed_world
 from pipeline.engine import connect, expert_parallel_group
 from pipeline.errors import ConfigError
-from pipeline.model.transformer import Regularization
+from pipeline.model.regularization import Regularization
 from pipeline.run_directory import describe_change
 from pipeline.stages import StageCall
 from pipeline.train_loop import local_device, train, training_data
@@ -25,7 +25,7 @@ def run(call: StageCall) -> None:
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
         model = load_model(
             checkpoint,
-            regularization=Regularization(training.dropout, training.attention_dropout),
+            regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
             device=local_device(world),
         )

@@ -33,20 +33,23 @@ class LossTerms:
 
 
 def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
-    """Cross entropy over real target tokens + weight · balance · number of labels.
+    """Cross entropy over real target tokens + number of labels · weighted router losses.
 
-    The balance loss is a mean over tokens; weighting it by the micro-batch's labels makes it, after
-    division by the global count, the weighted mean over micro-batches (mmnmt.md §2).
+    The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
+    after division by the global count, weighted means over micro-batches (mmnmt.md §2).
     """
     output = model(batch)
     smoothed, cross_entropy = label_smoothed_cross_entropy(
         output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
     )
     balance = smoothed.new_zeros(())
+    router_z = smoothed.new_zeros(())
     for record in output.routing:
         balance = balance + record.balance_loss
+        router_z = router_z + record.z_loss
+    per_token = config.balance_weight * balance + config.router_z_weight * router_z
     return LossTerms(
-        objective=smoothed + config.balance_weight * batch.num_labels * balance,
+        objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy.detach(),
         balance=balance.detach(),
         routing=output.routing,

@@ -24,7 +24,15 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from pipeline.artifacts import Artifact
-from pipeline.corpus import Direction, directions, line_counts, read_hypotheses, read_lines
+from pipeline.corpus import (
+    Direction,
+    Resource,
+    directions,
+    line_counts,
+    read_hypotheses,
+    read_lines,
+    resource_of,
+)
 from pipeline.errors import ConfigError
 
 Counts = npt.NDArray[np.int32]
@@ -32,8 +40,7 @@ Hits = npt.NDArray[np.bool_]
 
 Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot"]
 """Trained towards the pivot, away from it, trained without it, and not trained at all."""
-Resource = Literal["high", "medium", "low"]
-Group = Literal["all", "high", "medium", "low"]
+Group = Literal["all", Resource]
 BleuTokenizerOption = Literal["per-language", "13a", "flores200"]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -76,14 +83,6 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
     if len(candidates) == 1:
         return candidates[0]
     return "en" if "en" in candidates else None
-
-
-def resource_of(training_lines: int, *, thresholds: tuple[int, int]) -> Resource:
-    """``low`` up to the first threshold, ``high`` from the second, else ``medium``."""
-    lowest, highest = thresholds
-    if training_lines <= lowest:
-        return "low"
-    return "high" if training_lines >= highest else "medium"
 
 
 def describe_directions(corpus: Artifact, *, thresholds: tuple[int, int]) -> list[DirectionProfile]:

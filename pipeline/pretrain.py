@@ -9,8 +9,9 @@ import sys
 from pipeline.distributed import distributed_world
 from pipeline.engine import connect, expert_parallel_group
 from pipeline.groups import read_groups
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages
-from pipeline.model.transformer import Regularization, build_model
+from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
 from pipeline.tokenizer import Tokenizer
 from pipeline.train_loop import local_device, train, training_data
@@ -25,7 +26,7 @@ def run(call: StageCall) -> None:
         data = training_data(call)
         model = build_model(
             model_spec(call, data.tokenizer),
-            regularization=Regularization(training.dropout, training.attention_dropout),
+            regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
             device=local_device(world),
         )

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from pipeline.artifacts import (
     Artifact,
     ArtifactWriter,
+    FileRecord,
     InputRecord,
     Kind,
     RunRecord,
@@ -27,8 +31,10 @@ from pipeline.artifacts import (
     read_manifest,
     replace_directory,
     seal_artifact,
+    settle_files,
 )
-from pipeline.distributed import World, from_rank_zero, gather_objects, wait_for_all
+from pipeline.checkpoint import part_prefix
+from pipeline.distributed import World, all_max, from_rank_zero, gather_objects
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 
 
@@ -50,6 +56,7 @@ class RunDirectory:
         self.metrics_path = self.directory / "metrics.jsonl"
         self._stage, self._config, self._inputs = stage, config, inputs
         self._world = world
+        self._pending: _PendingWrite | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -129,52 +136,78 @@ class RunDirectory:
         found = self.states_dir.iterdir()
         return sorted(entry.name for entry in found if read_manifest(entry) is not None)
 
-    def write(self, out_dir: Path, *, kind: Kind, write: Callable[[ArtifactWriter], None]) -> None:
-        """Write an artifact together: every rank adds its files, rank 0 seals it.
+    def write(
+        self,
+        out_dir: Path,
+        *,
+        kind: Kind,
+        write: Callable[[ArtifactWriter], None],
+        in_background: bool = False,
+    ) -> None:
+        """Write an artifact together: every rank adds and hashes its files, rank 0 seals it.
+
+        In the background, it is there once ``publish_written`` or ``wait`` has seen all ranks done.
 
         Raises:
-            ArtifactError: on all ranks, if any of them could not write.
+            ArtifactError: on all ranks, if any of them could not write (this or an earlier one).
         """
-        temporary_dir = out_dir.parent / f".{out_dir.name}.unfinished"
-        started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        if self._world.rank == 0:
-            shutil.rmtree(temporary_dir, ignore_errors=True)
-            temporary_dir.mkdir(parents=True)
-        wait_for_all()
-        writer = ArtifactWriter(temporary_dir)
-        self._together(lambda: write(writer), temporary_dir, out_dir)
-        if self._world.rank == 0:
-            seal = RunRecord(started=started, wall_seconds=round(time.monotonic() - clock, 3))
+        self.wait()
+        pending = _PendingWrite(out_dir, kind=kind, rank=self._world.rank, write=write)
+        self._agree(pending.begin)
+        self._pending = pending
+        if in_background:
+            pending.start()
+        else:
+            pending.run()
+            self._publish(pending)
 
-        def finish() -> None:
-            if self._world.rank == 0:
-                seal_artifact(
-                    writer,
-                    kind=kind,
-                    stage=self._stage,
-                    config=self._config,
-                    inputs=self._inputs,
-                    run=seal,
-                )
-                replace_directory(temporary_dir, out_dir)
+    def publish_written(self) -> None:
+        """Seal what was written in the background, if all ranks are done; all ranks call this."""
+        if self._pending is None:
+            return
+        running = torch.tensor(int(self._pending.is_running()))
+        if not all_max(running).item():
+            self._publish(self._pending)
 
-        self._together(finish, temporary_dir, out_dir)
+    def wait(self) -> None:
+        """Seal what is being written in the background, waiting for it; all ranks call this."""
+        if self._pending is not None:
+            self._pending.join()
+            self._publish(self._pending)
 
-    def _together(self, action: Callable[[], None], temporary_dir: Path, out_dir: Path) -> None:
-        """Run an action on all ranks; a failure of one is an error on all."""
+    def _publish(self, pending: "_PendingWrite") -> None:
+        self._pending = None
+        results = gather_objects((pending.problem, pending.records))
+        problem = next((entry for entry, _ in results if entry), None)
+        files = {name: record for _, records in results for name, record in records.items()}
+
+        def seal() -> str | None:
+            if problem is None:
+                pending.seal(files, stage=self._stage, config=self._config, inputs=self._inputs)
+            return problem
+
+        self._agree(seal, on_failure=pending.discard)
+
+    def _agree(
+        self,
+        action: Callable[[], str | None],
+        *,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """Let rank 0 act; its failure, returned or raised, is an error on all ranks."""
         problem: str | None = None
-        try:
-            action()
-        except OSError as error:
-            reason = "no space is left" if error.errno == errno.ENOSPC else str(error)
-            problem = f"rank {self._world.rank}: {reason}"
-        problems = [entry for entry in gather_objects(problem) if entry]
-        if problems:
-            if self._world.rank == 0:
-                shutil.rmtree(temporary_dir, ignore_errors=True)
+        if self._world.rank == 0:
+            try:
+                problem = action()
+            except OSError as error:
+                problem = describe_os_error(error)
+            if problem and on_failure is not None:
+                on_failure()
+        problem = from_rank_zero(problem)
+        if problem:
             raise ArtifactError(
-                f"{out_dir} could not be written ({problems[0]}): what was saved before is kept; "
-                "make room and run again."
+                f"Nothing could be written to {self.directory} ({problem}): what was saved before "
+                "is kept; make room and run again."
             )
 
     def prune(self, *, keep_last: int) -> None:
@@ -182,6 +215,83 @@ class RunDirectory:
         if self._world.rank == 0:
             for name in self.state_names()[:-keep_last]:
                 shutil.rmtree(self.states_dir / name)
+
+
+class _PendingWrite:
+    """One artifact on its way to disk, as seen by one rank."""
+
+    def __init__(
+        self, out_dir: Path, *, kind: Kind, rank: int, write: Callable[[ArtifactWriter], None]
+    ) -> None:
+        self.problem: str | None = None
+        self.records: dict[str, FileRecord] = {}
+        self._out_dir, self._kind, self._rank, self._write = out_dir, kind, rank, write
+        self._writer = ArtifactWriter(out_dir.parent / f".{out_dir.name}.unfinished")
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._clock = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Rank 0 makes the folder before any rank writes."""
+        shutil.rmtree(self._writer.directory, ignore_errors=True)
+        self._writer.directory.mkdir(parents=True)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name=f"write {self._out_dir.name}")
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def run(self) -> None:
+        """Write this rank's files, hash them and force them to disk."""
+        directory = self._writer.directory
+        try:
+            self._write(self._writer)
+            files = (path for path in directory.rglob("*") if path.is_file())
+            self.records = settle_files(directory, filter(self._is_mine, files))
+        except OSError as error:
+            self.problem = f"rank {self._rank}: {describe_os_error(error)}"
+        except Exception as error:  # a bug in a thread must reach the training loop
+            self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+
+    def _is_mine(self, path: Path) -> bool:
+        """Files named after a part are that rank's; all others are rank 0's."""
+        if path.name.startswith("part-"):
+            return path.name.startswith(part_prefix(self._rank))
+        return self._rank == 0
+
+    def seal(
+        self,
+        files: Mapping[str, FileRecord],
+        *,
+        stage: str,
+        config: Mapping[str, object],
+        inputs: Mapping[str, InputRecord],
+    ) -> None:
+        """Write the manifest and move the artifact into place; rank 0 only."""
+        wall_seconds = round(time.monotonic() - self._clock, 3)
+        seal_artifact(
+            self._writer,
+            kind=self._kind,
+            stage=stage,
+            config=config,
+            inputs=inputs,
+            run=RunRecord(started=self._started, wall_seconds=wall_seconds),
+            files=files,
+        )
+        replace_directory(self._writer.directory, self._out_dir)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._writer.directory, ignore_errors=True)
+
+
+def describe_os_error(error: OSError) -> str:
+    return "no space is left" if error.errno == errno.ENOSPC else str(error)
 
 
 def without_topology(config: Mapping[str, object]) -> dict[str, object]:

@@ -27,6 +27,7 @@ from pipeline.model.transformer import Transformer
 from pipeline.optim import learning_rate, make_optimizer
 from pipeline.progress import JsonLines
 from pipeline.progress import Progress as ProgressBar
+from pipeline.routing_statistics import ROUTING_FILE, RoutingCounter
 from pipeline.run_directory import RunDirectory, link_or_copy
 from pipeline.sampling import GlobalStep, MicroBatch
 from pipeline.seeds import derive_seed
@@ -54,6 +55,7 @@ def training_data(call: StageCall) -> TrainingData:
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model on the call's data and write the stage's checkpoint."""
+    data.refuse_too_long(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,
         call.recipe,
@@ -82,6 +84,7 @@ class TrainingRun:
             world=world,
         )
         self.progress = Progress()
+        self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
         self._interval = _Interval()
@@ -95,6 +98,7 @@ class TrainingRun:
         total = self.recipe.training.updates
         with self.run_directory.locked():
             self._resume()
+            self._rehearse()
             with (
                 StopFlag() as stop,
                 ProgressBar(
@@ -120,6 +124,14 @@ class TrainingRun:
         if self.world.rank == 0:
             self.metrics.truncate_after(self.progress.update)
         self._clock = time.monotonic() - self.progress.seconds
+
+    def _rehearse(self) -> None:
+        """Run the largest batch of the next window once, so that memory runs out now or never."""
+        if self.progress.update < self.recipe.training.updates:
+            window = self.data.planner.window(self.progress.cursor[0])
+            largest = max(window, key=lambda batch: batch.num_labels)
+            torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
+            self.engine.rehearse(self.data.train.batch(largest))
 
     def _update(self, step: GlobalStep) -> str:
         """One update; returns the note for the progress bar."""
@@ -179,6 +191,8 @@ class TrainingRun:
         record = summarize_validation(
             losses, train_lines=self.data.train_lines, thresholds=training.resource_thresholds
         )
+        if self.routing.layers:
+            record["routing"] = self.routing.summary()
         perplexity = float(str(record["perplexity"]))
         self._write_record("validation", record)
         best = self.progress.best_perplexity
@@ -190,7 +204,7 @@ class TrainingRun:
             )
 
     def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
-        """Direction → (summed cross entropy, labels), over all ranks.
+        """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
 
         All ranks run the same number of batches: where there is none left for a rank it runs one
         whose result is not counted, since experts may live on other ranks.
@@ -198,15 +212,21 @@ class TrainingRun:
         plan = self.data.validation(budget=self.recipe.batches.evaluation_tokens)
         directions = sorted({direction for direction, _ in plan})
         sums = torch.zeros(len(directions), 2, dtype=torch.float64)
+        spec = self.engine.model.spec
+        counter = RoutingCounter(spec)
         for batch_plan, row in self._my_share(plan, directions):
             if stop.agreed():
                 self._stop()
             terms = self.engine.evaluate(self.data.valid.batch(batch_plan))
             if row is not None:
+                target = spec.languages.index(directions[row].target)
+                counter.add(terms.routing, language=target)
                 sums[row] += torch.tensor(
                     [float(terms.cross_entropy), float(batch_plan.num_labels)], dtype=torch.float64
                 )
         all_sum(sums)
+        all_sum(counter.sums)
+        self.routing = counter.result()
         return {
             direction: (float(sums[row, 0]), int(sums[row, 1]))
             for row, direction in enumerate(directions)
@@ -223,6 +243,7 @@ class TrainingRun:
 
     def _save_if_due(self, stop: StopFlag) -> None:
         update, training = self.progress.update, self.recipe.training
+        self.run_directory.publish_written()
         if stop.agreed():
             self._stop()
         if update % training.checkpoint_every == 0 and update < training.updates:
@@ -230,24 +251,31 @@ class TrainingRun:
 
     def _stop(self) -> None:
         self._save()
+        self.run_directory.wait()
         raise Interrupted(
             f"stopped after update {self.progress.update} of {self.recipe.training.updates}, "
             f"state saved in {self.run_directory.directory}"
         )
 
     def _save(self) -> None:
-        name = f"update-{self.progress.update:07d}"
+        """Write the training state; in the background, from a copy, where the recipe says so."""
+        progress, in_background = self.progress, self.recipe.saving.in_background
+        pieces = self.engine.optimizer_pieces()
+        copied = iter(list(pieces)) if in_background else pieces
+
+        def write(writer: ArtifactWriter) -> None:
+            write_pieces(writer.directory / "optimizer", copied, part=self.world.rank)
+            if self.world.rank == 0:
+                writer.write_json("progress.json", progress.to_json())
+                writer.statistics["update"] = progress.update
+
         self.run_directory.write(
-            self.run_directory.states_dir / name, kind="training_state", write=self._write_state
+            self.run_directory.states_dir / f"update-{progress.update:07d}",
+            kind="training_state",
+            write=write,
+            in_background=in_background,
         )
         self.run_directory.prune(keep_last=self.recipe.training.keep_last)
-
-    def _write_state(self, writer: ArtifactWriter) -> None:
-        directory = writer.directory / "optimizer"
-        write_pieces(directory, self.engine.optimizer_pieces(), part=self.world.rank)
-        if self.world.rank == 0:
-            writer.write_json("progress.json", self.progress.to_json())
-            writer.statistics["update"] = self.progress.update
 
     def _write_best(self, writer: ArtifactWriter) -> None:
         tensors = (
@@ -263,6 +291,8 @@ class TrainingRun:
                 spec=self.engine.model.spec,
                 tokenizer_dir=shards.directory / "tokenizer",
             )
+            if self.routing.layers:
+                writer.write_json(ROUTING_FILE, self.routing.to_json())
             writer.statistics.update(
                 update=self.progress.best_update, perplexity=self.progress.best_perplexity
             )
@@ -277,6 +307,7 @@ class TrainingRun:
     def _finish(self) -> None:
         """Publish the best weights with the curves, as the stage's artifact."""
         call, run_directory = self.call, self.run_directory
+        run_directory.wait()
         if self.world.rank != 0:
             return
         best = open_artifact(run_directory.best_dir, kind="checkpoint")

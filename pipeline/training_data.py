@@ -1,6 +1,6 @@
 """From shards to micro-batches: what a training stage reads of its data."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +9,15 @@ from pipeline.artifacts import Artifact
 from pipeline.batches import Batch, Example, collate
 from pipeline.config import BatchesConfig
 from pipeline.corpus import Direction, Split, line_counts
-from pipeline.sampling import MicroBatch, PairLengths, Planner, evaluation_batches
+from pipeline.errors import ConfigError
+from pipeline.sampling import (
+    SOURCE_EXTRA,
+    TARGET_EXTRA,
+    MicroBatch,
+    PairLengths,
+    Planner,
+    evaluation_batches,
+)
 from pipeline.shards import Shard, open_shard
 from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags
 
@@ -46,6 +54,11 @@ class SplitData:
             pair.name: PairLengths(pair.sides[0].lengths, pair.sides[1].lengths)
             for pair in self._pairs
         }
+
+    def longest(self) -> int:
+        """Tokens of the longest sentence of either side, with its tags and end-of-sentence."""
+        sides = (side.lengths.max(initial=0) for pair in self._pairs for side in pair.sides)
+        return int(max(sides, default=0)) + max(SOURCE_EXTRA, TARGET_EXTRA)
 
     def batch(self, plan: MicroBatch) -> Batch:
         """Read and assemble the sentences of a plan."""
@@ -107,9 +120,15 @@ class TrainingData:
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)
 
-    def batches(self, plans: Iterator[MicroBatch]) -> Iterator[Batch]:
-        for plan in plans:
-            yield self.train.batch(plan)
+    def refuse_too_long(self, *, max_positions: int) -> None:
+        """Raises ConfigError where a sentence has more tokens than the model has positions."""
+        longest = max(self.train.longest(), self.valid.longest())
+        if longest > max_positions:
+            raise ConfigError(
+                f"The longest sentence has {longest} tokens with its tags, and the model "
+                f"{max_positions} positions: raise model.max_positions, or lower "
+                "shards.max_tokens and make the shards again."
+            )
 
 
 def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:

@@ -45,6 +45,7 @@ def test_packing_passes_gradients_to_real_tokens_only() -> None:
     assert torch.equal(x_BTD.grad, packing.mask_BT[:, :, None].expand(2, 3, 4).float())
     x_ND = torch.randn(4, 4, requires_grad=True)
     packing.unpack(x_ND).sum().backward()
+    assert x_ND.grad is not None
     assert torch.equal(x_ND.grad, torch.ones(4, 4))
 
 

@@ -167,9 +167,7 @@ def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
         updates=range(2),
         save_as="two",
     )
-    [alone] = pool1.run(
-        train_and_save, tmp_path, resume="two", updates=range(2, 2), save_as="one"
-    )
+    [alone] = pool1.run(train_and_save, tmp_path, resume="two", updates=range(2, 2), save_as="one")
     again = pool2.run(
         train_and_save,
         tmp_path,
@@ -211,9 +209,7 @@ def test_other_ranks_go_on_from_a_state_to_the_same_weights(
     request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     straight = weights_of_all(
-        pool2.run(
-            train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight"
-        )
+        pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight")
     )
     pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
     for size, parallel_size in ((1, 1), (2, 1), (4, 2), (4, 4)):
@@ -227,12 +223,12 @@ def test_other_ranks_go_on_from_a_state_to_the_same_weights(
             updates=range(2, 4),
         )
         for name, value in weights_of_all(resumed).items():
+            if name.endswith("attention.key.bias"):
+                continue  # its gradient is zero but for rounding, which Adam makes updates of
             torch.testing.assert_close(value, straight[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_consists_of_safetensors_and_json_alone(
-    pool2: ProcessPool, tmp_path: Path
-) -> None:
+def test_a_state_consists_of_safetensors_and_json_alone(pool2: ProcessPool, tmp_path: Path) -> None:
     pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(1), save_as="state")
     paths = [path for path in state_path(tmp_path, "state").rglob("*") if path.is_file()]
     assert len(paths) == 3
@@ -257,13 +253,13 @@ def test_a_range_is_read_from_whatever_pieces_cover_it(tmp_path: Path) -> None:
     values = torch.arange(20.0)
     cuts = [0, 3, 4, 11, 20]
     pieces = [
-        Piece("master", "a:b", start, values[start:stop])
+        Piece("master", "a.b", start, values[start:stop])
         for start, stop in zip(cuts, cuts[1:], strict=False)
     ]
     reader = PieceReader(make_state(tmp_path / "state", pieces[::-1], parts=3))
     for start in range(20):
         for stop in range(start + 1, 21):
-            found = reader.read(what="master", tensor="a:b", start=start, length=stop - start)
+            found = reader.read(what="master", tensor="a.b", start=start, length=stop - start)
             assert torch.equal(found, values[start:stop])
 
 
@@ -403,6 +399,7 @@ def test_a_damaged_value_is_an_error_that_names_file_and_chunk(
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "length of the header": lambda path: flip(path, 0),
     "header": lambda path: flip(path, 20),
+    "name in the header": lambda path: flip(path, path.read_bytes().index(b"a:0")),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "empty": lambda path: path.write_bytes(b""),
     "removed": lambda path: path.unlink(),

@@ -31,8 +31,9 @@ from pipeline.engine import (
     merge_ds_config,
 )
 from pipeline.errors import ConfigError
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Regularization, Transformer, build_model
+from pipeline.model.transformer import Transformer, build_model
 from pipeline.seeds import derive_seed
 from pipeline.weights import initialize_weights, named_slices
 
@@ -152,6 +153,7 @@ def engine_training(
     zero_stage: int,
     clip_norm: float = 0.5,
     dropout: float = 0.0,
+    rehearses: bool = False,
 ) -> Trained:
     """The same training by the engine on this rank's share of the micro-batches."""
     connect(world)
@@ -173,6 +175,8 @@ def engine_training(
     mine = range(world.rank, MICRO_BATCHES, world.size)
     for update in range(UPDATES):
         batches = micro_batches(spec, update)
+        if rehearses:
+            engine.rehearse(batches[-1])
         result = engine.train_step(
             [batches[index] for index in mine],
             seeds=dropout_seeds(update, mine),
@@ -234,9 +238,7 @@ def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
     spec = SPECS[name]
     expected, routed_E = plain_training(spec)
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
-    results = pool.run(
-        engine_training, spec, parallel_size=parallel_size, zero_stage=zero_stage
-    )
+    results = pool.run(engine_training, spec, parallel_size=parallel_size, zero_stage=zero_stage)
     assert_equal_training(merged(results), expected)
     assert min(expected.norms) > 0.5, "the gradient must be clipped in every update"
     if spec.model.moe is not None:
@@ -247,10 +249,14 @@ def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
 def test_a_gradient_within_the_norm_is_not_clipped(pool2: ProcessPool) -> None:
     spec = SPECS["moe"]
     expected, _ = plain_training(spec, clip_norm=1000.0)
-    results = pool2.run(
-        engine_training, spec, parallel_size=2, zero_stage=1, clip_norm=1000.0
-    )
+    results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=1, clip_norm=1000.0)
     assert_equal_training(merged(results), expected)
+
+
+def test_a_rehearsed_batch_leaves_no_trace(pool2: ProcessPool) -> None:
+    spec = SPECS["moe_lgr"]
+    results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=2, rehearses=True)
+    assert_equal_training(merged(results), plain_training(spec)[0])
 
 
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])

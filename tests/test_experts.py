@@ -36,7 +36,7 @@ def experts_and_linears(activation: Activation) -> tuple[Experts, Linears]:
 def expert_by_expert(
     x_RD: Tensor, counts: list[int], linears: Linears, activation: Activation
 ) -> Tensor:
-    function = {"relu": F.relu, "gelu": F.gelu}[activation]
+    function = F.relu if activation == "relu" else F.gelu
     rows = x_RD.split(counts)
     parts = [down(function(up(x))) for x, (up, down) in zip(rows, linears, strict=True)]
     return torch.cat(parts)

@@ -13,7 +13,7 @@ from sacrebleu.metrics.bleu import BLEU
 
 from pipeline import metrics
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.corpus import Direction
+from pipeline.corpus import Direction, Resource
 from pipeline.errors import ConfigError
 from pipeline.languages import PAPER_GROUPS
 from pipeline.metrics import (
@@ -30,7 +30,6 @@ from pipeline.metrics import (
     find_pivot,
     line_statistics,
     mean_scores,
-    resource_of,
 )
 
 TEXTS = {
@@ -209,14 +208,6 @@ def test_the_pivot_is_the_language_of_every_training_pair(
     assert find_pivot(pairs) == pivot
 
 
-@pytest.mark.parametrize(
-    ("lines", "group"),
-    [(1, "low"), (200, "low"), (201, "medium"), (499, "medium"), (500, "high"), (501, "high")],
-)
-def test_thresholds_belong_to_the_low_and_the_high_group(lines: int, group: str) -> None:
-    assert resource_of(lines, thresholds=(200, 500)) == group
-
-
 def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair(
     tmp_path: Path,
 ) -> None:
@@ -237,9 +228,7 @@ def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair
     }
 
 
-def profile(
-    name: str, family: metrics.Family, resource: metrics.Resource | None
-) -> DirectionProfile:
+def profile(name: str, family: metrics.Family, resource: Resource | None) -> DirectionProfile:
     source, target = name.split("-")
     return DirectionProfile(
         direction=Direction(source, target),

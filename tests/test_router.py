@@ -1,5 +1,6 @@
 """Routers: which experts a token goes to, and how languages change that."""
 
+import math
 from typing import TypeVar
 
 import pytest
@@ -64,6 +65,20 @@ def test_weights_of_the_chosen_experts_sum_to_one(top_k: int) -> None:
     logits_NE = 30 * torch.randn(200, EXPERTS, generator=torch.Generator().manual_seed(1))
     routing = choose(logits_NE, top_k=top_k)
     torch.testing.assert_close(routing.weight_NC.sum(-1), torch.ones(200), rtol=0, atol=1e-6)
+
+
+def test_probabilities_may_be_kept_as_they_are() -> None:
+    logits_NE = torch.randn(20, EXPERTS, generator=torch.Generator().manual_seed(1))
+    routing = choose(logits_NE, top_k=2, combine_weights="probability")
+    best_NC = logits_NE.softmax(-1).sort(descending=True).values[:, :2]
+    torch.testing.assert_close(routing.weight_NC, best_NC)
+
+
+def test_the_z_loss_is_the_mean_squared_logarithm_of_the_normaliser() -> None:
+    logits_NE = 3 * torch.randn(6, EXPERTS, generator=torch.Generator().manual_seed(1))
+    squares = [math.log(sum(math.exp(z) for z in row)) ** 2 for row in logits_NE.tolist()]
+    found = choose(logits_NE, top_k=2).z_loss.item()
+    assert found == pytest.approx(sum(squares) / 6, rel=1e-5)
 
 
 def test_a_group_router_averages_the_shared_logits_and_those_of_the_group() -> None:
@@ -135,3 +150,4 @@ def test_no_tokens_make_an_empty_routing() -> None:
     routing = group_router()(torch.empty(0, WIDTH), torch.empty(0, dtype=torch.int64))
     assert routing.probability_NE.shape == (0, EXPERTS)
     assert routing.expert_NC.shape == routing.weight_NC.shape == (0, 2)
+    assert routing.z_loss.item() == 0

@@ -21,8 +21,9 @@ from transformers import (
 from pipeline.batches import Example, Packing, collate
 from pipeline.config import MoEConfig
 from pipeline.model.feed_forward import Activation
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Regularization, Transformer, build_model
+from pipeline.model.transformer import Transformer, build_model
 
 PEER_NAMES = (
     (r"embedding\.weight", "model.shared.weight"),
@@ -182,8 +183,9 @@ def test_a_later_target_token_changes_later_logits_only(spec: ModelSpec) -> None
     target[changed_at] = 4 if target[changed_at] != 4 else 5
     before = model(collate([example], eos_id=EOS_ID)).logits_LV
     after = model(collate([replace(example, target=target)], eos_id=EOS_ID)).logits_LV
-    assert torch.equal(before[: changed_at + 1], after[: changed_at + 1])
-    assert (before - after)[changed_at + 1 :].abs().amax(-1).min() > 1e-4
+    change_L = (before - after).abs().amax(-1)
+    assert change_L[: changed_at + 1].max() < 1e-5
+    assert change_L[changed_at + 1 :].min() > 1e-3
 
 
 @torch.no_grad()
@@ -195,7 +197,7 @@ def test_every_source_token_reaches_every_logit(spec: ModelSpec) -> None:
         source = [int(token) for token in example.source]
         source[position] = 4 if source[position] != 4 else 5
         after = model(collate([replace(example, source=source)], eos_id=EOS_ID)).logits_LV
-        assert (before - after).abs().amax(-1).min() > 1e-6
+        assert (before - after).abs().amax(-1).min() > 1e-5
 
 
 def test_every_n_th_layer_has_experts_and_reports_them_encoder_first() -> None:

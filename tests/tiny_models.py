@@ -10,8 +10,9 @@ from torch import nn
 from pipeline.batches import Batch, Example, collate
 from pipeline.config import ModelConfig, MoEConfig
 from pipeline.model.feed_forward import Activation
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Regularization, Transformer, build_model
+from pipeline.model.transformer import Transformer, build_model
 from pipeline.seeds import named_generator
 from pipeline.weights import initialize_weights, named_slices
 

@@ -1,7 +1,7 @@
 """Multi-head attention over packed hidden states.
 
 Two arithmetically equal kernels: PyTorch's scaled-dot-product attention, and plain matrix products,
-which are faster in bfloat16 on CPU. :func:`fused_attention_pays` chooses by dtype and device.
+which are faster on CPU in bfloat16 and for a few queries. :func:`fused_attention_pays` chooses.
 
 Legend: B batch, T query length, S key length, N real tokens, D model width, H heads, K head width.
 """
@@ -16,17 +16,25 @@ from torch import Tensor, nn
 from pipeline.batches import Packing
 
 
+FEW_QUERIES = 16
+"""Up to here (decoding: one per beam) plain matrix products are the faster kernel on CPU."""
+
+
 @dataclass(frozen=True)
 class KeyValues:
     """Keys and values of one attention layer, (B, H, S, K) each."""
 
     key_BHSK: Tensor
     value_BHSK: Tensor
+    mask: Tensor | None = None
+    """(B, 1, T, S), True where a decoding step may attend, where it may not attend everywhere."""
 
 
-def fused_attention_pays(x: Tensor) -> bool:
-    """Whether scaled-dot-product attention is the faster kernel (measured: not in bf16 on CPU)."""
-    return not (x.device.type == "cpu" and x.dtype == torch.bfloat16)
+def fused_attention_pays(query_BHTK: Tensor) -> bool:
+    """Whether scaled-dot-product attention is the faster kernel, as measured."""
+    if query_BHTK.device.type != "cpu":
+        return True
+    return query_BHTK.dtype != torch.bfloat16 and query_BHTK.shape[-2] > FEW_QUERIES
 
 
 def attend(
@@ -106,15 +114,21 @@ class Attention(nn.Module):
         )
 
     def step(self, x_RD: Tensor, past: KeyValues, *, length: int) -> Tensor:
-        """Self-attention of one new token per row; writes position ``length`` of ``past``."""
-        heads = (self.num_heads, -1)
-        past.key_BHSK[:, :, length] = self.key(x_RD).unflatten(-1, heads)
-        past.value_BHSK[:, :, length] = self.value(x_RD).unflatten(-1, heads)
-        stop = length + 1
-        so_far = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
-        query_RH1K = self.query(x_RD).unflatten(-1, heads).unsqueeze(2)
-        projected: Tensor = self.output(attend(query_RH1K, so_far, mask=None).flatten(1))
-        return projected
+        """Self-attention of one new token per row, whose key and value are written to ``past``.
+
+        The rows of a sentence share its keys and values: they are written side by side from entry
+        ``length`` on, and ``past.mask`` says which entries are a row's own past and itself. Without
+        a mask a row attends to all entries up to its own.
+        """
+        batch = past.key_BHSK.shape[0]
+        beams = x_RD.shape[0] // batch
+        stop = length + beams
+        x_BJD = x_RD.view(batch, beams, -1)
+        past.key_BHSK[:, :, length:stop] = self._heads(self.key(x_BJD))
+        past.value_BHSK[:, :, length:stop] = self._heads(self.value(x_BJD))
+        if past.mask is None:
+            past = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
+        return self.step_memory(x_RD, past, mask=past.mask)
 
     def step_memory(self, x_RD: Tensor, memory: KeyValues, *, mask: Tensor | None) -> Tensor:
         """Cross-attention of one new token per row; rows of a sentence share its memory."""

@@ -23,7 +23,7 @@ class Dispatch:
     Attributes:
         token_R: token of each kept route, routes in order of their expert.
         row_NC: row of each (token, choice) among the kept routes; R where it was dropped.
-        weight_NC: combine weights, renormalised over the kept choices; 0 where dropped.
+        weight_NC: combine weights; 0 where dropped.
         count_E: kept routes per expert.
         routed_E: routes per expert before capacity.
         drops: whether a route may have been dropped (host knowledge, no synchronisation).
@@ -61,9 +61,16 @@ def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: fl
 
 
 def dispatch_with_capacity(
-    routing: Routing, *, num_experts: int, capacity: int, prioritized: bool
+    routing: Routing,
+    *,
+    num_experts: int,
+    capacity: int,
+    prioritized: bool,
+    renormalize: bool = True,
 ) -> Dispatch:
-    """At most ``capacity`` routes per expert; a token that loses one choice gives the rest all.
+    """At most ``capacity`` routes per expert.
+
+    With ``renormalize`` a token that loses one choice gives the others all its weight.
 
     Slots go to first choices before second ones, and within a choice by position or, with
     ``prioritized``, by descending top probability (ties by position).
@@ -90,11 +97,13 @@ def dispatch_with_capacity(
     row[kept_route_R] = torch.arange(len(kept_route_R), device=device)
     row_NC = row.view(num_tokens, num_choices)
     kept_weight_NC = routing.weight_NC * (row_NC < len(kept_route_R))
-    total_N1 = kept_weight_NC.sum(-1, keepdim=True)
+    if renormalize:
+        total_N1 = kept_weight_NC.sum(-1, keepdim=True)
+        kept_weight_NC = kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny)
     return Dispatch(
         token_R=kept_route_R // num_choices,
         row_NC=row_NC,
-        weight_NC=kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny),
+        weight_NC=kept_weight_NC,
         count_E=routed_E.clamp_max(capacity),
         routed_E=routed_E,
         drops=True,

@@ -5,9 +5,10 @@ Padding never arrives here: hidden states are packed.
 Legend: N real tokens, D model width, E experts, R kept routes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config import MoEConfig
@@ -20,6 +21,7 @@ from pipeline.model.dispatch import (
 )
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.experts import Experts
+from pipeline.model.regularization import Regularization
 from pipeline.model.router import Router, Routing
 
 
@@ -29,6 +31,7 @@ class RoutingRecord:
 
     Attributes:
         balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
+        z_loss: mean squared log-normaliser of the router's logits, differentiable.
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
         routed_E: routes per expert before capacity.
@@ -36,6 +39,7 @@ class RoutingRecord:
     """
 
     balance_loss: Tensor
+    z_loss: Tensor
     probability_NE: Tensor
     expert_NC: Tensor
     routed_E: Tensor
@@ -52,27 +56,47 @@ class MixtureOfExperts(nn.Module):
         router: Router,
         experts: Experts,
         expert_parallel: ExpertParallel | None,
+        regularization: Regularization | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.regularization = regularization or Regularization()
         self.router = router
         self.experts = experts
         self.expert_parallel = expert_parallel
 
     def forward(self, x_ND: Tensor, group_N: Tensor) -> tuple[Tensor, RoutingRecord]:
         """Route, compute and combine; ``group_N`` is each token's language group."""
-        routing: Routing = self.router(x_ND, group_N)
+        routing: Routing = self.router(self._jittered(x_ND), group_N)
         dispatch = self._dispatch(routing)
         rows_RD = x_ND.index_select(0, dispatch.token_R)
-        y_ND = combine(self._apply_experts(rows_RD, dispatch.count_E), dispatch)
+        y_RD = self._apply_experts(rows_RD, dispatch.count_E)
+        y_ND = combine(y_RD, self._masked(dispatch))
         record = RoutingRecord(
             balance_loss=balance_loss(routing),
+            z_loss=routing.z_loss,
             probability_NE=routing.probability_NE.detach(),
             expert_NC=routing.expert_NC,
             routed_E=dispatch.routed_E,
             kept_E=dispatch.count_E,
         )
         return y_ND, record
+
+    def _jittered(self, x_ND: Tensor) -> Tensor:
+        """The router's input, multiplied by noise in training."""
+        jitter = self.regularization.router_jitter
+        if not self.training or jitter == 0:
+            return x_ND
+        return x_ND.float() * torch.empty_like(x_ND, dtype=torch.float32).uniform_(
+            1 - jitter, 1 + jitter
+        )
+
+    def _masked(self, dispatch: Dispatch) -> Dispatch:
+        """Combine weights with some (token, choice) routes masked in training."""
+        rate = self.regularization.expert_output_masking
+        if not self.training or rate == 0:
+            return dispatch
+        return replace(dispatch, weight_NC=F.dropout(dispatch.weight_NC, rate))
 
     def _dispatch(self, routing: Routing) -> Dispatch:
         config = self.config
@@ -90,6 +114,7 @@ class MixtureOfExperts(nn.Module):
             num_experts=config.num_experts,
             capacity=capacity,
             prioritized=config.batch_prioritized,
+            renormalize=config.combine_weights == "renormalized",
         )
 
     def _apply_experts(self, rows_RD: Tensor, count_E: Tensor) -> Tensor:

@@ -30,20 +30,13 @@ from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.experts import Experts
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe import MixtureOfExperts, RoutingRecord
+from pipeline.model.regularization import Regularization
 from pipeline.model.router import LanguageGroupRouter, Router, TokenRouter
 from pipeline.model.spec import ModelSpec
 from pipeline.seeds import named_generator
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""
-
-
-@dataclass(frozen=True)
-class Regularization:
-    """Dropout rates; a property of a training run, not of a model."""
-
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class EncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.pre_norm = model.norm == "pre"
-        self.dropout = regularization.dropout
+        self.dropout = _rates(regularization, feed_forward)
         self.self_attention = _attention(model, regularization)
         self.self_attention_norm = nn.LayerNorm(model.width)
         self.feed_forward = feed_forward
@@ -105,12 +98,15 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x_ND: Tensor, packing: Packing, group_N: Tensor) -> LayerOutput:
         """One layer over the packed source."""
-        add = partial(
-            residual, pre_norm=self.pre_norm, dropout=self.dropout if self.training else 0.0
-        )
-        x_ND = add(x_ND, lambda h: self.self_attention(h, packing), self.self_attention_norm)
+        add = partial(residual, pre_norm=self.pre_norm)
+        dropout, feed_forward_dropout = self.dropout if self.training else (0.0, 0.0)
+
+        def attend_to_self(h_ND: Tensor) -> Tensor:
+            return self.self_attention.forward(h_ND, packing)
+
+        x_ND = add(x_ND, attend_to_self, self.self_attention_norm, dropout=dropout)
         feed_forward = _Recording(self.feed_forward, group_N)
-        x_ND = add(x_ND, feed_forward, self.feed_forward_norm)
+        x_ND = add(x_ND, feed_forward, self.feed_forward_norm, dropout=feed_forward_dropout)
         return LayerOutput(x_ND, feed_forward.record)
 
 
@@ -125,7 +121,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.pre_norm = model.norm == "pre"
-        self.dropout = regularization.dropout
+        self.dropout = _rates(regularization, feed_forward)
         self.self_attention = _attention(model, regularization)
         self.self_attention_norm = nn.LayerNorm(model.width)
         self.cross_attention = _attention(model, regularization)
@@ -186,12 +182,11 @@ class DecoderLayer(nn.Module):
         attend_to_source: Callable[[Tensor], Tensor],
         feed_forward: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        add = partial(
-            residual, pre_norm=self.pre_norm, dropout=self.dropout if self.training else 0.0
-        )
-        x = add(x, attend_to_self, self.self_attention_norm)
-        x = add(x, attend_to_source, self.cross_attention_norm)
-        return add(x, feed_forward, self.feed_forward_norm)
+        add = partial(residual, pre_norm=self.pre_norm)
+        dropout, feed_forward_dropout = self.dropout if self.training else (0.0, 0.0)
+        x = add(x, attend_to_self, self.self_attention_norm, dropout=dropout)
+        x = add(x, attend_to_source, self.cross_attention_norm, dropout=dropout)
+        return add(x, feed_forward, self.feed_forward_norm, dropout=feed_forward_dropout)
 
 
 class _Recording:
@@ -239,14 +234,18 @@ class Transformer(nn.Module):
         self.encoder = Stack(
             model,
             [
-                EncoderLayer(model, rates, _feed_forward(spec, i, "encoder", expert_parallel))
+                EncoderLayer(
+                    model, rates, _feed_forward(spec, i, "encoder", rates, expert_parallel)
+                )
                 for i in range(model.encoder_layers)
             ],
         )
         self.decoder = Stack(
             model,
             [
-                DecoderLayer(model, rates, _feed_forward(spec, i, "decoder", expert_parallel))
+                DecoderLayer(
+                    model, rates, _feed_forward(spec, i, "decoder", rates, expert_parallel)
+                )
                 for i in range(model.decoder_layers)
             ],
         )
@@ -371,6 +370,16 @@ def has_experts(model: ModelConfig, layer: int) -> bool:
     return model.moe is not None and (layer + 1) % model.moe.every == 0
 
 
+def _rates(
+    regularization: Regularization, feed_forward: FeedForward | MixtureOfExperts
+) -> tuple[float, float]:
+    """Dropout of a layer's attention sublayers and of its feed-forward."""
+    in_moe = regularization.moe_dropout
+    if in_moe is None or isinstance(feed_forward, FeedForward):
+        in_moe = regularization.dropout
+    return regularization.dropout, in_moe
+
+
 def _attention(model: ModelConfig, regularization: Regularization) -> Attention:
     return Attention(
         width=model.width,
@@ -380,7 +389,11 @@ def _attention(model: ModelConfig, regularization: Regularization) -> Attention:
 
 
 def _feed_forward(
-    spec: ModelSpec, layer: int, side: str, expert_parallel: ExpertParallel | None
+    spec: ModelSpec,
+    layer: int,
+    side: str,
+    regularization: Regularization,
+    expert_parallel: ExpertParallel | None,
 ) -> FeedForward | MixtureOfExperts:
     model = spec.model
     if model.moe is None or not has_experts(model, layer):
@@ -407,6 +420,7 @@ def _feed_forward(
             activation=model.activation,
         ),
         expert_parallel=expert_parallel,
+        regularization=regularization,
     )
 
 
@@ -415,11 +429,17 @@ def _router(spec: ModelSpec, side: str) -> Router:
     assert moe is not None
     match moe.decoder_router if side == "decoder" else "token":
         case "token":
-            return TokenRouter(width=width, num_experts=moe.num_experts, top_k=moe.top_k)
+            return TokenRouter(
+                width=width,
+                num_experts=moe.num_experts,
+                top_k=moe.top_k,
+                combine_weights=moe.combine_weights,
+            )
         case "language_group":
             return LanguageGroupRouter(
                 width=width,
                 num_experts=moe.num_experts,
                 num_groups=spec.num_groups,
                 top_k=moe.top_k,
+                combine_weights=moe.combine_weights,
             )

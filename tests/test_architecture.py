@@ -1,0 +1,187 @@
+"""What may import what, and what must not exist."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "seeds", "progress", "config"),
+    ("artifacts", "languages", "distributed", "ds_config"),
+    ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
+    ("batches", "training_data", "plan", "cli"),
+    ("model", "losses", "optim", "weights", "routing_statistics"),
+    (
+        *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
+        *("metrics", "charts", "report", "report_html"),
+    ),
+    ("train_loop",),
+    ("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
+)
+"""Modules of ``pipeline``, the lowest first: each may import its own layer and those before it."""
+
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+TRAIN_LOOP = LAYER_OF["train_loop"]
+CLI = LAYER_OF["cli"]
+
+SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
+SLIM_PACKAGES = {
+    *("torch", "deepspeed", "sentencepiece", "safetensors", "numpy", "pydantic", "tqdm"),
+}
+"""All that training and decoding may import beside the standard library."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that some module imports."""
+
+    target: str
+    in_function: bool
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    return ".".join(part for part in relative.parts if part != "__init__")
+
+
+def sources(*folders: str) -> dict[str, Path]:
+    """Module name → file of everything below the folders."""
+    return {
+        module_name(path): path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+PACKAGES = sources("pipeline", "data_prep")
+
+
+def imports_of(path: Path) -> list[Import]:
+    """All imports but those of the block that runs a module as a script."""
+    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), in_function=False))
+
+
+def _imports(node: ast.AST, *, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                continue
+            case ast.Import(names=names):
+                yield from (Import(alias.name, in_function) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, "imports are absolute"
+                assert module is not None
+                for alias in names:
+                    whole = f"{module}.{alias.name}"
+                    yield Import(whole if whole in PACKAGES else module, in_function)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                yield from _imports(child, in_function=True)
+            case _:
+                yield from _imports(child, in_function=in_function)
+
+
+def own_imports(name: str) -> set[str]:
+    """Modules of this project that a module imports, anywhere in it."""
+    targets = {entry.target for entry in imports_of(PACKAGES[name])}
+    return {target for target in targets if target.split(".")[0] in ("pipeline", "data_prep")}
+
+
+def layer(name: str) -> int:
+    """Layer of a module of ``pipeline``; the modules of ``model`` share one."""
+    return LAYER_OF[name.split(".")[1]]
+
+
+PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
+DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
+
+
+def test_every_module_of_the_pipeline_has_a_layer_and_every_layer_its_modules() -> None:
+    assert {name.split(".")[1] for name in PIPELINE} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+def test_imports_point_down(name: str) -> None:
+    above = {
+        target
+        for target in own_imports(name)
+        if target.startswith("data_prep") or layer(target) > layer(name)
+    }
+    assert not above
+
+
+def test_imports_form_no_circle() -> None:
+    order = TopologicalSorter({name: own_imports(name) for name in PACKAGES}).static_order()
+    assert set(order) >= set(PIPELINE)
+
+
+@pytest.mark.parametrize("name", DATA_PREP)
+def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
+    used = {target for target in own_imports(name) if target.startswith("pipeline.")}
+    assert used, "every module of data_prep reads or writes something of the pipeline's"
+    assert not {target for target in used if layer(target) >= TRAIN_LOOP}
+
+
+def test_the_command_line_knows_stages_by_name_only() -> None:
+    assert max(layer(target) for target in own_imports("pipeline.cli")) <= CLI
+    loaded = modules_after("import pipeline.cli")
+    assert "pipeline.cli" in loaded
+    assert not {"torch", "deepspeed", "numpy"} & loaded
+
+
+def test_deepspeed_is_imported_by_the_engine_alone() -> None:
+    importers = {
+        name
+        for name, path in PACKAGES.items()
+        if any(entry.target.split(".")[0] == "deepspeed" for entry in imports_of(path))
+    }
+    assert importers == {"pipeline.engine"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of all modules that a fresh interpreter has loaded after a statement."""
+    script = f"import sys\n{statement}\nprint('\\n'.join(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    return set(done.stderr.splitlines())
+
+
+def test_training_and_decoding_import_few_packages() -> None:
+    loaded = modules_after("\n".join(f"import pipeline.{stage}" for stage in SLIM_STAGES))
+    ours = {name for name in loaded if name in PACKAGES}
+    assert {"pipeline.train_loop", "pipeline.decoding", "pipeline.upcycling"} <= ours
+    assert not {name for name in ours if name.startswith("data_prep")}
+    third_party = {
+        entry.target.split(".")[0]
+        for name in ours
+        for entry in imports_of(PACKAGES[name])
+        if not entry.in_function
+    } - {"pipeline", *sys.stdlib_module_names}
+    assert third_party == SLIM_PACKAGES
+
+
+@pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])
+def test_no_module_is_a_drawer(name: str) -> None:
+    files = sources("pipeline", "data_prep", "tests")
+    assert not [module for module in files if module.rsplit(".", 1)[-1] == name]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        name
+        for name, path in sources("pipeline", "data_prep", "tests").items()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not silent

@@ -1,0 +1,111 @@
+"""Corpora are read line by line and pair by pair, translations as they were written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
+from pipeline.corpus import (
+    Direction,
+    Hypothesis,
+    Split,
+    directions,
+    hypotheses_name,
+    iterate_lines,
+    languages,
+    line_counts,
+    pair_name,
+    read_hypotheses,
+    read_lines,
+    resource_of,
+    text_name,
+    write_hypotheses,
+)
+
+HARD_LINES = ["a\u2028b", "vertical\vtab", "form\ffeed\x85", "carriage\r", "", " spaces ", "日本"]
+"""What str.splitlines and universal newlines would take apart, or strip."""
+
+
+def artifact(tmp_path: Path, kind: Kind, fill: Callable[[ArtifactWriter], None]) -> Artifact:
+    with new_artifact(tmp_path / kind, kind=kind, stage="test", config={}, inputs={}) as writer:
+        fill(writer)
+    return open_artifact(tmp_path / kind, kind=kind)
+
+
+def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
+    return artifact(tmp_path, "corpus", lambda writer: writer.statistics.update(pairs=pairs))
+
+
+# Lines
+
+
+def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
+    def fill(writer: ArtifactWriter) -> None:
+        text = "".join(f"{line}\n" for line in HARD_LINES)
+        writer.path(text_name("test", "de-en", "de")).write_bytes(text.encode())
+
+    assert read_lines(artifact(tmp_path, "corpus", fill), "test", "de-en", "de") == HARD_LINES
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"), [("", []), ("\n", [""]), ("a\nb", ["a", "b"]), ("a\n\n", ["a", ""])]
+)
+def test_the_last_line_may_lack_its_newline(tmp_path: Path, text: str, lines: list[str]) -> None:
+    path = tmp_path / "lines.txt"
+    path.write_text(text, encoding="utf-8", newline="\n")
+    assert list(iterate_lines(path)) == lines
+
+
+# Pairs and directions
+
+
+@given(st.sampled_from(["de", "en", "fr"]), st.sampled_from(["de", "en", "fr"]))
+def test_a_pair_has_one_name_whichever_language_comes_first(first: str, second: str) -> None:
+    assert pair_name(first, second) == pair_name(second, first)
+    assert Direction(first, second).pair == pair_name(first, second)
+
+
+def test_the_name_of_a_pair_is_alphabetical_and_that_of_a_direction_is_not() -> None:
+    assert pair_name("fr", "de") == "de-fr"
+    assert str(Direction("fr", "de")) == "fr-de"
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [("train", ["de-en", "en-de"]), ("valid", []), ("test", ["de-en", "de-fr", "en-de", "fr-de"])],
+)
+def test_a_pair_with_lines_in_a_split_has_both_directions_there(
+    tmp_path: Path, split: Split, names: list[str]
+) -> None:
+    made = corpus(tmp_path, {"de-fr": {"train": 0, "test": 1}, "de-en": {"train": 9, "test": 2}})
+    assert [str(direction) for direction in directions(made, split)] == names
+
+
+def test_pairs_without_lines_count_for_the_languages_alone(tmp_path: Path) -> None:
+    made = corpus(tmp_path, {"en-yi": {"train": 0}, "de-en": {"train": 9, "test": 2}})
+    assert line_counts(made, "train") == {"de-en": 9}
+    assert languages(made) == ["de", "en", "yi"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "group"),
+    [(1, "low"), (200, "low"), (201, "medium"), (499, "medium"), (500, "high"), (501, "high")],
+)
+def test_thresholds_belong_to_the_low_and_the_high_group(lines: int, group: str) -> None:
+    assert resource_of(lines, thresholds=(200, 500)) == group
+
+
+# Translations
+
+
+def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
+    direction = Direction("en", "de")
+    written = [Hypothesis(text, score=-0.1 * len(text), truncated=not text) for text in HARD_LINES]
+
+    def fill(writer: ArtifactWriter) -> None:
+        write_hypotheses(writer.path(hypotheses_name(direction)), written)
+
+    assert read_hypotheses(artifact(tmp_path, "translations", fill), direction) == written

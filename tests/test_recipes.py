@@ -1,0 +1,276 @@
+"""Every shipped recipe: it loads, has the paper's size, and fits every shipped ds_config."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Recipe, load_recipe, merge, recipe_names
+from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.engine import accumulation_steps, merge_ds_config
+from pipeline.errors import ConfigError
+from pipeline.model.describe import count_parameters
+from pipeline.model.spec import groups_of_languages
+
+OVERLAYS = ("smoke",)
+BASES = tuple(name for name in recipe_names() if name not in OVERLAYS)
+ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
+
+
+def test_the_systems_of_the_paper_ship() -> None:
+    paper = {"dense_opus100", "moe_opus100", "moe_lgr_opus100", "mmnmt_opus100"}
+    assert paper | {"demo_dense", "bible24_dense"} <= set(BASES)
+    assert set(OVERLAYS) <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", ALL_RECIPES)
+def test_every_recipe_loads_and_is_described(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.description
+    moe, size = recipe.model.moe, recipe.training.expert_parallel_size
+    assert (1 if moe is None else moe.num_experts) % size == 0
+    assert recipe.optimizer.warmup_updates < recipe.training.updates
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_overlay_changes_what_it_states_and_nothing_else(base: str) -> None:
+    plain, laid_over, overlay = (load_recipe(n) for n in (base, f"{base}+smoke", "smoke"))
+    assert laid_over.training.updates == overlay.training.updates == 20
+    assert laid_over.model.width == overlay.model.width
+    assert laid_over.training.seed == plain.training.seed
+    assert laid_over.training.expert_parallel_size == plain.training.expert_parallel_size
+    assert laid_over.training.dropout == plain.training.dropout
+    assert laid_over.model.moe == plain.model.moe
+
+
+def test_the_recipes_of_one_data_set_differ_only_where_they_say_so() -> None:
+    dense, moe, grouped = (
+        load_recipe(name).model_dump(exclude={"name", "description"})
+        for name in ("dense_opus100", "moe_opus100", "moe_lgr_opus100")
+    )
+    assert {section for section in dense if dense[section] != moe[section]} == {"model", "training"}
+    moe["model"]["moe"] |= {"decoder_router": "language_group", "num_groups": 4}
+    assert moe == grouped
+
+
+@pytest.mark.parametrize("vocabulary_size", [1, 64_000, 64_097])
+def test_the_papers_models_have_the_papers_parameters(vocabulary_size: int) -> None:
+    dense = 352_718_848 + 1024 * vocabulary_size
+    expected = {
+        "dense_opus100": dense,
+        "moe_opus100": dense + 3_122_860_032,
+        "moe_lgr_opus100": dense + 3_122_860_032 + 786_432,
+        "mmnmt_opus100": dense + 3_122_860_032 + 786_432,
+    }
+    for name, total in expected.items():
+        model = load_recipe(name).model
+        num_groups = 4 if model.moe and model.moe.decoder_router == "language_group" else 0
+        found = count_parameters(model, vocabulary_size=vocabulary_size, num_groups=num_groups)
+        assert found["total"] == total, name
+
+
+def test_parameters_are_counted_by_part() -> None:
+    """12 MoE layers of 32 experts of 2 · 1024 · 4096 + 5120 parameters, of which 2 are active."""
+    model = load_recipe("moe_lgr_opus100").model
+    found = count_parameters(model, vocabulary_size=64_000, num_groups=4)
+    expert = 2 * 1024 * 4096 + 4096 + 1024
+    attention = 4 * (1024 * 1024 + 1024)
+    dense, norm = expert, 2 * 1024
+    assert found["embeddings"] == 64_000 * 1024
+    assert found["experts"] == 12 * 32 * expert
+    assert found["routers"] == 12 * 32 * 1024 + 6 * 4 * 32 * 1024
+    assert found["encoder"] == 12 * (attention + 2 * norm) + 6 * dense + norm
+    assert found["decoder"] == 12 * (2 * attention + 3 * norm) + 6 * dense + norm
+    assert found["active"] == found["total"] - 12 * 30 * expert
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    path = directory / f"{name}.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def refusal(function: Callable[[], object]) -> str:
+    """The message of the ConfigError: one sentence."""
+    with pytest.raises(ConfigError) as caught:
+        function()
+    message = str(caught.value)
+    assert message[-1] in ".?"
+    assert "\n" not in message
+    return message
+
+
+def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) -> None:
+    for text, place in (
+        ("[training]\nupdatse = 3", "training.updatse"),
+        ("[trainnig]\nupdates = 3", "trainnig"),
+        ("[model.moe]\nexperts = 3", "model.moe.experts"),
+    ):
+        path = write(tmp_path, "wrong", text)
+        assert f"{place}: " in refusal(lambda path=path: load_recipe(path))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("[training]\nupdates = 0", "training.updates"),
+        ("[model]\nwidth = 100\nnum_heads = 8", "width 100"),
+        ("[model.moe]\nnum_experts = 1\ntop_k = 2", "top_k 2"),
+        ('[optimizer]\nschedule = "cosine"', "optimizer.schedule"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, place: str) -> None:
+    path = write(tmp_path, "wrong", text)
+    assert place in refusal(lambda: load_recipe(path))
+
+
+def test_a_circle_of_parents_is_refused(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "first.toml"), str(tmp_path / "second.toml")
+    write(tmp_path, "first", f'parent = "{second}"')
+    write(tmp_path, "second", f'parent = "{first}"')
+    message = refusal(lambda: load_recipe(first))
+    assert f"{first} → {second} → {first}" in message
+
+
+def test_a_missing_recipe_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    message = refusal(lambda: load_recipe("dense_opus200"))
+    assert "'dense_opus200'" in message
+    assert "dense_opus100" in message
+    for name in ("dense_opus100+smok", write(tmp_path, "child", 'parent = "nobody"')):
+        message = refusal(lambda name=name: load_recipe(name))  # type: ignore[misc]
+        assert "There is no recipe" in message
+    assert "gone.toml" in refusal(lambda: load_recipe(str(tmp_path / "gone.toml")))
+
+
+def test_a_recipe_with_a_parent_is_no_overlay() -> None:
+    assert "moe_opus100" in refusal(lambda: load_recipe("dense_opus100+moe_opus100"))
+
+
+def test_broken_toml_is_refused_with_its_path(tmp_path: Path) -> None:
+    path = write(tmp_path, "broken", "[model\n")
+    assert path in refusal(lambda: load_recipe(path))
+
+
+def test_a_difference_replaces_values_and_keeps_the_rest_of_a_table() -> None:
+    base = {"a": {"x": 1, "y": [1, 2]}, "b": 3, "c": 4}
+    merged = merge(base, {"a": {"y": [5]}, "b": {"z": 6}})
+    assert merged == {"a": {"x": 1, "y": [5]}, "b": {"z": 6}, "c": 4}
+    assert base == {"a": {"x": 1, "y": [1, 2]}, "b": 3, "c": 4}
+
+
+def test_a_recipe_in_a_file_may_build_on_one_that_ships(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine", 'parent = "moe_opus100"\n[model.moe]\nnum_experts = 8')
+    recipe, parent = load_recipe(path), load_recipe("moe_opus100")
+    assert recipe.model.moe is not None
+    assert recipe.model.moe.num_experts == 8
+    assert recipe.model.moe.dispatch == "capacity"
+    assert recipe.optimizer == parent.optimizer
+
+
+@pytest.mark.parametrize("ds_config", ds_config_names())
+@pytest.mark.parametrize("name", BASES)
+def test_every_recipe_merges_with_every_ds_config(name: str, ds_config: str) -> None:
+    recipe, machine = load_recipe(name), load_ds_config(ds_config)
+    micro_batches = recipe.batches.micro_batches
+    for world_size in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
+        merged = merge_ds_config(machine, recipe, world_size=world_size)
+        assert merged["gradient_accumulation_steps"] * world_size == micro_batches
+        assert merged["gradient_clipping"] == recipe.optimizer.clip_norm
+        assert merged["zero_optimization"].items() >= machine["zero_optimization"].items()
+        assert merged.get("bf16") == machine.get("bf16")
+
+
+def merged_with(changes: dict[str, Any], *, world_size: int = 1) -> dict[str, Any]:
+    machine = {"zero_optimization": {"stage": 1}, **changes}
+    return merge_ds_config(machine, load_recipe("demo_moe"), world_size=world_size)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 3}, {}])
+def test_zero_stages_that_do_not_work_with_experts_are_refused(zero: dict[str, int]) -> None:
+    message = refusal(lambda: merged_with({"zero_optimization": zero}))
+    assert f"stage {zero.get('stage', 0)}" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("train_batch_size", "batches"),
+        ("train_micro_batch_size_per_gpu", "batches.tokens"),
+        ("gradient_accumulation_steps", "batches.micro_batches"),
+        ("gradient_clipping", "optimizer.clip_norm"),
+        ("optimizer", "[optimizer]"),
+        ("scheduler", "optimizer.schedule"),
+        ("moe", "[model.moe]"),
+        ("expert_parallel", "training.expert_parallel_size"),
+    ],
+)
+def test_keys_the_recipe_owns_are_refused_with_the_place_they_belong(
+    key: str, setting: str
+) -> None:
+    message = refusal(lambda: merged_with({key: 1}))
+    assert repr(key) in message
+    assert setting in message
+
+
+def test_keys_deepspeed_would_ignore_are_refused_with_the_nearest_one() -> None:
+    assert "did you mean 'bf16'" in refusal(lambda: merged_with({"bf61": {"enabled": True}}))
+    zero = {"stage": 1, "overlap_com": True}
+    message = refusal(lambda: merged_with({"zero_optimization": zero}))
+    assert "did you mean 'overlap_comm'" in message
+
+
+def test_a_number_of_ranks_that_does_not_divide_an_update_is_refused_with_those_that_do() -> None:
+    recipe = Recipe.model_validate({"name": "test", "batches": {"micro_batches": 12}})
+    assert accumulation_steps(recipe, world_size=4) == 3
+    message = refusal(lambda: accumulation_steps(recipe, world_size=5))
+    assert "use one of 1, 2, 3, 4, 6, 12 ranks" in message
+
+
+def test_a_missing_ds_config_is_refused_with_those_there_are() -> None:
+    message = refusal(lambda: load_ds_config("zero9"))
+    assert "'zero9'" in message
+    assert "zero1_bf16" in message
+
+
+def test_a_ds_config_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    for text, reason in (
+        ("{", "not valid JSON"),
+        ("[]", "no JSON object"),
+        ('{"optimizer": {}}', "sets optimizer, which the recipe decides"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        assert reason in refusal(lambda: load_ds_config(str(path)))
+    path.write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
+    assert load_ds_config(str(path)) == {"zero_optimization": {"stage": 2}}
+
+
+LANGUAGES = ("de", "en", "ja")
+
+
+def test_languages_get_the_group_of_the_artifact_in_their_order() -> None:
+    model = load_recipe("demo_moe_lgr").model
+    groups = {"ja": 1, "de": 0, "en": 0}
+    assert groups_of_languages(model, languages=LANGUAGES, groups=groups) == (0, 0, 1)
+    token_router = load_recipe("demo_moe").model
+    assert groups_of_languages(token_router, languages=LANGUAGES, groups=None) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups", "reason"),
+    [
+        ("demo_moe_lgr", None, "pass --groups"),
+        ("demo_moe_lgr", {"de": 0, "en": 1}, "no group for ja"),
+        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 0}, "two or more groups"),
+        ("demo_moe_lgr", {"de": 0, "en": 0, "ja": 2}, "two or more groups"),
+        ("moe_lgr_opus100", {"de": 0, "en": 0, "ja": 1}, "expects 4 language groups"),
+    ],
+)
+def test_groups_that_do_not_fit_the_model_are_refused(
+    recipe: str, groups: dict[str, int] | None, reason: str
+) -> None:
+    model = load_recipe(recipe).model
+    message = refusal(lambda: groups_of_languages(model, languages=LANGUAGES, groups=groups))
+    assert reason in message

@@ -1,0 +1,336 @@
+"""Which sentences each update sees: shares, epochs, directions, budgets and seeds."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import BatchesConfig
+from pipeline.errors import ConfigError
+from pipeline.mixture import temperature_probabilities
+from pipeline.sampling import (
+    GlobalStep,
+    MicroBatch,
+    PairLengths,
+    Planner,
+    cut,
+    evaluation_batches,
+    fill_up,
+    shuffled,
+)
+
+SIZES = {"de-en": 700, "en-fr": 90, "el-en": 7}
+Sentence = tuple[int, int, int]
+"""Pair, direction and line."""
+
+
+def pair_lengths(sizes: Mapping[str, int], *, longest: int = 30) -> dict[str, PairLengths]:
+    generator = np.random.default_rng(3)
+    return {
+        name: PairLengths(
+            generator.integers(1, longest, size, dtype=np.int32),
+            generator.integers(1, longest, size, dtype=np.int32),
+        )
+        for name, size in sizes.items()
+    }
+
+
+def make_planner(
+    sizes: Mapping[str, int] = SIZES,
+    *,
+    sampling_temperature: float = 5.0,
+    seed: int = 1,
+    micro_batches: int = 4,
+    tokens: int = 150,
+    window_steps: int = 5,
+    one_direction: bool = False,
+) -> Planner:
+    config = BatchesConfig(
+        micro_batches=micro_batches,
+        tokens=tokens,
+        window_steps=window_steps,
+        one_direction=one_direction,
+    )
+    probabilities = temperature_probabilities(sizes, sampling_temperature=sampling_temperature)
+    return Planner(pair_lengths(sizes), probabilities, config, seed=seed)
+
+
+def sentences(batches: list[MicroBatch]) -> list[Sentence]:
+    return [
+        (int(pair), int(reverse), int(line))
+        for batch in batches
+        for pair, reverse, line in zip(batch.pair_B, batch.reverse_B, batch.line_B, strict=True)
+    ]
+
+
+def as_plain(steps: Iterator[GlobalStep], count: int) -> list[object]:
+    """Steps as values that can be compared."""
+    return [
+        ([sentences([batch]) for batch in step.micro_batches], step.num_labels, step.next_cursor)
+        for step in islice(steps, count)
+    ]
+
+
+@pytest.mark.parametrize("sampling_temperature", [1.0, 2.0, 5.0, math.inf])
+def test_every_pair_has_its_exact_share_after_every_window(sampling_temperature: float) -> None:
+    planner = make_planner(sampling_temperature=sampling_temperature)
+    shares = temperature_probabilities(SIZES, sampling_temperature=sampling_temperature)
+    drawn: Counter[int] = Counter()
+    for window in range(6):
+        drawn.update(pair for pair, _, _ in sentences(planner.window(window)))
+        total = (window + 1) * planner.window_sentences
+        for index, name in enumerate(planner.names):
+            assert abs(drawn[index] - total * shares[name]) < 1
+
+
+def test_temperature_one_reads_all_lines_alike_and_infinity_all_pairs_alike() -> None:
+    proportional = make_planner(sampling_temperature=1.0)
+    lines: Counter[tuple[int, int]] = Counter()
+    for window in range(30):
+        found = sentences(proportional.window(window))
+        lines.update((pair, line) for pair, _, line in found)
+    assert len(lines) == sum(SIZES.values())
+    assert max(lines.values()) - min(lines.values()) <= 1
+
+    uniform = Counter(
+        pair for pair, _, _ in sentences(make_planner(sampling_temperature=math.inf).window(0))
+    )
+    assert max(uniform.values()) - min(uniform.values()) <= 1
+
+
+def test_every_line_comes_once_per_epoch() -> None:
+    planner = make_planner()
+    seen: dict[int, Counter[int]] = defaultdict(Counter)
+    for window in range(8):
+        for pair, _, line in sentences(planner.window(window)):
+            seen[pair][line] += 1
+        for pair, counts in seen.items():
+            size = SIZES[planner.names[pair]]
+            epochs, rest = divmod(counts.total(), size)
+            expected = Counter({epochs + 1: rest, epochs: size - rest})
+            found = Counter(counts[line] for line in range(size))
+            assert found == +expected
+    assert seen[planner.names.index("el-en")].total() > 5 * SIZES["el-en"]
+
+
+def test_a_line_alternates_its_direction_from_epoch_to_epoch() -> None:
+    planner = make_planner()
+    balance: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for window in range(30):
+        for pair, reverse, line in sentences(planner.window(window)):
+            balance[pair, line].append(1 if reverse else -1)
+        assert all(abs(sum(directions)) <= 1 for directions in balance.values())
+    alternating = balance[planner.names.index("de-en"), 0]
+    assert len(alternating) > 1
+    assert all(first == -second for first, second in pairwise(alternating))
+
+
+def test_half_of_each_epoch_goes_each_way() -> None:
+    planner = make_planner({"de-en": 2000}, window_steps=10)
+    found = sentences(planner.window(0))
+    assert len(found) < 2000
+    assert sum(reverse for _, reverse, _ in found) / len(found) == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize("one_direction", [True, False])
+def test_no_micro_batch_exceeds_the_budget_on_either_side(one_direction: bool) -> None:
+    planner = make_planner(one_direction=one_direction)
+    lengths = pair_lengths(SIZES)
+    fullest = 0
+    for batch in planner.window(0) + planner.window(1):
+        sides: tuple[list[int], list[int]] = ([], [])
+        for pair, reverse, line in sentences([batch]):
+            both = lengths[planner.names[pair]]
+            first, second = int(both.first[line]), int(both.second[line])
+            sides[0].append(second if reverse else first)
+            sides[1].append(first if reverse else second)
+        for side in sides:
+            padded = (max(side) + 2) * len(side)
+            assert padded <= 150
+            fullest = max(fullest, padded)
+        assert batch.num_labels == sum(length + 1 for length in sides[1])
+    assert fullest > 140
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 8])
+def test_the_micro_batches_of_a_window_fill_its_updates(micro_batches: int) -> None:
+    planner = make_planner(micro_batches=micro_batches)
+    for window in range(4):
+        batches = planner.window(window)
+        assert batches
+        assert len(batches) % micro_batches == 0
+        assert all(len(batch.line_B) for batch in batches)
+
+
+def test_a_window_has_about_as_many_updates_as_asked_for() -> None:
+    """Where both sides are equally long, little is lost to padding."""
+    pairs = {name: PairLengths(p.first, p.first) for name, p in pair_lengths(SIZES).items()}
+    shares = temperature_probabilities(SIZES, sampling_temperature=5)
+    for steps in (20, 60):
+        config = BatchesConfig(micro_batches=4, tokens=600, window_steps=steps)
+        planner = Planner(pairs, shares, config, seed=1)
+        assert len(planner.window(0)) / 4 == pytest.approx(steps, rel=0.1)
+
+
+def test_similar_lengths_are_batched_together_in_random_order() -> None:
+    planner = make_planner(window_steps=20)
+    batches = planner.window(0)
+    lengths = pair_lengths(SIZES)
+    means = [
+        float(np.mean([lengths[planner.names[p]].first[n] for p, r, n in sentences([b]) if not r]))
+        for b in batches
+        if not b.reverse_B.all()
+    ]
+    assert np.std(means) > 5
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.4
+
+
+def test_a_window_does_not_depend_on_those_before_it() -> None:
+    planner = make_planner()
+    in_order = [sentences(planner.window(window)) for window in range(6)]
+    for window in (5, 0, 3):
+        assert sentences(make_planner().window(window)) == in_order[window]
+    assert len({tuple(window) for window in in_order}) == 6
+
+
+def test_one_direction_keeps_a_micro_batch_to_it() -> None:
+    def directions(batch: MicroBatch) -> int:
+        return len({(pair, reverse) for pair, reverse, _ in sentences([batch])})
+
+    kept = make_planner(one_direction=True).window(0)
+    mixed = make_planner().window(0)
+    assert {directions(batch) for batch in kept} == {1}
+    assert max(directions(batch) for batch in mixed) > 1
+    assert sorted(sentences(kept)) == sorted(sentences(mixed))
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_seed_another() -> None:
+    first, again, other = (as_plain(make_planner(seed=seed).steps((0, 0)), 7) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_the_order_in_which_pairs_are_given_does_not_matter() -> None:
+    config = BatchesConfig(micro_batches=4, tokens=150, window_steps=5)
+    lengths = pair_lengths(SIZES)
+    shares = temperature_probabilities(SIZES, sampling_temperature=5)
+    turned = {name: lengths[name] for name in reversed(lengths)}
+    planners = [Planner(pairs, shares, config, seed=1) for pairs in (lengths, turned)]
+    assert planners[0].names == planners[1].names == ("de-en", "el-en", "en-fr")
+    plans = [as_plain(planner.steps((0, 0)), 3) for planner in planners]
+    assert plans[0] == plans[1]
+
+
+def test_steps_continue_exactly_from_any_cursor() -> None:
+    planner = make_planner(window_steps=3)
+    steps = list(islice(planner.steps((0, 0)), 12))
+    plain = as_plain(iter(steps), 12)
+    assert {step.next_cursor[0] for step in steps} >= {0, 1, 2}
+    for done in range(1, 12):
+        cursor = steps[done - 1].next_cursor
+        resumed = make_planner(window_steps=3).steps(cursor)
+        assert as_plain(resumed, 12 - done) == plain[done:]
+
+
+def test_steps_hand_out_every_micro_batch_of_a_window_once() -> None:
+    planner = make_planner()
+    steps = list(islice(planner.steps((0, 0)), len(planner.window(0)) // 4))
+    assert steps[-1].next_cursor == (1, 0)
+    handed_out = [batch for step in steps for batch in step.micro_batches]
+    assert sentences(handed_out) == sentences(planner.window(0))
+    assert [len(step.micro_batches) for step in steps] == [4] * len(steps)
+
+
+@given(st.integers(1, 2000), st.integers(0, 2**62))
+def test_shuffled_is_a_permutation(size: int, key: int) -> None:
+    found = shuffled(np.arange(size), size=size, key=key)
+    assert sorted(found.tolist()) == list(range(size))
+
+
+@given(st.integers(1, 300), st.integers(0, 2**62), st.data())
+def test_a_position_of_a_shuffle_does_not_depend_on_the_others_asked_for(
+    size: int, key: int, data: st.DataObject
+) -> None:
+    positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), dtype=np.int64)
+    whole = shuffled(np.arange(size), size=size, key=key)
+    assert shuffled(positions, size=size, key=key).tolist() == whole[positions].tolist()
+
+
+def test_shuffles_scatter_neighbours_and_differ_from_key_to_key() -> None:
+    orders = [shuffled(np.arange(1000), size=1000, key=key) for key in range(20)]
+    for order in orders:
+        assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.15
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.15
+    assert len({tuple(order) for order in orders}) == 20
+    first_places = [int(shuffled(np.array([0]), size=10, key=key)[0]) for key in range(2000)]
+    assert all(120 < first_places.count(line) < 280 for line in range(10))
+
+
+@st.composite
+def sorted_lengths(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    count = draw(st.integers(1, 25))
+    numbers = st.lists(st.integers(1, 9), min_size=count, max_size=count)
+    return draw(numbers), draw(numbers), draw(numbers)
+
+
+@given(sorted_lengths(), st.integers(9, 40))
+def test_cuts_are_made_only_where_the_next_sentence_does_not_fit(
+    lengths: tuple[list[int], list[int], list[int]], budget: int
+) -> None:
+    source, target = (np.array(values) for values in lengths[:2])
+    direction = np.array(lengths[2]) // 4
+    bounds = [0, *cut(source, target, direction, budget=budget), len(source)]
+
+    def fits(start: int, stop: int) -> bool:
+        longest = max(source[start:stop].max(), target[start:stop].max())
+        return bool(longest * (stop - start) <= budget) and len({*direction[start:stop]}) == 1
+
+    for start, stop in pairwise(bounds):
+        assert fits(start, stop)
+        assert stop == len(source) or not fits(start, stop + 1)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 6))
+def test_filling_up_only_splits_parts(sizes: list[int], multiple: int) -> None:
+    parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    needed = -(-len(sizes) // multiple) * multiple
+    if needed > sum(sizes):
+        with pytest.raises(ConfigError, match=r"raise batches\.window_steps"):
+            fill_up(parts, multiple=multiple)
+        return
+    found = fill_up(parts, multiple=multiple)
+    assert len(found) == needed
+    assert min(map(len, found)) >= 1
+    assert np.concatenate(found).tolist() == list(range(sum(sizes)))
+    old_starts = {int(part[0]) for part in parts}
+    assert old_starts <= {int(part[0]) for part in found}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
+def test_evaluation_reads_every_line_once_within_the_budget(
+    lengths: list[tuple[int, int]],
+) -> None:
+    batches = evaluation_batches([s for s, _ in lengths], [t for _, t in lengths], budget=30)
+    assert sorted(line for batch in batches for line in batch.tolist()) == list(range(len(lengths)))
+    for batch in batches:
+        for side in (0, 1):
+            assert len(batch) * (max(lengths[line][side] for line in batch) + 2) <= 30
+
+
+def test_a_pair_without_a_probability_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no probability for en-fr: run mix"):
+        Planner(pair_lengths(SIZES), {"de-en": 0.5, "el-en": 0.5}, BatchesConfig(), seed=1)
+
+
+def test_a_sentence_beyond_the_budget_is_refused() -> None:
+    longest = max(
+        int(side.max()) for p in pair_lengths(SIZES).values() for side in (p.first, p.second)
+    )
+    make_planner(tokens=longest + 2)
+    with pytest.raises(ConfigError, match=rf"{longest + 2} tokens .* batches\.tokens is"):
+        make_planner(tokens=longest + 1)
