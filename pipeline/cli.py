@@ -25,7 +25,6 @@ from pipeline.artifacts import (
     raw_digest,
     read_manifest,
     refuse_to_overwrite,
-    to_json,
 )
 from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
 from pipeline.distributed import default_signal, is_launched, rank_of
@@ -618,7 +617,8 @@ def _checkpoint_command(options: argparse.Namespace) -> int:
     match options.verb:
         case "inspect":
             found = checkpoint_tools.inspect(options.directory, tensors=options.tensors)
-            print(to_json(found) if options.json else checkpoint_tools.inspection_text(found))
+            as_json = json.dumps(found, indent=1, ensure_ascii=False)
+            print(as_json if options.json else checkpoint_tools.inspection_text(found))
         case "verify":
             print(checkpoint_tools.verify(options.directory))
         case "diff":
@@ -644,7 +644,7 @@ def _average(options: argparse.Namespace) -> None:
 
     of_run = options.run is not None
     if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
-        raise ConfigError("Name either checkpoints, or --run OUT.run with --last N: one of both.")
+        raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
     with _stop_by_signal(), _alone(options.out):
         if of_run:
             checkpoint_tools.average_states(

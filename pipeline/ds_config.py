@@ -5,21 +5,39 @@ offload, buckets, monitors. Batch sizes, optimizer, schedule and clipping are th
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError
 
-RECIPE_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "optimizer",
-    "scheduler",
-    "gradient_clipping",
+MACHINE_KEYS = (
+    "zero_optimization",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "comms_logger",
+    "csv_monitor",
+    "tensorboard",
+    "wandb",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
 )
-"""Keys of DeepSpeed that the recipe decides."""
+"""What a ds_config may say; all else belongs to the recipe or would be ignored."""
+
+RECIPE_KEYS = {
+    "train_batch_size": "batches.tokens and batches.micro_batches",
+    "train_micro_batch_size_per_gpu": "batches.tokens",
+    "gradient_accumulation_steps": "batches.micro_batches",
+    "gradient_clipping": "optimizer.clip_norm",
+    "optimizer": "[optimizer]",
+    "scheduler": "optimizer.schedule",
+    "moe": "[model.moe]",
+    "expert_parallel": "training.expert_parallel_size",
+}
 
 
 def ds_config_names() -> list[str]:
@@ -59,9 +77,34 @@ def load_ds_config(name_or_path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid JSON ({error}): correct it.") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no JSON object: write {{...}} with DeepSpeed's keys.")
-    owned = [key for key in RECIPE_KEYS if key in document]
-    if owned:
-        raise ConfigError(
-            f"{path} sets {', '.join(owned)}, which the recipe decides: remove it from the file."
-        )
+    check_ds_config(document)
     return document
+
+
+def check_ds_config(config: Mapping[str, Any]) -> None:
+    """Refuse what the recipe owns, what would be ignored, and ZeRO stages other than 1 and 2.
+
+    Raises:
+        ConfigError: names the key and where it belongs.
+    """
+    for key in config:
+        if key in RECIPE_KEYS:
+            raise ConfigError(
+                f"The ds_config sets {key!r}, which the recipe owns: remove it there and set "
+                f"{RECIPE_KEYS[key]} in the recipe."
+            )
+        if key not in MACHINE_KEYS:
+            raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2):
+        raise ConfigError(
+            f"The ds_config asks for ZeRO stage {stage}: use 1 or 2; stage 0 computes a wrong "
+            "gradient norm with experts, and stage 3 cannot hold DeepSpeed's expert-parallel "
+            "groups."
+        )
+
+
+def hint(key: str, known: Sequence[str]) -> str:
+    """``: did you mean …?``, or what there is to choose from."""
+    close = get_close_matches(key, known, n=1)
+    return f": did you mean {close[0]!r}?" if close else f": it may have {', '.join(known)}."

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from pipeline.batches import Batch  # noqa: E402
 from pipeline.checkpoint import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed import World  # noqa: E402
+from pipeline.ds_config import check_ds_config, hint  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.losses import LossTerms, translation_loss  # noqa: E402
 from pipeline.model.expert_parallel import ExpertParallel  # noqa: E402
@@ -41,32 +41,6 @@ from pipeline.model.transformer import Transformer  # noqa: E402
 from pipeline.weights import NamedSlice, named_slices  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-
-MACHINE_KEYS = (
-    "zero_optimization",
-    "bf16",
-    "data_types",
-    "communication_data_type",
-    "comms_logger",
-    "csv_monitor",
-    "tensorboard",
-    "wandb",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-)
-"""What a ds_config may say; all else belongs to the recipe or would be ignored."""
-
-RECIPE_KEYS = {
-    "train_batch_size": "batches.tokens and batches.micro_batches",
-    "train_micro_batch_size_per_gpu": "batches.tokens",
-    "gradient_accumulation_steps": "batches.micro_batches",
-    "gradient_clipping": "optimizer.clip_norm",
-    "optimizer": "[optimizer]",
-    "scheduler": "optimizer.schedule",
-    "moe": "[model.moe]",
-    "expert_parallel": "training.expert_parallel_size",
-}
 
 
 def merge_ds_config(
@@ -78,28 +52,14 @@ def merge_ds_config(
         ConfigError: a key the recipe owns, a key DeepSpeed would ignore, a ZeRO stage other than
             1 or 2, or a number of ranks that does not divide the micro-batches.
     """
-    for key in ds_config:
-        if key in RECIPE_KEYS:
-            raise ConfigError(
-                f"The ds_config sets {key!r}, which the recipe owns: remove it there and set "
-                f"{RECIPE_KEYS[key]} in the recipe."
-            )
-        if key not in MACHINE_KEYS:
-            raise ConfigError(f"The ds_config has an unknown key {key!r}{_hint(key, MACHINE_KEYS)}")
-    zero = dict(ds_config.get("zero_optimization", {}))
+    check_ds_config(ds_config)
+    zero = dict(ds_config["zero_optimization"])
     for key in zero:
         if key not in DeepSpeedZeroConfig.model_fields:
             known = tuple(DeepSpeedZeroConfig.model_fields)
             raise ConfigError(
-                f"The ds_config's zero_optimization has an unknown key {key!r}{_hint(key, known)}"
+                f"The ds_config's zero_optimization has an unknown key {key!r}{hint(key, known)}"
             )
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2):
-        raise ConfigError(
-            f"The ds_config asks for ZeRO stage {stage}: use 1 or 2; stage 0 computes a wrong "
-            "gradient norm with experts, and stage 3 cannot hold DeepSpeed's expert-parallel "
-            "groups."
-        )
     return {
         **ds_config,
         "zero_optimization": {"reduce_scatter": True, **zero},
@@ -344,8 +304,3 @@ def _mark_experts(model: Transformer, group_name: str) -> None:
 
 def _zeros(flat: Tensor) -> Tensor:
     return torch.zeros_like(flat.data)
-
-
-def _hint(key: str, known: Sequence[str]) -> str:
-    close = get_close_matches(key, known, n=1)
-    return f": did you mean {close[0]!r}?" if close else f": it may have {', '.join(known)}."

@@ -2,8 +2,8 @@
 
 A pool of n processes opens one gloo group of n ranks. ``pool.run(function, *args)`` calls a
 module-level function in every rank and returns what each of them returned, in order of rank. A rank
-that raises is reported with its traceback; a pool of which a rank failed or took too long is ended,
-since the other ranks may wait for it for ever, and a new one is started when it is next used.
+that raises is reported with its traceback. A pool of which only some ranks failed, or one took too
+long, is ended, since the others may wait for it for ever; it is started anew when next used.
 """
 
 import multiprocessing
@@ -31,6 +31,11 @@ GRACE_SECONDS = 5.0
 class RankFailed(Exception):
     """A rank raised an error, ended, or did not answer in time."""
 
+    def __init__(self, message: str, *, by_all: bool = False) -> None:
+        super().__init__(message)
+        self.by_all = by_all
+        """Whether all ranks raised, so that none is left waiting."""
+
 
 class ProcessPool:
     """``size`` ranks of one process group."""
@@ -55,8 +60,9 @@ class ProcessPool:
             connection.send_bytes(job)
         try:
             return self._collect(timeout_seconds=120.0)
-        except BaseException:
-            self.close(kill=True)
+        except BaseException as error:
+            if not isinstance(error, RankFailed) or not error.by_all:
+                self.close(kill=True)
             raise
 
     def close(self, *, kill: bool = False) -> None:
@@ -88,6 +94,7 @@ class ProcessPool:
     def _collect(self, *, timeout_seconds: float) -> list[R]:
         answers: dict[int, R] = {}
         failures: dict[int, str] = {}
+        ended = False
         deadline = time.monotonic() + timeout_seconds
         while len(answers) + len(failures) < self.size and time.monotonic() < deadline:
             pending = {
@@ -101,7 +108,7 @@ class ProcessPool:
                 try:
                     succeeded, value = pickle.loads(ready.recv_bytes())
                 except EOFError:
-                    succeeded, value = False, "the process ended\n"
+                    succeeded, value, ended = False, "the process ended\n", True
                 if succeeded:
                     answers[rank] = value
                 elif rank not in failures:
@@ -109,7 +116,10 @@ class ProcessPool:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if failures:
             rank, text = next(iter(failures.items()))
-            raise RankFailed(f"rank {rank} of {self.size} failed:\n{text}")
+            raise RankFailed(
+                f"rank {rank} of {self.size} failed:\n{text}",
+                by_all=len(failures) == self.size and not ended,
+            )
         if len(answers) < self.size:
             late = sorted(set(range(self.size)) - set(answers))
             raise RankFailed(f"no answer from ranks {late} within {timeout_seconds} s")

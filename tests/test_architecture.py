@@ -90,7 +90,7 @@ def _imports(node: ast.AST, *, in_function: bool) -> Iterator[Import]:
 def own_imports(name: str) -> set[str]:
     """Modules of this project that a module imports, anywhere in it."""
     targets = {entry.target for entry in imports_of(PACKAGES[name])}
-    return {target for target in targets if target.split(".")[0] in ("pipeline", "data_prep")}
+    return {target for target in targets if target.startswith(("pipeline.", "data_prep."))}
 
 
 def layer(name: str) -> int:

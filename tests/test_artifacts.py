@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def make(
     config: dict[str, Any] | None = None,
     inputs: dict[str, InputRecord] | None = None,
     wall_seconds: float | None = None,
-    before_end: Callable[[ArtifactWriter], object] = lambda writer: None,
+    before_end: Callable[[ArtifactWriter], object] | None = None,
 ) -> Artifact:
     with new_artifact(
         directory,
@@ -62,7 +63,8 @@ def make(
         for name, content in (CONTENTS if contents is None else contents).items():
             writer.path(name).write_bytes(content)
         writer.statistics["lines"] = 2
-        before_end(writer)
+        if before_end is not None:
+            before_end(writer)
     return open_artifact(directory, kind="corpus")
 
 
@@ -188,7 +190,7 @@ def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
             case "a file":
                 full()
             case "syncing":
-                monkeypatch.setattr(artifacts.os, "fsync", full)
+                monkeypatch.setattr(os, "fsync", full)
             case "the manifest":
                 monkeypatch.setattr(artifacts, "to_json", full)
 
@@ -203,7 +205,7 @@ def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
 
 def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path) -> None:
     make(tmp_path / "corpus", {"text.txt": b"old"})
-    with pytest.raises(ArtifactError, match="exists already: .*--overwrite"):
+    with pytest.raises(ArtifactError, match=r"exists already: .*--overwrite"):
         make(tmp_path / "corpus", {"text.txt": b"new"})
     assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"old"
     make(tmp_path / "corpus", {"other.txt": b"new"}, overwrite=True)
@@ -239,7 +241,7 @@ def test_a_folder_without_manifest_is_not_finished(tmp_path: Path) -> None:
     make(tmp_path / "corpus")
     (tmp_path / "corpus" / MANIFEST_NAME).unlink()
     assert read_manifest(tmp_path / "corpus") is None
-    with pytest.raises(ArtifactError, match="no manifest.json, so it is not a finished corpus"):
+    with pytest.raises(ArtifactError, match=r"no manifest.json, so it is not a finished corpus"):
         open_artifact(tmp_path / "corpus", kind="corpus")
 
 
@@ -267,7 +269,7 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_the_remedy(
 ) -> None:
     make(tmp_path / "corpus")
     (tmp_path / "corpus" / MANIFEST_NAME).write_text(text)
-    with pytest.raises(ArtifactError, match="is not a manifest .* run its stage again"):
+    with pytest.raises(ArtifactError, match=r"is not a manifest .* run its stage again"):
         open_artifact(tmp_path / "corpus", kind="corpus")
 
 
@@ -283,7 +285,7 @@ def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path:
     made = make(tmp_path / "corpus")
     (tmp_path / "corpus" / "extra.txt").write_text("stray")
     assert not made.has("extra.txt")
-    with pytest.raises(ArtifactError, match="has no file 'extra.txt'; .* stage 'clean'"):
+    with pytest.raises(ArtifactError, match=r"has no file 'extra.txt'; .* stage 'clean'"):
         made.file("extra.txt")
 
 
@@ -349,7 +351,7 @@ def test_verifying_an_artifact_names_the_file_that_is_gone_or_damaged(tmp_path: 
     with pytest.raises(ArtifactError, match=r"text.txt is damaged in chunk 0 \(64 MiB each\)"):
         made.verify()
     (made.directory / "deep/er/numbers.bin").unlink()
-    with pytest.raises(ArtifactError, match="numbers.bin is missing though its manifest lists it"):
+    with pytest.raises(ArtifactError, match=r"numbers.bin is missing though its manifest lists it"):
         made.verify(["deep/er/numbers.bin"])
 
 
@@ -361,7 +363,7 @@ def test_the_digest_depends_neither_on_time_nor_on_place(
 ) -> None:
     first = make(tmp_path / "corpus", wall_seconds=1.0)
     moved = SOURCE.model_copy(update={"path": "/elsewhere"})
-    later = artifacts.datetime(2001, 1, 1, tzinfo=artifacts.UTC)
+    later = datetime(2001, 1, 1, tzinfo=UTC)
     clock = type("Clock", (), {"now": staticmethod(lambda _zone: later)})
     monkeypatch.setattr(artifacts, "datetime", clock)
     second = make(tmp_path / "other" / "name", inputs={"raw": moved}, wall_seconds=2.0)

@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_batch, tiny_spec
 
@@ -15,6 +15,7 @@ from pipeline.tokenizer import TokenizerDescription, build_tokenizer, tags
 lengths_of_sentences = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(lengths_of_sentences)
 def test_unpacking_and_packing_gives_back_the_tokens(lengths: list[int]) -> None:
     packing = Packing.from_lengths(lengths)
@@ -27,6 +28,7 @@ def test_unpacking_and_packing_gives_back_the_tokens(lengths: list[int]) -> None
         assert x_BTD[row, lengths[row] :].count_nonzero() == 0
 
 
+@settings(deadline=None)
 @given(lengths_of_sentences)
 def test_every_token_knows_its_sentence_and_position(lengths: list[int]) -> None:
     packing = Packing.from_lengths(lengths)

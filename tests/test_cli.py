@@ -15,7 +15,7 @@ import pytest
 
 from pipeline import cli
 from pipeline.artifacts import new_artifact, open_artifact, raw_digest
-from pipeline.config import DecodingConfig, ModelConfig
+from pipeline.config import DecodingConfig, ModelConfig, Recipe
 from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 from pipeline.stages import STAGES, Input, Stage, StageCall
@@ -41,6 +41,8 @@ TRAIN = Stage(
     parallel="ranks",
     trains=True,
 )
+
+OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "checkpoint")
 
 
 class Bench:
@@ -148,7 +150,7 @@ def test_help_lists_every_command_and_version_is_the_packages(
             cli.main([option])
         assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert all(f"    {name}" in said for name in [*STAGES, "run", "status", "describe", "recipes"])
+    assert all(f"    {name}" in said for name in [*STAGES, *OTHER_VERBS])
     assert said.split("\n")[-2].startswith("mmnmt 0.")
 
 
@@ -526,6 +528,104 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     assert json.loads(capsys.readouterr().out)["parameters"]["groups"] == 4
 
 
+def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Estimate:
+        def table(self) -> list[tuple[str, int]]:
+            return [("weights", 3 * 2**29), ("in all", 2**31)]
+
+        def to_json(self) -> dict[str, int]:
+            return dict(self.table())
+
+    def estimate(recipe: Recipe, **options: Any) -> Estimate:
+        told.append({"updates": recipe.training.updates, **options})
+        return Estimate()
+
+    module = types.ModuleType("pipeline.memory")
+    monkeypatch.setattr(module, "estimate", estimate, raising=False)
+    monkeypatch.setitem(sys.modules, "pipeline.memory", module)
+    arguments = ["memory", "--recipe", str(bench.recipe_path), "--processes", "4"]
+    assert cli.main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2:] == [
+        ["weights", "1,610,612,736", "1.50"],
+        ["in", "all", "2,147,483,648", "2.00"],
+    ]
+    sizes = ["--vocabulary", "99", "--groups", "3"]
+    assert cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"weights": 3 * 2**29, "in all": 2**31}
+    assert told == [
+        {
+            "updates": 10,
+            "vocabulary_size": vocabulary,
+            "num_groups": groups,
+            "processes": 4,
+            "ds_config": load_ds_config(ds_config),
+        }
+        for vocabulary, groups, ds_config in [(64_000, 0, "cpu_fp32"), (99, 3, "cpu_bf16")]
+    ]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_an_artifact_is_inspected_and_verified(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    artifact = bench.at("corpus")
+    assert cli.main(["checkpoint", "inspect", artifact]) == 0
+    assert capsys.readouterr().out.startswith(f"{artifact}: corpus made by read, ")
+    assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
+    assert cli.main(["checkpoint", "verify", artifact]) == 0
+    assert capsys.readouterr().out.startswith(f"{artifact}: all 1 files")
+    (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
+    assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"mmnmt checkpoint verify: {artifact}/text.json is damaged")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "--last", "2"],
+        ["a", "--run", "b.run", "--last", "2"],
+        ["--run", "b.run"],
+        ["--last", "2"],
+    ],
+)
+def test_an_average_is_of_checkpoints_or_of_a_runs_last_states(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "mean")]
+    assert cli.main(["checkpoint", "average", *arguments, *out]) == EXIT_USER_ERROR
+    assert "Name either the checkpoints to average, or --run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--experts", "2", "--keep-mass", "0.5"],
+        ["--experts", "0"],
+        ["--keep-mass", "most"],
+    ],
+)
+def test_pruning_takes_either_a_number_of_experts_or_a_share(arguments: list[str]) -> None:
+    given = ["checkpoint", "prune-experts", "a", "--languages", "de", "--out", "b"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*given, *arguments])
+    assert ended.value.code == EXIT_USER_ERROR
+
+
 # ---------------------------------------------------------------- ds_configs
 
 
@@ -542,7 +642,7 @@ def test_a_ds_config_that_ships_shards_the_optimizer_and_sets_nothing_of_the_rec
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"gradient_clipping": 1.0}', "sets gradient_clipping, which the recipe decides"),
+        ('{"gradient_clipping": 1.0}', "sets 'gradient_clipping', which the recipe owns"),
         ("[]", "holds no JSON object"),
         ("{", "not valid JSON"),
     ],

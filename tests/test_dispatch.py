@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -75,6 +75,7 @@ def assert_carries_out(
         assert [row == total for row in rows[token]] == [not is_alive for is_alive in alive]
 
 
+@settings(deadline=None)
 @given(routings())
 @example(NO_TOKENS)
 @example(ALL_TIED)
@@ -85,6 +86,7 @@ def test_dropless_keeps_every_route(routing: Routing) -> None:
     assert torch.equal(dispatch.routed_E, dispatch.count_E)
 
 
+@settings(deadline=None)
 @given(routings(), st.integers(0, 12), st.booleans(), st.booleans())
 @example(NO_TOKENS, 0, True, True)
 @example(ALL_TIED, 2, True, True)
@@ -140,6 +142,7 @@ def test_a_token_without_any_slot_becomes_zero() -> None:
     assert y_ND.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
 
 
+@settings(deadline=None)
 @given(routings(), st.none() | st.integers(0, 6))
 @example(NO_TOKENS, None)
 def test_combine_sums_each_tokens_weighted_rows(routing: Routing, capacity: int | None) -> None:
@@ -182,6 +185,7 @@ def test_gradients_reach_kept_routes_and_no_dropped_one() -> None:
     torch.testing.assert_close(d_logits_NE[1], torch.zeros(3), rtol=0, atol=1e-6)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(1, 64), st.integers(1, 4))
 def test_capacity_is_the_papers_formula(num_tokens: int, num_experts: int, top_k: int) -> None:
     found = expert_capacity(num_tokens, num_experts=num_experts, top_k=top_k, factor=1.25)

@@ -131,7 +131,7 @@ def plain_training(
             objectives.append(cross_entropy + BALANCE_WEIGHT * weighted)
             cross_entropies.append(cross_entropy.item())
             balances.append(weighted.item())
-        (sum(objectives, torch.zeros(())) / total_labels).backward()  # type: ignore[no-untyped-call]
+        (sum(objectives, torch.zeros(())) / total_labels).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         trained.norms.append(norm.item())
         trained.cross_entropies.append(sum(cross_entropies))
@@ -201,8 +201,10 @@ def merged(results: Sequence[Trained]) -> Trained:
     return Trained(
         weights=weights,
         norms=results[0].norms,
-        cross_entropies=[sum(each) for each in zip(*(r.cross_entropies for r in results))],
-        balances=[sum(each) for each in zip(*(r.balances for r in results))],
+        cross_entropies=[
+            sum(each) for each in zip(*(r.cross_entropies for r in results), strict=True)
+        ],
+        balances=[sum(each) for each in zip(*(r.balances for r in results), strict=True)],
     )
 
 
@@ -347,5 +349,5 @@ def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
 def test_ranks_that_do_not_divide_the_micro_batches_are_refused_with_those_that_do() -> None:
     recipe = Recipe(name="test", batches=BatchesConfig(micro_batches=12))
     assert accumulation_steps(recipe, world_size=4) == 3
-    with pytest.raises(ConfigError, match="5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ConfigError, match=r"5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
         accumulation_steps(recipe, world_size=5)

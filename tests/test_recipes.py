@@ -239,7 +239,7 @@ def test_a_ds_config_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None
     for text, reason in (
         ("{", "not valid JSON"),
         ("[]", "no JSON object"),
-        ('{"optimizer": {}}', "sets optimizer, which the recipe decides"),
+        ('{"optimizer": {}}', "sets 'optimizer', which the recipe owns"),
     ):
         path.write_text(text, encoding="utf-8")
         assert reason in refusal(lambda: load_ds_config(str(path)))

@@ -1,25 +1,27 @@
-"""The working folder of a training run: one writer, whole states, and the right one to go on from."""
+"""The working folder of a training run: one writer, whole states, the right one to go on from."""
 
 import errno
 import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_pool import ProcessPool, RankFailed
+from process_pool import ProcessPool
 
 from pipeline.artifacts import ArtifactWriter, InputRecord, open_artifact
 from pipeline.checkpoint import part_prefix
-from pipeline.distributed import LOOPBACK, World
+from pipeline.distributed import LOOPBACK, World, wait_for_all
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.run_directory import RunDirectory, describe_change, link_or_copy
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
+FULL_DISK = OSError(errno.ENOSPC, "full")
 SHARDS = InputRecord(kind="shards", path="/shards", digest="a" * 64)
 
 
@@ -219,9 +221,9 @@ def test_a_second_run_is_refused_with_the_holders_name_until_the_first_is_dead(
     try:
         assert holder.stdout.readline() == "held\n"
         directory = run_directory(tmp_path)
-        with pytest.raises(ArtifactError, match=f"being written by process {holder.pid} on "):
-            with directory.locked():
-                pytest.fail("two runs hold one folder")
+        refusal = pytest.raises(ArtifactError, match=f"written by process {holder.pid} on ")
+        with refusal, directory.locked():
+            pytest.fail("two runs hold one folder")
     finally:
         holder.kill()
         holder.communicate(timeout=30)
@@ -240,13 +242,15 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- writing together
 
 
-def write_with_others(world: World, tmp_path: Path, failing: tuple[int, int] | None) -> list[str]:
-    """Every rank adds a file; the failing rank meets an error of that number instead."""
+def write_with_others(
+    world: World, tmp_path: Path, failing: tuple[int, Exception] | None
+) -> list[str]:
+    """Every rank adds a file; the failing rank meets an error instead."""
     directory = run_directory(tmp_path, world=world)
 
     def write(writer: ArtifactWriter) -> None:
         if failing is not None and world.rank == failing[0]:
-            raise OSError(failing[1], os.strerror(failing[1]))
+            raise failing[1]
         writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
 
     with directory.locked():
@@ -263,7 +267,7 @@ def test_all_ranks_add_their_files_to_one_state(pool2: ProcessPool, tmp_path: Pa
 
 
 def failure_of(
-    world: World, tmp_path: Path, failing: tuple[int, int] | None, wanted: type[Exception]
+    world: World, tmp_path: Path, failing: tuple[int, Exception] | None, wanted: type[Exception]
 ) -> str:
     with pytest.raises(wanted) as caught:
         write_with_others(world, tmp_path, failing)
@@ -275,7 +279,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
     pool2: ProcessPool, tmp_path: Path, rank: int
 ) -> None:
     pool2.run(write_with_others, tmp_path, None)
-    messages = pool2.run(failure_of, tmp_path, (rank, errno.ENOSPC), ArtifactError)
+    messages = pool2.run(failure_of, tmp_path, (rank, FULL_DISK), ArtifactError)
     assert messages[0] == messages[1]
     assert f"rank {rank}: no space is left" in messages[0]
     assert "make room and run again" in messages[0]
@@ -293,11 +297,68 @@ def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
     assert "other settings or inputs (model: None → " in messages[0]
 
 
-def test_an_error_that_is_no_full_disk_keeps_its_traceback(
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_other_error_on_one_rank_is_an_error_on_all_that_says_what_it_was(
+    pool2: ProcessPool, tmp_path: Path, rank: int
+) -> None:
+    failing = (rank, KeyError("no such tensor"))
+    messages = pool2.run(failure_of, tmp_path, failing, ArtifactError)
+    assert messages[0] == messages[1]
+    assert "no such tensor" in messages[0]
+    assert f"rank {rank}" in messages[0]
+
+
+def write_slowly(world: World, tmp_path: Path) -> list[str]:
+    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        path = writer.path(f"optimizer/{part_prefix(world.rank)}000")
+        if world.rank == 0:
+            path.write_text("0")
+            wait_for_all()
+            return
+        temporary = path.with_name(".tmpAbCdEf")
+        temporary.write_text("1")
+        wait_for_all()
+        time.sleep(0.3)
+        temporary.rename(path)
+
+    out_dir = directory.states_dir / "update-0000001"
+    directory.write(out_dir, kind="training_state", write=write)
+    state = open_artifact(out_dir, kind="training_state")
+    state.verify()
+    return state.names()
+
+
+def test_a_rank_that_is_done_does_not_take_the_unfinished_files_of_another_for_its_own(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(RankFailed, match="write_with_others"):
-        pool2.run(write_with_others, tmp_path / "file" / "below", (0, errno.ENOSPC))
+    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
+    assert pool2.run(write_slowly, tmp_path) == [names, names]
+
+
+def write_in_background(world: World, tmp_path: Path) -> tuple[bool, list[str]]:
+    """Whether the state was there while one rank was still writing, and its files at the end."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
+        time.sleep(0.5 * world.rank)
+
+    out_dir = directory.states_dir / "update-0000001"
+    directory.write(out_dir, kind="training_state", write=write, in_background=True)
+    directory.publish_written()
+    early = out_dir.exists()
+    directory.wait()
+    return early, open_artifact(out_dir, kind="training_state").names()
+
+
+def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
+    assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
 
 
 def test_a_file_is_linked_where_possible_and_copied_elsewhere(

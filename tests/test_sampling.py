@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.config import BatchesConfig
@@ -246,12 +246,14 @@ def test_steps_hand_out_every_micro_batch_of_a_window_once() -> None:
     assert [len(step.micro_batches) for step in steps] == [4] * len(steps)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(0, 2**62))
 def test_shuffled_is_a_permutation(size: int, key: int) -> None:
     found = shuffled(np.arange(size), size=size, key=key)
     assert sorted(found.tolist()) == list(range(size))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**62), st.data())
 def test_a_position_of_a_shuffle_does_not_depend_on_the_others_asked_for(
     size: int, key: int, data: st.DataObject
@@ -278,6 +280,7 @@ def sorted_lengths(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return draw(numbers), draw(numbers), draw(numbers)
 
 
+@settings(deadline=None)
 @given(sorted_lengths(), st.integers(9, 40))
 def test_cuts_are_made_only_where_the_next_sentence_does_not_fit(
     lengths: tuple[list[int], list[int], list[int]], budget: int
@@ -295,6 +298,7 @@ def test_cuts_are_made_only_where_the_next_sentence_does_not_fit(
         assert stop == len(source) or not fits(start, stop + 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 6))
 def test_filling_up_only_splits_parts(sizes: list[int], multiple: int) -> None:
     parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
@@ -311,6 +315,7 @@ def test_filling_up_only_splits_parts(sizes: list[int], multiple: int) -> None:
     assert old_starts <= {int(part[0]) for part in found}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
 def test_evaluation_reads_every_line_once_within_the_budget(
     lengths: list[tuple[int, int]],

@@ -23,7 +23,7 @@ from data_prep import make_shards, mix
 from pipeline.artifacts import Artifact, InputRecord, Kind, new_artifact, open_artifact
 from pipeline.checkpoint import load_model
 from pipeline.config import Recipe
-from pipeline.corpus import Direction, text_name
+from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
 from pipeline.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.errors import Interrupted
@@ -132,7 +132,8 @@ def make_inputs(directory: Path) -> Inputs:
             pair: {"train": lines, "valid": VALID_LINES[pair]} for pair, lines in PAIRS.items()
         }
         for pair, train_lines in PAIRS.items():
-            for split, count in (("train", train_lines), ("valid", VALID_LINES[pair])):
+            counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
+            for split, count in counts.items():
                 lines = [
                     "".join(generator.choices("abcd", k=generator.randint(1, 14)))
                     for _ in range(count)
@@ -386,7 +387,7 @@ def test_a_state_of_other_inputs_is_refused_with_the_input_named(
         numbers = {"de": 0, "en": 1, "fr": 1, "ru": 0}
         writer.write_json("groups.json", {"groups": numbers})
     others = replace(inputs, groups=open_artifact(tmp_path / "groups", kind="groups"))
-    with pytest.raises(RankFailed, match="other settings or inputs .groups: "):
+    with pytest.raises(RankFailed, match=r"other settings or inputs .groups: "):
         pool2.run(pretrain, others, out_dir, recipe)
 
 
@@ -517,7 +518,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(
     inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     recipe = changed(make_recipe(), "optimizer", learning_rate=1e38, warmup_updates=1)
-    with pytest.raises(RankFailed, match="gradient of update . is not a number"):
+    with pytest.raises(RankFailed, match=r"gradient of update . is not a number"):
         pool2.run(pretrain, inputs, tmp_path / "model", recipe)
     assert not (tmp_path / "model").exists()
 

@@ -51,7 +51,7 @@ def make_checkpoint(
     model: Transformer,
     *,
     languages: tuple[str, ...] | None = None,
-    change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    change: Callable[[dict[str, Tensor]], object] | None = None,
 ) -> Artifact:
     """A checkpoint of a model, its tensors changed before they are written."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,8 @@ def make_checkpoint(
     )
     write_tokenizer(directory, description=description, model=None)
     tensors = {entry.name: entry.value.clone() for entry in named_slices(model)}
-    change(tensors)
+    if change is not None:
+        change(tensors)
     with new_artifact(
         directory / "checkpoint", kind="checkpoint", stage="pretrain", config={}, inputs={}
     ) as writer:
@@ -335,7 +336,7 @@ def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) ->
 
 def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    with pytest.raises(CheckpointError, match="nothing for encoder.layers.1.feed_forward.up"):
+    with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.1.feed_forward.up"):
         plan_assembly(DENSE, sources, COPY)
 
 
@@ -380,7 +381,7 @@ def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> N
 def test_a_tensor_of_no_part_is_refused() -> None:
     assert part_of("encoder.final_norm.bias") == "encoder"
     assert part_of("embedding.weight") == "embeddings"
-    with pytest.raises(CheckpointError, match="language_module.weight belongs to no part"):
+    with pytest.raises(CheckpointError, match=r"language_module.weight belongs to no part"):
         part_of("language_module.weight")
 
 
@@ -499,7 +500,7 @@ def test_sources_of_another_vocabulary_are_refused(dense: Artifact, tmp_path: Pa
         tmp_path / "other", tiny_model(DENSE), languages=("de", "en", "fr", "zh")
     )
     artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
-    with pytest.raises(ConfigError, match="The tokenizers of .* differ"):
+    with pytest.raises(ConfigError, match=r"The tokenizers of .* differ"):
         upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
 
 
