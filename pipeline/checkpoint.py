@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +28,8 @@ from pipeline.model.transformer import Transformer, build_model
 from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
 from pipeline.weights import named_slices
 
+PART_FOLDERS = ("weights", "optimizer")
+"""Folders of an artifact in which every rank writes files of its own."""
 SHARD_BYTES = 1024 * 1024 * 1024
 MODEL_FILE = "model.json"
 
@@ -39,12 +41,29 @@ class TensorFiles:
         self.artifact = artifact
         self._file_of: dict[str, str] = {}
         self._verified: set[str] = set()
-        for name in artifact.names(prefix):
-            with safe_open(artifact.file(name), framework="pt") as stream:
-                self._file_of.update(dict.fromkeys(stream.keys(), name))
+        self._file_names = artifact.names(prefix)
+        for name in self._file_names:
+            self._file_of.update(dict.fromkeys(self._tensor_names(name), name))
+
+    def _tensor_names(self, file_name: str) -> list[str]:
+        """Names in one file's header; what is damaged is named before anything else fails on it."""
+        path = self.artifact.file(file_name)
+        try:
+            with safe_open(path, framework="pt") as stream:
+                names: list[str] = stream.keys()
+            return names
+        except (OSError, SafetensorError) as error:
+            verify_file(path, self.artifact.manifest.files[file_name])
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors ({error}): run its stage again."
+            ) from error
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
+
+    def verify(self) -> None:
+        """Check all digests; raises ArtifactError that names the damage."""
+        self.artifact.verify(self._file_names)
 
     def read(self, name: str) -> Tensor:
         """One tensor; the digest of its file is checked the first time the file is used.
@@ -53,6 +72,7 @@ class TensorFiles:
             CheckpointError: there is no tensor of that name.
         """
         if name not in self._file_of:
+            self.verify()  # a damaged header may have lost the name
             raise CheckpointError(
                 f"{self.artifact.directory} has no tensor {name!r}: it was made by another model; "
                 "name a checkpoint of this one."
@@ -202,6 +222,7 @@ class PieceReader:
                 out[low - start : high - start] = values[low - piece_start : high - piece_start]
                 filled += high - low
         if filled != length:
+            self._files.verify()  # a damaged header may have lost a piece
             raise CheckpointError(
                 f"{self._files.artifact.directory} has {filled} of the {length} values wanted of "
                 f"{what} of {tensor}: the state is incomplete; resume from an earlier one."
@@ -226,6 +247,8 @@ class Progress:
     best_perplexity: float | None = None
     best_update: int | None = None
     seconds: float = 0.0
+    interval: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    """Sums over all ranks since the last line of metrics: see ``train_loop``."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -233,7 +256,8 @@ class Progress:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Progress":
         window, step = values["cursor"]
-        return cls(**{**values, "cursor": (window, step)})
+        interval = tuple(values["interval"])
+        return cls(**{**values, "cursor": (window, step), "interval": interval})
 
 
 def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> list[str]:

@@ -495,7 +495,7 @@ def _write_mean(
         overwrite=overwrite,
     ) as writer:
         means = (
-            (name, _mean([read(name, shape) for read in readers], shape))
+            (name, _mean((read(name, shape) for read in readers), shape))
             for name, shape in track(tensor_shapes(spec).items(), label="average")
         )
         write_weights(writer.directory / "weights", means)

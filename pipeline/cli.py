@@ -654,6 +654,8 @@ def _average(options: argparse.Namespace) -> None:
             checkpoint_tools.average_checkpoints(
                 options.checkpoints, out_dir=options.out, overwrite=options.overwrite
             )
+    what = "training states" if of_run else "checkpoints"
+    print(f"{options.out}: the mean of {options.last or len(options.checkpoints)} {what}")
 
 
 # ---------------------------------------------------------------- how a command ends

@@ -31,9 +31,6 @@ from pipeline.model.transformer import LayerCache, Transformer
 CACHE_STEP = 16
 """The cache grows by this many positions at a time."""
 
-TOP_BLOCK = 128
-"""Width of the blocks in which the best tokens are looked for."""
-
 
 @dataclass(frozen=True)
 class Source:

@@ -12,6 +12,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -33,7 +34,7 @@ from pipeline.artifacts import (
     seal_artifact,
     settle_files,
 )
-from pipeline.checkpoint import part_prefix
+from pipeline.checkpoint import PART_FOLDERS, part_prefix
 from pipeline.distributed import World, all_max, from_rank_zero, gather_objects
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 
@@ -207,7 +208,7 @@ class RunDirectory:
         if problem:
             raise ArtifactError(
                 f"Nothing could be written to {self.directory} ({problem}): what was saved before "
-                "is kept; make room and run again."
+                "is kept; mend the cause and run again."
             )
 
     def prune(self, *, keep_last: int) -> None:
@@ -256,12 +257,13 @@ class _PendingWrite:
             self.records = settle_files(directory, filter(self._is_mine, files))
         except OSError as error:
             self.problem = f"rank {self._rank}: {describe_os_error(error)}"
-        except Exception as error:  # a bug in a thread must reach the training loop
+        except Exception as error:  # a bug; the other ranks wait to hear of it
+            traceback.print_exc()
             self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _is_mine(self, path: Path) -> bool:
-        """Files named after a part are that rank's; all others are rank 0's."""
-        if path.name.startswith("part-"):
+        """In a folder of parts, the files named after this rank; all other files are rank 0's."""
+        if path.parent.name in PART_FOLDERS:
             return path.name.startswith(part_prefix(self._rank))
         return self._rank == 0
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -18,7 +18,7 @@ from pipeline.checkpoint import (
 )
 from pipeline.config import Recipe
 from pipeline.corpus import Direction, resource_of
-from pipeline.distributed import StopFlag, World, all_sum
+from pipeline.distributed import StopFlag, World, all_max, all_sum
 from pipeline.ds_config import load_ds_config
 from pipeline.engine import Engine, StepResult
 from pipeline.errors import CheckpointError, Interrupted
@@ -121,6 +121,8 @@ class TrainingRun:
         if state is not None:
             self.progress = Progress.from_json(state.read_json("progress.json"))
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
+            if self.world.rank == 0:
+                self._interval = _Interval(self.progress.interval)
         if self.world.rank == 0:
             self.metrics.truncate_after(self.progress.update)
         self._clock = time.monotonic() - self.progress.seconds
@@ -259,7 +261,8 @@ class TrainingRun:
 
     def _save(self) -> None:
         """Write the training state; in the background, from a copy, where the recipe says so."""
-        progress, in_background = self.progress, self.recipe.saving.in_background
+        progress = replace(self.progress, interval=tuple(self._interval.over_ranks()))
+        in_background = self.recipe.saving.in_background
         pieces = self.engine.optimizer_pieces()
         copied = iter(list(pieces)) if in_background else pieces
 
@@ -330,28 +333,36 @@ class TrainingRun:
 
 
 class _Interval:
-    """Sums over the updates between two lines of metrics."""
+    """Sums over the updates since the last line of metrics: of this rank, and of all ranks.
 
-    def __init__(self) -> None:
+    Four numbers: cross entropy, balance loss times labels, labels, seconds of the slowest rank.
+    """
+
+    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)) -> None:
         self.note = ""
-        self._sums = torch.zeros(3, dtype=torch.float64)
-        self._seconds = 0.0
+        self._sums = torch.tensor(sums, dtype=torch.float64)
 
     def add(self, result: StepResult, *, seconds: float) -> None:
-        labels = torch.tensor(float(result.labels), dtype=torch.float64)
-        self._sums += torch.stack([result.cross_entropy, result.balance, labels])
-        self._seconds += seconds
+        sums = [float(result.cross_entropy), float(result.balance), float(result.labels), seconds]
+        self._sums += torch.tensor(sums, dtype=torch.float64)
+
+    def over_ranks(self) -> list[float]:
+        """The sums over all ranks; all ranks call this."""
+        slowest = all_max(self._sums[3:].clone())
+        sums = all_sum(self._sums.clone())
+        sums[3:] = slowest
+        values: list[float] = sums.tolist()
+        return values
 
     def finish(self) -> dict[str, object]:
         """Means over all ranks since the last call, and the rate; starts anew."""
-        cross_entropy, balance, labels = all_sum(self._sums).tolist()
-        rate = labels / max(self._seconds, 1e-9)
-        self._sums, self._seconds = torch.zeros(3, dtype=torch.float64), 0.0
+        cross_entropy, balance, labels, seconds = self.over_ranks()
+        self._sums.zero_()
         self.note = f"loss {cross_entropy / labels:.3f}"
         return {
             "loss": cross_entropy / labels,
             "balance": balance / labels,
-            "tokens_per_second": rate,
+            "tokens_per_second": labels / max(seconds, 1e-9),
         }
 
 

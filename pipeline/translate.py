@@ -248,7 +248,7 @@ def filter_lines(
         texts = [""] * len(jobs)
         for batch in translator.cut(jobs):
             for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
-                texts[job.line] = hypothesis.text
+                texts[job.line] = hypothesis.text.replace("\n", " ")
         for text in texts:
             write(text)
 

@@ -32,7 +32,8 @@ LAYER_NAMES = {
 def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "sdpa") -> Any:
     """A peer with copies of the model's weights, in its dtype, in evaluation mode."""
     ours = model.spec.model
-    config = M2M100Config(
+    config_type: Any = M2M100Config
+    config = config_type(
         vocab_size=model.spec.vocabulary_size,
         max_position_embeddings=ours.max_positions,
         d_model=ours.width,
@@ -54,7 +55,8 @@ def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "s
         decoder_start_token_id=eos_id,
         attn_implementation=kernel,
     )
-    peer = M2M100ForConditionalGeneration(config).to(model.embedding.weight.dtype)
+    peer: Any = M2M100ForConditionalGeneration(config)
+    peer = peer.to(model.embedding.weight.dtype)
     missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
     tied = {"lm_head.weight", "model.encoder.embed_tokens.weight"}
     assert not unexpected

@@ -16,20 +16,24 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "progress", "config"),
     ("artifacts", "languages", "distributed", "ds_config"),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
-    ("batches", "training_data", "plan", "cli"),
+    ("batches", "training_data", "plan"),
     ("model", "losses", "optim", "weights", "routing_statistics"),
     (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
-        *("metrics", "charts", "report", "report_html"),
+        *("metrics", "charts", "report", "report_html", "memory"),
     ),
     ("train_loop",),
-    ("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
+    (
+        *("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
+        "checkpoint_tools",
+    ),
+    ("cli",),
 )
 """Modules of ``pipeline``, the lowest first: each may import its own layer and those before it."""
 
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TRAIN_LOOP = LAYER_OF["train_loop"]
-CLI = LAYER_OF["cli"]
+PLAN = LAYER_OF["plan"]
 
 SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
 SLIM_PACKAGES = {
@@ -87,9 +91,10 @@ def _imports(node: ast.AST, *, in_function: bool) -> Iterator[Import]:
                 yield from _imports(child, in_function=in_function)
 
 
-def own_imports(name: str) -> set[str]:
-    """Modules of this project that a module imports, anywhere in it."""
-    targets = {entry.target for entry in imports_of(PACKAGES[name])}
+def own_imports(name: str, *, at_once: bool = False) -> set[str]:
+    """Modules of this project that a module imports, anywhere in it or as soon as it is loaded."""
+    entries = [entry for entry in imports_of(PACKAGES[name]) if not (at_once and entry.in_function)]
+    targets = {entry.target for entry in entries}
     return {target for target in targets if target.startswith(("pipeline.", "data_prep."))}
 
 
@@ -128,8 +133,12 @@ def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     assert not {target for target in used if layer(target) >= TRAIN_LOOP}
 
 
-def test_the_command_line_knows_stages_by_name_only() -> None:
-    assert max(layer(target) for target in own_imports("pipeline.cli")) <= CLI
+def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
+    at_once = own_imports("pipeline.cli", at_once=True)
+    assert max(layer(target) for target in at_once) <= PLAN
+    assert not {f"pipeline.{name}" for name in LAYERS[TRAIN_LOOP + 1]} & (
+        own_imports("pipeline.cli") - {"pipeline.checkpoint_tools"}
+    )
     loaded = modules_after("import pipeline.cli")
     assert "pipeline.cli" in loaded
     assert not {"torch", "deepspeed", "numpy"} & loaded

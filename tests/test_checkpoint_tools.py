@@ -340,12 +340,14 @@ def test_another_type_of_number_is_a_difference_even_with_the_same_values(tmp_pa
     assert not found.identical
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_compared(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "file", ["weights/part-00001-000.safetensors", "model.json", "tokenizer/tokenizer.json"]
+)
+def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path, file: str) -> None:
     first = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
     second = make_checkpoint(tmp_path / "b", tiny_model(SPEC))
-    weights = second / "weights/part-00001-000.safetensors"
-    flip(weights, weights.stat().st_size - 1)
-    with pytest.raises(ArtifactError, match=r"b/weights/part-00001-000.safetensors is damaged"):
+    flip(second / file, (second / file).stat().st_size - 1)
+    with pytest.raises(ArtifactError, match=f"b/{file} is damaged"):
         diff(first, second)
 
 
@@ -712,6 +714,9 @@ def test_experts_of_equal_mass_are_kept_by_the_lower_id() -> None:
     plan = plan_pruning(statistics_of([[[2, 5, 2, 2]]]), languages=["de"], top_k=1, experts=2)
     assert plan.layers[0].experts == (0, 1)
     assert plan.layers[0].kept_mass == pytest.approx(7 / 11)
+    counts = [3, 7] * 40
+    plan = plan_pruning(statistics_of([[counts]]), languages=["de"], top_k=1, experts=50)
+    assert plan.layers[0].experts == (*range(20), *range(21, 80, 2))
 
 
 @pytest.mark.parametrize(
@@ -765,6 +770,7 @@ def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     assert cli.main(["checkpoint", "prune-experts", whole, *options]) == 0
     assert "4 experts per layer keep 1.0000 of all routes" in capsys.readouterr().out
     assert cli.main(["checkpoint", "average", whole, whole, "--out", mean]) == 0
+    assert capsys.readouterr().out == f"{mean}: the mean of 2 checkpoints\n"
     assert cli.main(["checkpoint", "diff", whole, mean]) == 0
     assert capsys.readouterr().out.startswith("identical: ")
     assert cli.main(["checkpoint", "diff", whole, pruned]) == 0
@@ -772,8 +778,11 @@ def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] == ".") == []
 
 
-def test_the_states_of_a_run_are_averaged_from_the_command_line(tmp_path: Path) -> None:
+def test_the_states_of_a_run_are_averaged_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})
     options = ["--run", str(run_dir), "--last", "1", "--out", str(tmp_path / "mean")]
     assert cli.main(["checkpoint", "average", *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mean'}: the mean of 1 training states\n"
     assert diff(run_dir / "best", tmp_path / "mean").identical

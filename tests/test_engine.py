@@ -1,7 +1,7 @@
 """Updates under DeepSpeed are those of a plain PyTorch loop in one process, on any topology."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from process_pool import ProcessPool
 from tiny_models import perturb_vectors, random_batch, tiny_model, tiny_spec
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.batches import Batch
 from pipeline.config import (
@@ -105,16 +105,25 @@ def dropout_seeds(update: int, indices: Sequence[int]) -> list[int]:
 
 
 def plain_training(
-    spec: ModelSpec, *, clip_norm: float = 0.5, dropout: float = 0.0
+    spec: ModelSpec,
+    *,
+    clip_norm: float = 0.5,
+    dropout: float = 0.0,
+    updates: int = UPDATES,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> tuple[Trained, Tensor]:
     """One process, plain PyTorch; also returns how many routes each expert got in all."""
     model = tiny_model(spec, regularization=Regularization(dropout, dropout))
     set_weights(model)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    parameters = list(model.parameters())
+    if make_optimizer is not None:
+        optimizer = make_optimizer(parameters)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
     trained = Trained({}, [], [], [])
     routed_E = torch.zeros(MOE.num_experts)
-    for update in range(UPDATES):
+    for update in range(updates):
         batches = micro_batches(spec, update)
         total_labels = sum(len(batch.labels_L) for batch in batches)
         optimizer.zero_grad()
@@ -325,7 +334,10 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"optimizer": {}}, ["'optimizer'", "[optimizer]"]),
         ({"gradient_acumulation": 1}, ["unknown key 'gradient_acumulation'"]),
         ({"bf17": {}}, ["unknown key 'bf17'", "did you mean 'bf16'"]),
-        ({"zero_optimization": {"stagee": 1}}, ["'stagee'", "did you mean 'stage'"]),
+        (
+            {"zero_optimization": {"stage": 1, "reduce_scater": True}},
+            ["'reduce_scater'", "did you mean 'reduce_scatter'"],
+        ),
         ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "use 1 or 2"]),
         ({"zero_optimization": {}}, ["ZeRO stage 0", "use 1 or 2"]),
         ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "use 1 or 2"]),

@@ -177,17 +177,55 @@ def test_a_window_has_about_as_many_updates_as_asked_for() -> None:
         assert len(planner.window(0)) / 4 == pytest.approx(steps, rel=0.1)
 
 
-def test_similar_lengths_are_batched_together_in_random_order() -> None:
-    planner = make_planner(window_steps=20)
-    batches = planner.window(0)
-    lengths = pair_lengths(SIZES)
-    means = [
-        float(np.mean([lengths[planner.names[p]].first[n] for p, r, n in sentences([b]) if not r]))
-        for b in batches
-        if not b.reverse_B.all()
+def mean_lengths(planner: Planner) -> list[float]:
+    """Of the target sides of each micro-batch of the first window."""
+    lengths = pair_lengths({"de-en": 700})["de-en"]
+    sides = (lengths.first, lengths.second)
+    return [
+        float(np.mean([sides[1 - reverse][line] for _, reverse, line in sentences([batch])]))
+        for batch in planner.window(0)
     ]
-    assert np.std(means) > 5
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.4
+
+
+def test_similar_lengths_are_batched_together_in_random_order() -> None:
+    orders = []
+    for seed in (1, 2):
+        means = mean_lengths(make_planner({"de-en": 700}, window_steps=20, seed=seed))
+        assert np.std(means) > 5
+        assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.4
+        orders.append(means)
+    common = min(map(len, orders))
+    assert abs(np.corrcoef(orders[0][:common], orders[1][:common])[0, 1]) < 0.4
+
+
+def test_shares_are_rounded_without_bias() -> None:
+    """Over many seeds, a pair's first draws average to its share of a window."""
+    sizes = {"de-en": 100, "el-en": 5}
+    share = temperature_probabilities(sizes, sampling_temperature=5)["el-en"]
+    planners = [make_planner(sizes, micro_batches=1, window_steps=1, seed=s) for s in range(300)]
+    drawn = [sum(pair for pair, _, _ in sentences(p.window(0))) for p in planners]
+    expected = share * planners[0].window_sentences
+    assert expected % 1 == pytest.approx(0.5, abs=0.4)
+    assert len(set(drawn)) == 2
+    assert np.mean(drawn) == pytest.approx(expected, abs=0.1)
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    planner = make_planner({"de-en": 700})
+    windows: dict[int, list[int]] = defaultdict(list)
+    for window in range(24):
+        for _, _, line in sentences(planner.window(window)):
+            windows[line].append(window)
+    gaps = {seen[1] - seen[0] for seen in windows.values() if len(seen) > 1}
+    assert len(gaps) > 8
+
+
+def test_another_seed_reads_the_lines_in_another_order() -> None:
+    first, other = (
+        {line for _, _, line in sentences(make_planner({"de-en": 700}, seed=seed).window(0))}
+        for seed in (1, 2)
+    )
+    assert len(first - other) > len(first) / 2
 
 
 def test_a_window_does_not_depend_on_those_before_it() -> None:

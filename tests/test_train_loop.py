@@ -21,7 +21,7 @@ from torch import Tensor
 
 from data_prep import make_shards, mix
 from pipeline.artifacts import Artifact, InputRecord, Kind, new_artifact, open_artifact
-from pipeline.checkpoint import load_model
+from pipeline.checkpoint import load_model, read_spec
 from pipeline.config import Recipe
 from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
@@ -34,7 +34,7 @@ from pipeline.stages import STAGES, StageCall
 from pipeline.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
 from pipeline.train_loop import summarize_validation, train, training_data
 from pipeline.training_data import SplitData
-from pipeline.weights import initialize_weights
+from pipeline.weights import initialize_weights, tensor_shapes
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
@@ -227,13 +227,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint; every tensor of the model must be there exactly once."""
     saved = open_artifact(directory, kind="checkpoint")
     saved.verify()
-    return {
-        name: value
+    tensors = [
+        entry
         for file_name in saved.names("weights/")
-        for name, value in load_file(saved.file(file_name)).items()
-    }
+        for entry in load_file(saved.file(file_name)).items()
+    ]
+    assert sorted(name for name, _ in tensors) == sorted(tensor_shapes(read_spec(saved)))
+    return dict(tensors)
 
 
 def read_state(out_dir: Path, update: int) -> dict[str, Tensor]:
@@ -411,6 +414,7 @@ def test_another_number_of_ranks_resumes_to_the_same_curves(
         assert set(record) == set(wanted)
         assert record["update"] == wanted["update"]
         assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert set(read_weights(out_dir)) == set(read_weights(straight))
 
 
 # ---------------------------------------------------------------- validation

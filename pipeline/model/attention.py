@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from pipeline.batches import Packing
 
-
 FEW_QUERIES = 16
 """Up to here (decoding: one per beam) plain matrix products are the faster kernel on CPU."""
 

@@ -9,8 +9,10 @@ Legend: N tokens, C choices per token, E experts, R kept routes.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.model.router import Routing
@@ -57,7 +59,7 @@ def dispatch_dropless(routing: Routing, *, num_experts: int) -> Dispatch:
 
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
     """C = ceil(factor · top_k · tokens / experts) slots per expert (mmnmt.md §2)."""
-    return math.ceil(factor * top_k * num_tokens / num_experts)
+    return math.ceil(round(factor * top_k * num_tokens / num_experts, 6))
 
 
 def dispatch_with_capacity(
@@ -110,11 +112,61 @@ def dispatch_with_capacity(
     )
 
 
+def gather(x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+    """The token of every kept route, (R, D), in the order of experts."""
+    rows_RD: Tensor = _Gather.apply(x_ND, dispatch)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
 def combine(y_RD: Tensor, dispatch: Dispatch) -> Tensor:
     """Weighted sum of each token's expert outputs, (N, D); dropped routes contribute 0."""
+    y_ND: Tensor = _Combine.apply(  # type: ignore[no-untyped-call]
+        y_RD, dispatch.weight_NC, dispatch
+    )
+    return y_ND
+
+
+class _Gather(torch.autograd.Function):
+    """Its gradient sums over a token's routes, instead of adding row by row into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        return x_ND.index_select(0, dispatch.token_R)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_rows_RD,) = gradients
+        return _sum_over_routes(d_rows_RD, ctx.dispatch, weight_NC=None), None
+
+
+class _Combine(torch.autograd.Function):
+    """Its gradient is gathered like the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        ctx.save_for_backward(y_RD, weight_NC)
+        return _sum_over_routes(y_RD, dispatch, weight_NC=weight_NC)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_y_ND,) = gradients
+        y_RD, weight_NC = ctx.saved_tensors
+        row_NC = ctx.dispatch.row_NC
+        d_rows_RD = d_y_ND.index_select(0, ctx.dispatch.token_R)
+        # one place more than there are rows, where all dropped routes meet
+        d_weight = weight_NC.new_zeros(len(y_RD) + 1)
+        d_weight[:-1] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
+        weight = y_RD.new_empty(len(y_RD) + 1)
+        weight[row_NC] = weight_NC.to(y_RD.dtype)
+        return d_rows_RD * weight[:-1, None], d_weight[row_NC], None
+
+
+def _sum_over_routes(y_RD: Tensor, dispatch: Dispatch, *, weight_NC: Tensor | None) -> Tensor:
+    """(N, D): the rows of each token's kept routes, weighted and summed in one pass."""
     if dispatch.drops:
         y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
-    num_tokens, num_choices = dispatch.row_NC.shape
-    y_RD = y_RD.index_select(0, dispatch.row_NC.flatten())
-    y_NCD = y_RD.view(num_tokens, num_choices, y_RD.shape[1])
-    return torch.einsum("ncd,nc->nd", y_NCD, dispatch.weight_NC.to(y_RD.dtype))
+    if weight_NC is not None:
+        weight_NC = weight_NC.to(y_RD.dtype)
+    return F.embedding_bag(dispatch.row_NC, y_RD, per_sample_weights=weight_NC, mode="sum")

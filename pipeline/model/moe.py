@@ -18,6 +18,7 @@ from pipeline.model.dispatch import (
     dispatch_dropless,
     dispatch_with_capacity,
     expert_capacity,
+    gather,
 )
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.experts import Experts
@@ -69,8 +70,7 @@ class MixtureOfExperts(nn.Module):
         """Route, compute and combine; ``group_N`` is each token's language group."""
         routing: Routing = self.router(self._jittered(x_ND), group_N)
         dispatch = self._dispatch(routing)
-        rows_RD = x_ND.index_select(0, dispatch.token_R)
-        y_RD = self._apply_experts(rows_RD, dispatch.count_E)
+        y_RD = self._apply_experts(gather(x_ND, dispatch), dispatch.count_E)
         y_ND = combine(y_RD, self._masked(dispatch))
         record = RoutingRecord(
             balance_loss=balance_loss(routing),

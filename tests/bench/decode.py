@@ -1,23 +1,92 @@
 """Beam search beside Hugging Face's ``generate`` (sdpa, cached): same weights, same sentences.
 
-32 sentences, beam 5, exactly 40 tokens each: end-of-sentence is barred on both sides, here by
-naming padding, which is never generated, as the token that ends a sentence.
+Beam 5, 32 sentences of 24 to 40 tokens, exactly 40 new tokens each: end-of-sentence is barred on
+both sides, on ours by naming padding, which is never generated, as the token that ends a sentence.
 
     python tests/bench/decode.py [--quick] [--rounds N] [--json FILE]
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from m2m100_peer import m2m100_peer, padded  # noqa: E402
-from ratios import Row, compare, interleaved, parse_options, report  # noqa: E402
-from tiny_models import EOS_ID, random_batch, random_examples, tiny_spec  # noqa: E402
+from dense_step import model_and_examples, shape_text
+from m2m100_peer import m2m100_peer, padded
+from ratios import Row, compare, interleaved, parse_options, report
+from tiny_models import EOS_ID, PAD_ID
 
-from pipeline.config import DecodingConfig  # noqa: E402
-from pipeline.decoding import Source, beam_search  # noqa: E402
-from pipeline.model.transformer import build_model  # noqa: E402
-from pipeline.weights import initialize_weights  # noqa: E402
+from pipeline.batches import Example, collate
+from pipeline.config import DecodingConfig
+from pipeline.decoding import Source, beam_search
+from pipeline.model.transformer import Transformer
+
+TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
+SENTENCES, BEAMS, NEW_TOKENS = 32, 5, 40
+
+Sequences = list[tuple[int, ...]]
+
+
+def our_search(model: Transformer, examples: list[Example]) -> Callable[[], Sequences]:
+    """A search that returns the tokens after the prompt."""
+    sources = [
+        Source([*one.source_prefix, *one.source, EOS_ID], one.decoder_prompt, one.target_language)
+        for one in examples
+    ]
+    config = DecodingConfig(
+        beam_size=BEAMS, max_length_ratio=0, max_extra_length=NEW_TOKENS, stopping="huggingface"
+    )
+
+    def search() -> Sequences:
+        return [found.tokens for found in beam_search(model, sources, config, eos_id=PAD_ID)]
+
+    return search
+
+
+def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
+    """The same search of the peer, over the same prompts."""
+    batch = collate(examples, eos_id=EOS_ID)
+    source_BS = padded(batch.source_N, batch.source, fill=PAD_ID)
+    prompts_BT = torch.tensor([one.decoder_prompt for one in examples])
+
+    def search() -> Sequences:
+        sequences = peer.generate(
+            input_ids=source_BS,
+            attention_mask=source_BS.ne(PAD_ID).long(),
+            decoder_input_ids=prompts_BT,
+            num_beams=BEAMS,
+            length_penalty=1.0,
+            early_stopping=False,
+            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+        )
+        return [tuple(tokens) for tokens in sequences[:, prompts_BT.shape[1] :].tolist()]
+
+    return search
+
+
+def main() -> None:
+    options = parse_options("Beam search, against Hugging Face's generate.")
+    rows: list[Row] = []
+    for dtype, target in TARGETS.items():
+        model, examples = model_and_examples(dtype, sentences=SENTENCES, quick=options.quick)
+        peer = m2m100_peer(model.eval(), eos_id=EOS_ID)
+        searches = {"ours": our_search(model, examples), "generate": peer_search(peer, examples)}
+        found, expected = (search() for search in searches.values())
+        same = sum(one == other for one, other in zip(found, expected, strict=True))
+        print(f"{dtype}: {same} of {SENTENCES} translations are the same on both sides")
+        assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
+        assert same == SENTENCES or dtype == torch.bfloat16
+        seconds = interleaved(searches, rounds=options.rounds)
+        case = f"beam search, {str(dtype).removeprefix('torch.')}"
+        rows += compare(seconds, case=case, target=target)
+    shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
+    report(rows, options, shapes=shapes)
+
+
+if __name__ == "__main__":
+    main()

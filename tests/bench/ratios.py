@@ -51,9 +51,14 @@ def parse_options(description: str) -> Options:
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, too")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    rounds = min(given.rounds, 2) if given.quick else given.rounds
-    return Options(quick=given.quick, rounds=rounds, threads=given.threads, json_path=given.json)
+    threads = 1 if given.quick else given.threads
+    torch.set_num_threads(threads)
+    return Options(
+        quick=given.quick,
+        rounds=2 if given.quick else given.rounds,
+        threads=threads,
+        json_path=given.json,
+    )
 
 
 def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:

@@ -1,0 +1,228 @@
+"""The estimate of memory beside the peak resident memory of processes that really train.
+
+Every case builds a model of more than 100 M parameters in fresh processes and runs two updates of
+two micro-batches under the engine. Measured is the largest resident memory after imports and
+process group, less what the process had then. The C library keeps much of the memory that small
+tensors give back, which is none of what training needs; so every case is run with its threshold
+for returning memory fixed (``MALLOC_MMAP_THRESHOLD_``), and the dense ones again as it is.
+
+    python tests/bench/memory.py [--quick] [--json FILE]
+
+``--quick`` runs two small cases, with the threshold only.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from ratios import Row, parse_options
+from tiny_models import random_batch
+
+from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig
+from pipeline.distributed import LOOPBACK, World, distributed_world, free_port
+from pipeline.engine import Engine, connect, expert_parallel_group
+from pipeline.memory import estimate
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+from pipeline.optim import make_optimizer
+from pipeline.weights import initialize_weights
+
+UPDATES = 2
+LENGTH = 32
+TAGS = 2
+TOLERANCE = 0.2
+MEBIBYTE = 2**20
+MEASURE = "--measure"
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+TIMEOUT_SECONDS = 600
+
+MODELS = {
+    "dense": ModelConfig(encoder_layers=2, decoder_layers=2),
+    "moe": ModelConfig(
+        encoder_layers=2, decoder_layers=2, width=512, feed_forward_width=2048
+    ).model_copy(update={"moe": MoEConfig(num_experts=24)}),
+}
+VOCABULARY = {"dense": 48_000, "moe": 16_000}
+"""108 M parameters, and 123 M of which 101 M are experts'."""
+DS_CONFIGS: dict[str, dict[str, Any]] = {
+    "fp32 zero1": {},
+    "bf16 zero1": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp32 zero2": {},
+    "bf16 zero2": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    model: str
+    machine: str
+    """Key of ``DS_CONFIGS``, whose last digit is the ZeRO stage."""
+    tokens: int
+    processes: int = 1
+    parallel_size: int = 1
+
+    def __str__(self) -> str:
+        world = f", {self.processes} ranks" if self.processes > 1 else ""
+        spread = f", experts over {self.parallel_size}" if self.parallel_size > 1 else ""
+        return f"{self.model} {self.machine}, {self.tokens} tokens{world}{spread}"
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(
+            name="memory",
+            model=MODELS[self.model],
+            batches=BatchesConfig(tokens=self.tokens, micro_batches=2 * self.processes),
+            training=TrainingConfig(expert_parallel_size=self.parallel_size),
+        )
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        zero = {"stage": int(self.machine[-1]), "reduce_bucket_size": 50_000_000}
+        return {**DS_CONFIGS[self.machine], "zero_optimization": zero}
+
+    def estimated_bytes(self) -> int:
+        return estimate(
+            self.recipe,
+            vocabulary_size=VOCABULARY[self.model],
+            num_groups=0,
+            processes=self.processes,
+            ds_config=self.ds_config,
+            device="cpu",
+            sentence_length=LENGTH,
+        ).total_bytes
+
+
+QUICK_CASES = [Case("moe", "fp32 zero1", 128), Case("moe", "bf16 zero2", 128)]
+CASES = [
+    *[Case("dense", kind, n) for kind in ("fp32 zero1", "bf16 zero1") for n in (128, 768)],
+    *[Case("moe", kind, n) for kind in ("fp32 zero1", "bf16 zero2") for n in (128, 1536)],
+    Case("moe", "fp32 zero1", 512, processes=2, parallel_size=2),
+    Case("moe", "fp32 zero2", 512, processes=2, parallel_size=1),
+]
+
+
+def resident_bytes(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (largest) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+    raise KeyError(field)
+
+
+def train(case: Case, world: World) -> int:
+    """Peak of two updates in this process, above what it has now, in bytes."""
+    connect(world)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = resident_bytes("VmRSS")
+    recipe = case.recipe
+    spec = ModelSpec(
+        model=recipe.model,
+        vocabulary_size=VOCABULARY[case.model],
+        pad_id=1,
+        languages=("de", "en"),
+    )
+    parallel = expert_parallel_group(case.parallel_size, world=world)
+    model = build_model(
+        spec, regularization=Regularization.of(recipe.training), expert_parallel=parallel
+    )
+    initialize_weights(model, seed=1)
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config=case.ds_config,
+        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+        expert_parallel_size=model.expert_parallel_size,
+    )
+    words = LENGTH - TAGS
+    batch = random_batch(
+        spec, sentences=case.tokens // LENGTH, seed=world.rank, shortest=words, longest=words
+    )
+    total_labels = recipe.batches.micro_batches * batch.num_labels
+    for _ in range(UPDATES):
+        engine.train_step([batch] * 2, seeds=[1, 2], total_labels=total_labels, learning_rate=1e-4)
+    return resident_bytes("VmHWM") - before
+
+
+def measured_bytes(case: Case, *, environment: Mapping[str, str]) -> int:
+    """Peak of the rank that takes the most, each rank a fresh process of one thread."""
+    port, size = free_port(), case.processes
+    command = [sys.executable, __file__, MEASURE, json.dumps(asdict(case))]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={
+                **os.environ,
+                **World(rank, size, rank, size, LOOPBACK, port).environment(),
+                "OMP_NUM_THREADS": "1",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode != 0 for rank in ranks):
+        raise SystemExit(f"{case}: a rank failed, see above")
+    return max(int(output.splitlines()[-1]) for output in outputs)
+
+
+def compare(case: Case, *, metric: str, environment: Mapping[str, str]) -> Row:
+    """Estimate beside measurement; ``ratio`` is the former by the latter."""
+    ours = case.estimated_bytes() / MEBIBYTE
+    peer = measured_bytes(case, environment=environment) / MEBIBYTE
+    ratio = ours / peer
+    row = Row(
+        case=str(case),
+        metric=metric,
+        ours=round(ours),
+        peer=round(peer),
+        ratio=round(ratio, 3),
+        target=1 - TOLERANCE,
+        holds=abs(ratio - 1) <= TOLERANCE,
+    )
+    print(
+        f"{row.case:52} {row.metric:26} {row.ours:9.0f} {row.peer:9.0f} {row.ratio:6.2f}  "
+        f"{'yes' if row.holds else 'NO'}",
+        flush=True,
+    )
+    return row
+
+
+def main() -> None:
+    options = parse_options(__doc__ or "")
+    print(f"torch {torch.__version__}; MiB per rank above the bare process; sentences of {LENGTH}")
+    print(f"{'case':52} {'metric':26} {'estimate':>9} {'measured':>9} {'ratio':>6}  within 20 %")
+    rows = []
+    for case in QUICK_CASES if options.quick else CASES:
+        rows.append(compare(case, metric="MiB", environment=RETURN_MEMORY))
+        if case.model == "dense":
+            rows.append(compare(case, metric="MiB, freed memory kept", environment={}))
+    if options.json_path is not None:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        options.json_path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [MEASURE]:
+        with distributed_world() as this_world:
+            print(train(Case(**json.loads(sys.argv[2])), this_world))
+    else:
+        main()

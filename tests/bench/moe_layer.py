@@ -1,0 +1,295 @@
+"""One mixture-of-experts layer, forward and backward, beside its bound and beside its peers.
+
+The bound is the dense feed-forward on twice the tokens: what two experts per token have to
+compute at least. Peers are DeepSpeed's own layer, without drops and with capacity factor 1, and
+Hugging Face's NLLB-MoE layer. All hold the same weights and get the same tokens, new ones in every
+round, so that every round routes anew. The balance loss is part of everyone's work.
+
+A ratio of at least 1 means that ours takes no longer.
+
+    python tests/bench/moe_layer.py [--quick] [--rounds N] [--threads N] [--json FILE]
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from ratios import Options, Row, compare, interleaved, parse_options, report  # noqa: E402
+from tiny_models import tiny_spec  # noqa: E402
+
+from pipeline.batches import Packing  # noqa: E402
+from pipeline.config import MoEConfig  # noqa: E402
+from pipeline.distributed import distributed_world  # noqa: E402
+from pipeline.engine import connect  # noqa: E402
+from pipeline.model.moe import MixtureOfExperts  # noqa: E402
+from pipeline.model.transformer import build_model  # noqa: E402
+from pipeline.weights import initialize_weights  # noqa: E402
+
+TOP_K = 2
+BALANCE_WEIGHT = 0.1
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""(N, D) → (N, D) and the balance loss."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer, the tokens it gets, and what it should reach of its bound."""
+
+    width: int
+    hidden_width: int
+    num_experts: int
+    tokens: int
+    of_bound: dict[torch.dtype, float]
+
+    def __str__(self) -> str:
+        sizes = f"d {self.width}, hidden {self.hidden_width}, {self.num_experts} experts"
+        return f"{sizes}, {self.tokens} tokens"
+
+
+SHAPES = (
+    Shape(512, 2048, 8, 4096, {torch.float32: 1.0, torch.bfloat16: 1.0}),
+    Shape(1024, 4096, 32, 2048, {torch.float32: 0.75, torch.bfloat16: 0.85}),
+)
+QUICK_SHAPES = (Shape(64, 128, 4, 256, {torch.float32: 0.0, torch.bfloat16: 0.0}),)
+
+
+def our_layer(shape: Shape, dtype: torch.dtype) -> MixtureOfExperts:
+    """Our layer with initial weights."""
+    spec = tiny_spec(
+        moe=MoEConfig(num_experts=shape.num_experts, top_k=TOP_K, every=1),
+        width=shape.width,
+        feed_forward_width=shape.hidden_width,
+        layers=1,
+    )
+    model = build_model(spec, device=DEVICE)
+    initialize_weights(model, seed=1)
+    layer = model.encoder.layers[0].feed_forward
+    assert isinstance(layer, MixtureOfExperts)
+    return layer.to(dtype).train()
+
+
+class Expert(nn.Module):
+    """A plain feed-forward: DeepSpeed's expert, and the dense layer of the bound."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, shape.hidden_width)
+        self.down = nn.Linear(shape.hidden_width, shape.width)
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        y_ND: Tensor = self.down(F.relu(self.up(x_ND)))
+        return y_ND
+
+
+@torch.no_grad()
+def copy_expert(ours: MixtureOfExperts, index: int, up: nn.Linear, down: nn.Linear) -> None:
+    """Give two linear layers the weights of one of our experts."""
+    for stacked, linear in ((ours.experts.up, up), (ours.experts.down, down)):
+        linear.weight.copy_(stacked.weight[index])
+        linear.bias.copy_(stacked.bias[index])
+
+
+def deepspeed_layer(shape: Shape, ours: MixtureOfExperts, **settings: Any) -> tuple[nn.Module, Any]:
+    """DeepSpeed's layer with our weights, as it comes but for a gate that adds no noise."""
+    from deepspeed.moe.layer import MoE
+
+    peer = MoE(
+        hidden_size=shape.width,
+        expert=Expert(shape),
+        num_experts=shape.num_experts,
+        k=TOP_K,
+        use_rts=False,
+        top2_2nd_expert_sampling=False,
+        **settings,
+    )
+    peer.set_deepspeed_parallelism()
+    peer = peer.to(DEVICE, ours.router.weight.dtype).train()
+    moe = peer.deepspeed_moe
+    with torch.no_grad():
+        moe.gate.wg.weight.copy_(ours.router.weight)
+    for index, expert in enumerate(moe.experts.deepspeed_experts):
+        copy_expert(ours, index, expert.up, expert.down)
+
+    def layer(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND, balance_loss, _ = peer(x_ND)
+        return y_ND, balance_loss
+
+    return peer, layer
+
+
+def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Any]:
+    """Hugging Face's layer with our weights and room for all routes."""
+    from transformers import NllbMoeConfig
+    from transformers.models.nllb_moe.modeling_nllb_moe import (
+        NllbMoeSparseMLP,
+        load_balancing_loss_func,
+    )
+
+    config = NllbMoeConfig(
+        d_model=shape.width,
+        num_experts=shape.num_experts,
+        expert_capacity=2 * shape.tokens,
+        router_bias=False,
+        second_expert_policy="all",
+        normalize_router_prob_before_dropping=True,
+        moe_token_dropout=0.0,
+        activation_dropout=0.0,
+        activation_function="relu",
+    )
+    dtype = ours.router.weight.dtype
+    peer = NllbMoeSparseMLP(config, shape.hidden_width).to(DEVICE, dtype).train()
+    with torch.no_grad():
+        peer.router.classifier.weight.copy_(ours.router.weight)
+    for index, expert in enumerate(peer.experts.values()):
+        copy_expert(ours, index, expert.fc1, expert.fc2)
+
+    def layer(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        # transformers 4.57: the default padding mask of this layer makes its router fail
+        y_1ND, (probability_NE, first_N) = peer(x_ND[None], padding_mask=None)
+        return y_1ND[0], load_balancing_loss_func(probability_NE, first_N[:, None])
+
+    return peer, layer
+
+
+def contestants(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[nn.Module, Layer]]:
+    """Ours, the bound, and every peer that can be built here."""
+    ours = our_layer(shape, dtype)
+    group_N = torch.zeros(shape.tokens, dtype=torch.int64, device=DEVICE)
+
+    def our_call(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND, record = ours(x_ND, group_N)
+        return y_ND, record.balance_loss
+
+    dense = Expert(shape).to(DEVICE, dtype)
+
+    def dense_call(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND = dense(torch.cat([x_ND] * TOP_K))
+        return y_ND, y_ND.new_zeros(())
+
+    found: dict[str, tuple[nn.Module, Layer]] = {
+        "ours": (ours, our_call),
+        "dense on twice the tokens": (dense, dense_call),
+    }
+    builders: dict[str, Callable[[], tuple[nn.Module, Layer]]] = {
+        "DeepSpeed without drops": lambda: deepspeed_layer(shape, ours, drop_tokens=False),
+        "DeepSpeed capacity 1.0": lambda: deepspeed_layer(shape, ours, capacity_factor=1.0),
+        "Hugging Face NLLB-MoE": lambda: nllb_layer(shape, ours),
+    }
+    x_ND = next(inputs(shape, dtype))
+    for name, build in builders.items():
+        try:
+            peer, call = build()
+            train_once(peer, call, x_ND)
+        except (ImportError, RuntimeError, AttributeError, TypeError) as error:
+            print(f"{name} is left out: {error!r}")
+            continue
+        found[name] = (peer, call)
+        if name != "DeepSpeed capacity 1.0":  # the one that drops
+            assert_same(our_call(x_ND)[0], call(x_ND)[0], name)
+    return found
+
+
+@torch.no_grad()
+def assert_same(y_ND: Tensor, peer_y_ND: Tensor, name: str) -> None:
+    """A peer that computed something else would be no yardstick; ties may be broken otherwise."""
+    difference_N = (y_ND - peer_y_ND).float().norm(dim=-1) / y_ND.float().norm(dim=-1)
+    tolerance = 1e-3 if y_ND.dtype == torch.float32 else 5e-2
+    share = float((difference_N < tolerance).float().mean())
+    assert share > 0.97, f"{name} agrees with ours on {share:.0%} of the tokens only"
+
+
+def inputs(shape: Shape, dtype: torch.dtype, *, rounds: int = 1) -> Iterator[Tensor]:
+    """The tokens of each round, for ever; the same for every caller."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape.tokens, shape.width, generator=generator) for _ in range(rounds)]
+    return cycle([x_ND.to(DEVICE, dtype).requires_grad_() for x_ND in made])
+
+
+def train_once(module: nn.Module, layer: Layer, x_ND: Tensor) -> None:
+    """Forward and backward into fresh gradients, as a training step has it."""
+    module.zero_grad(set_to_none=True)
+    x_ND.grad = None
+    y_ND, balance_loss = layer(x_ND)
+    (y_ND.float().mean() + BALANCE_WEIGHT * balance_loss).backward()  # type: ignore[no-untyped-call]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def layer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
+    """Ours beside the bound and every peer."""
+    timed: dict[str, Callable[[], object]] = {}
+    for name, (module, layer) in contestants(shape, dtype).items():
+        stream = inputs(shape, dtype, rounds=options.rounds + 1)
+        timed[name] = _step(module, layer, stream)
+    seconds = interleaved(timed, rounds=options.rounds)
+    case = f"d {shape.width}, {shape.num_experts} experts, {str(dtype).removeprefix('torch.')}"
+    rows = []
+    for name in seconds:
+        if name != "ours":
+            target = shape.of_bound[dtype] if name.startswith("dense") else 1.0
+            pair = {"ours": seconds["ours"], name: seconds[name]}
+            rows += compare(pair, case=case, target=target)
+    return rows
+
+
+def _step(module: nn.Module, layer: Layer, stream: Iterator[Tensor]) -> Callable[[], object]:
+    return lambda: train_once(module, layer, next(stream))
+
+
+def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
+    """A batch of which 30 % is padding, packed, beside one that is full."""
+    length, share = 64, 0.3
+    lengths = [length - int(2 * share * length * i / 15) for i in range(16)] * (shape.tokens // 1024)
+    packing = Packing.from_lengths(lengths).to(DEVICE)
+    layer = our_layer(shape, dtype)
+    padded = inputs(shape, dtype, rounds=options.rounds + 1)
+    full = inputs(shape, dtype, rounds=options.rounds + 1)
+
+    def on(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND, record = layer(x_ND, torch.zeros(len(x_ND), dtype=torch.int64, device=DEVICE))
+        return y_ND, record.balance_loss
+
+    def on_packed(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        cells = packing.batch * packing.length
+        y_ND, balance_loss = on(packing.pack(x_ND[:cells].view(-1, packing.length, shape.width)))
+        return packing.unpack(y_ND), balance_loss
+
+    timed: dict[str, Callable[[], object]] = {
+        "ours": _step(layer, on_packed, padded),
+        "full": _step(layer, on, full),
+    }
+    seconds = interleaved(timed, rounds=options.rounds)
+    real = len(packing.index_N) / shape.tokens
+    case = f"d {shape.width}, {1 - real:.0%} padding, {str(dtype).removeprefix('torch.')}"
+    return compare(seconds, case=case, target=0.0 if options.quick else round(0.95 / real, 2))
+
+
+def main() -> None:
+    """Every shape in both precisions."""
+    options = parse_options(__doc__ or "")
+    shapes = QUICK_SHAPES if options.quick else SHAPES
+    rows: list[Row] = []
+    with distributed_world() as world:
+        connect(world)
+        for shape in shapes:
+            for dtype in (torch.float32, torch.bfloat16):
+                rows += layer_rows(shape, dtype, options)
+        for dtype in (torch.float32, torch.bfloat16):
+            if shapes[0].tokens % 1024 == 0:
+                rows += padding_rows(shapes[0], dtype, options)
+    report(rows, options, shapes="; ".join(str(shape) for shape in shapes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""The parity matrix: every topology, ZeRO stage and precision makes the same updates.
+
+ZeRO 1 and 2 × fp32 and bf16 × worlds of 1, 2 and 4 × expert-parallel sizes of 1, 2 and 4, with
+accumulation that keeps the micro-batches. In fp32 the reference is plain PyTorch in one process
+(see ``test_engine.py``); in bf16, whose rounding depends on how a master weight is kept, it is the
+same engine in one process. Then training states that move between worlds of 2, 1, 4 and 2 ranks.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from process_pool import ProcessPool
+from test_engine import (
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    MOE,
+    make_recipe,
+    micro_batches,
+    plain_training,
+    set_weights,
+)
+from tiny_models import tiny_spec
+from torch import Tensor
+
+from pipeline.artifacts import ArtifactWriter, open_artifact
+from pipeline.checkpoint import PieceReader, write_pieces
+from pipeline.config import OptimizerConfig
+from pipeline.distributed import World
+from pipeline.engine import Engine, connect, expert_parallel_group
+from pipeline.model.transformer import build_model
+from pipeline.optim import make_optimizer
+from pipeline.run_directory import RunDirectory
+
+SPEC = tiny_spec(moe=MOE, groups=2)
+UPDATES = 5
+CLIP_NORM = 0.5
+ADAM = OptimizerConfig(learning_rate=1e-2, clip_norm=CLIP_NORM)
+RATES = {"fp32": LEARNING_RATE, "bf16": LEARNING_RATE / 10}
+"""In bf16 a rate at which the loss does not rise, so that rounding is not blown up."""
+TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+Precision = Literal["fp32", "bf16"]
+Method = Literal["sgd", "adam"]
+
+
+@dataclass
+class Run:
+    """What one rank saw: losses summed over its micro-batches, norms, and its master weights."""
+
+    losses: list[float]
+    norms: list[float]
+    first: dict[tuple[str, int], Tensor]
+    """Master weights before the first update, by tensor and start."""
+    second: dict[tuple[str, int], Tensor]
+    """… after the first update."""
+    last: dict[tuple[str, int], Tensor]
+
+
+@dataclass
+class Joined:
+    """All ranks' figures; master weights as one vector in a fixed order."""
+
+    losses: list[float]
+    norms: list[float]
+    first: Tensor
+    second: Tensor
+    last: Tensor
+    names: list[str]
+    parts: dict[str, Tensor]
+
+
+def make_engine(
+    world: World, *, parallel_size: int, zero_stage: int, precision: Precision, method: Method
+) -> Engine:
+    connect(world)
+    parallel = expert_parallel_group(parallel_size, world=world)
+    model = build_model(SPEC, expert_parallel=parallel)
+    set_weights(model)
+    config: dict[str, Any] = {"zero_optimization": {"stage": zero_stage, "overlap_comm": False}}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+
+    def optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        if method == "adam":
+            return make_optimizer(groups, ADAM)
+        return torch.optim.SGD(groups, lr=LEARNING_RATE)
+
+    return Engine(
+        model,
+        make_recipe(SPEC.model, clip_norm=CLIP_NORM),
+        world=world,
+        ds_config=config,
+        make_optimizer=optimizer,
+        expert_parallel_size=parallel_size,
+    )
+
+
+def masters(engine: Engine) -> dict[tuple[str, int], Tensor]:
+    pieces = engine.optimizer_pieces()
+    return {(p.tensor, p.start): p.values for p in pieces if p.what == "master"}
+
+
+def one_update(engine: Engine, world: World, update: int, *, rate: float) -> tuple[float, float]:
+    """This rank's summed cross entropy, and the norm."""
+    mine = range(world.rank, MICRO_BATCHES, world.size)
+    batches = micro_batches(SPEC, update)
+    result = engine.train_step(
+        [batches[index] for index in mine],
+        seeds=[1 for _ in mine],
+        total_labels=sum(batch.num_labels for batch in batches),
+        learning_rate=rate,
+    )
+    return result.cross_entropy.item(), result.gradient_norm
+
+
+def train(
+    world: World, *, parallel_size: int, zero_stage: int, precision: Precision, method: Method
+) -> Run:
+    engine = make_engine(
+        world,
+        parallel_size=parallel_size,
+        zero_stage=zero_stage,
+        precision=precision,
+        method=method,
+    )
+    rate = RATES[precision] if method == "sgd" else ADAM.learning_rate
+    run = Run([], [], first=masters(engine), second={}, last={})
+    for update in range(UPDATES):
+        loss, norm = one_update(engine, world, update, rate=rate)
+        run.losses.append(loss)
+        run.norms.append(norm)
+        if update == 0:
+            run.second = masters(engine)
+    run.last = masters(engine)
+    return run
+
+
+def join(runs: list[Run]) -> Joined:
+    def vector(which: str) -> tuple[list[str], Tensor, dict[str, Tensor]]:
+        pieces: dict[tuple[str, int], Tensor] = {}
+        for run in runs:
+            pieces |= getattr(run, which)
+        parts: dict[str, list[Tensor]] = {}
+        for (name, _), values in sorted(pieces.items()):
+            parts.setdefault(name, []).append(values)
+        whole = {name: torch.cat(values) for name, values in parts.items()}
+        return list(whole), torch.cat([torch.empty(0), *whole.values()]), whole
+
+    names, last, parts = vector("last")
+    return Joined(
+        losses=[sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)],
+        norms=runs[0].norms,
+        first=vector("first")[1],
+        second=vector("second")[1],
+        last=last,
+        names=names,
+        parts=parts,
+    )
+
+
+@cache
+def plain_sgd() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    trained, _ = plain_training(SPEC, clip_norm=CLIP_NORM, updates=UPDATES)
+    return trained.cross_entropies, trained.norms, trained.weights
+
+
+@cache
+def plain_adam() -> Tensor:
+    """All weights after the updates of plain PyTorch with the same optimizer."""
+    trained, _ = plain_training(
+        SPEC,
+        clip_norm=CLIP_NORM,
+        updates=UPDATES,
+        make_optimizer=lambda parameters: make_optimizer(parameters, ADAM),
+    )
+    return torch.cat([trained.weights[name].flatten() for name in sorted(trained.weights)])
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
+def test_fp32_updates_by_sgd_are_those_of_one_plain_process(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int, zero_stage: int
+) -> None:
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    found = join(
+        pool.run(
+            train,
+            parallel_size=parallel_size,
+            zero_stage=zero_stage,
+            precision="fp32",
+            method="sgd",
+        )
+    )
+    losses, norms, weights = plain_sgd()
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.norms == pytest.approx(norms, rel=1e-5)
+    assert sorted(weights) == found.names
+    for name, values in found.parts.items():
+        expected = weights[name].flatten()
+        assert (values - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+    clipped = (found.second - found.first).norm() / LEARNING_RATE
+    assert norms[0] > CLIP_NORM
+    assert float(clipped) == pytest.approx(CLIP_NORM, rel=1e-4)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
+def test_fp32_updates_by_adam_reach_the_same_whole_model_norm(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int, zero_stage: int
+) -> None:
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    found = join(
+        pool.run(
+            train,
+            parallel_size=parallel_size,
+            zero_stage=zero_stage,
+            precision="fp32",
+            method="adam",
+        )
+    )
+    assert float(found.last.norm()) == pytest.approx(float(plain_adam().norm()), rel=1e-5)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
+def test_bf16_updates_follow_those_of_one_process(
+    request: pytest.FixtureRequest,
+    pool1: ProcessPool,
+    world_size: int,
+    parallel_size: int,
+    zero_stage: int,
+) -> None:
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    found = join(
+        pool.run(
+            train,
+            parallel_size=parallel_size,
+            zero_stage=zero_stage,
+            precision="bf16",
+            method="sgd",
+        )
+    )
+    reference = join(
+        pool1.run(train, parallel_size=1, zero_stage=1, precision="bf16", method="sgd")
+    )
+    plain_losses, _, _ = plain_sgd()
+    assert found.losses == pytest.approx(reference.losses, rel=2e-3)
+    assert found.losses[0] == pytest.approx(plain_losses[0], rel=2e-3)
+    ours, theirs = found.second - found.first, reference.second - reference.first
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+    assert float(cosine) >= 0.999
+    clipped = ours.norm() / RATES["bf16"]
+    assert float(clipped) == pytest.approx(CLIP_NORM, rel=1e-3)
+
+
+def continue_training(
+    world: World,
+    directory: Path,
+    *,
+    parallel_size: int,
+    zero_stage: int,
+    updates: range,
+    resume: str | None,
+    save_as: str,
+) -> Run:
+    """Some updates by Adam, from a saved state to a saved state."""
+    engine = make_engine(
+        world,
+        parallel_size=parallel_size,
+        zero_stage=zero_stage,
+        precision="fp32",
+        method="adam",
+    )
+    runs = RunDirectory(directory / "model", stage="pretrain", config={}, inputs={}, world=world)
+    if resume is not None:
+        state = open_artifact(runs.states_dir / resume, kind="training_state")
+        engine.load_optimizer_pieces(PieceReader(state), update=updates.start)
+    run = Run([], [], first=masters(engine), second={}, last={})
+    for update in updates:
+        loss, norm = one_update(engine, world, update, rate=ADAM.learning_rate)
+        run.losses.append(loss)
+        run.norms.append(norm)
+    pieces = list(engine.optimizer_pieces())
+
+    def write(writer: ArtifactWriter) -> None:
+        write_pieces(writer.directory / "optimizer", iter(pieces), part=world.rank)
+
+    runs.write(
+        runs.states_dir / save_as,
+        kind="training_state",
+        write=write,
+    )
+    run.last = {(f"{p.what} {p.tensor}", p.start): p.values for p in pieces}
+    return run
+
+
+def test_a_state_that_moves_from_two_ranks_to_one_to_four_to_two_trains_as_if_it_had_stayed(
+    pool1: ProcessPool, pool2: ProcessPool, pool4: ProcessPool, tmp_path: Path
+) -> None:
+    moves = [(pool2, 2, 1), (pool1, 1, 2), (pool4, 4, 1), (pool2, 1, 2)]
+    losses: list[float] = []
+    resume = None
+    for turn, (pool, parallel_size, zero_stage) in enumerate(moves):
+        moved = join(
+            pool.run(
+                continue_training,
+                tmp_path / "moved",
+                parallel_size=parallel_size,
+                zero_stage=zero_stage,
+                updates=range(2 * turn, 2 * turn + 2),
+                resume=resume,
+                save_as=f"state-{turn}",
+            )
+        )
+        losses += moved.losses
+        resume = f"state-{turn}"
+    stayed = join(
+        pool2.run(
+            continue_training,
+            tmp_path / "stayed",
+            parallel_size=2,
+            zero_stage=1,
+            updates=range(2 * len(moves)),
+            resume=None,
+            save_as="state",
+        )
+    )
+    assert losses == pytest.approx(stayed.losses, rel=1e-5)
+    assert moved.names == stayed.names
+    for what in ("master", "exp_avg", "exp_avg_sq"):
+        ours = torch.cat([v for name, v in moved.parts.items() if name.startswith(f"{what} ")])
+        theirs = torch.cat([v for name, v in stayed.parts.items() if name.startswith(f"{what} ")])
+        assert len(ours) > 1000
+        assert float((ours - theirs).norm() / theirs.norm()) <= 1e-4, what
