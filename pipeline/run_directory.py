@@ -293,7 +293,7 @@ class _PendingWrite:
 
 
 def describe_os_error(error: OSError) -> str:
-    return "no space is left" if error.errno == errno.ENOSPC else str(error)
+    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
 
 
 def without_topology(config: Mapping[str, object]) -> dict[str, object]:

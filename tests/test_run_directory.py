@@ -282,7 +282,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
     messages = pool2.run(failure_of, tmp_path, (rank, FULL_DISK), ArtifactError)
     assert messages[0] == messages[1]
     assert f"rank {rank}: no space is left" in messages[0]
-    assert "make room and run again" in messages[0]
+    assert "no space is left; make room" in messages[0]
+    assert "run again" in messages[0]
     states = tmp_path / "model.run" / "states"
     assert [path.name for path in states.iterdir()] == ["update-0000001"]
     open_artifact(states / "update-0000001", kind="training_state").verify()
