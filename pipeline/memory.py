@@ -121,16 +121,13 @@ def estimate(
         recipe, vocabulary_size=vocabulary_size, num_groups=num_groups, processes=processes
     )
     model = recipe.model
-    logits = _logits_bytes(
-        batch.tokens * vocabulary_size, smoothed=recipe.loss.label_smoothing > 0, value=zero.value
-    )
-    held = _HeldByZero(zero, groups, embedding=vocabulary_size * model.width, device=device)
+    held = _HeldByZero(zero, groups, device=device, embedding=vocabulary_size * model.width)
     kept = sum(activation_bytes(model, batch, num_groups=num_groups).values())
-    working = max(logits, _layer_temporaries(model, batch))
+    working = _working_bytes(recipe, batch, vocabulary_size=vocabulary_size)
     return MemoryEstimate(
         phases={
             "start": held.start(),
-            "backward": {**held.backward(), "activations": kept, "logits": working},
+            "backward": {**held.backward(), "activations": kept, "working": working},
             "reduce": held.reduce(),
             "step": held.step(),
         },
@@ -336,11 +333,12 @@ class _HeldByZero:
         return {"parameters": value * self.values, "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Gradients of earlier micro-batches, and the first new one: that of the tied embedding."""
+        """Gradients of earlier micro-batches; ZeRO's buckets exist from the first new one on."""
+        reserves = self.device == "cuda" and not self.zero.is_bf16_optimizer
         return {
             **self._always(),
-            "gradients": self._accumulated() + self.zero.value * self.embedding,
-            "buckets": 0 if self.device == "cpu" else self._buckets(),
+            "gradients": self._accumulated(),
+            "buckets": self._buckets() if reserves else 0,
         }
 
     def reduce(self) -> dict[str, int]:
@@ -524,7 +522,22 @@ def _routes(moe: MoEConfig, tokens: int) -> int:
     return min(moe.top_k * tokens, capacity * moe.num_experts)
 
 
-def _logits_bytes(elements: int, *, smoothed: bool, value: int) -> int:
+def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
+    """What the backward pass works with while nearly all activations are kept.
+
+    First the loss; then the logits' gradient and, from it, that of the tied embedding; then the
+    latter, which waits for the look-up's, beside the gradients inside a layer.
+    """
+    logits = batch.tokens * vocabulary_size
+    embedding = batch.value * vocabulary_size * recipe.model.width
+    return max(
+        _loss_bytes(logits, smoothed=recipe.loss.label_smoothing > 0, value=batch.value),
+        batch.value * logits + embedding,
+        embedding + _layer_temporaries(recipe.model, batch),
+    )
+
+
+def _loss_bytes(elements: int, *, smoothed: bool, value: int) -> int:
     """Peak of the loss and its gradient, N V values each.
 
     Backward: log-probabilities, their gradient and that of the logits, in float32; forward: logits

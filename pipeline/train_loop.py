@@ -55,7 +55,7 @@ def training_data(call: StageCall) -> TrainingData:
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model on the call's data and write the stage's checkpoint."""
-    data.refuse_too_long(max_positions=model.spec.model.max_positions)
+    data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,
         call.recipe,

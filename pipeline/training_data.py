@@ -120,8 +120,13 @@ class TrainingData:
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)
 
-    def refuse_too_long(self, *, max_positions: int) -> None:
-        """Raises ConfigError where a sentence has more tokens than the model has positions."""
+    def check(self, *, max_positions: int) -> None:
+        """Raises ConfigError without validation sentences, or where one exceeds the positions."""
+        if not self.valid.lengths():
+            raise ConfigError(
+                "The shards have no validation sentences, and the best checkpoint is chosen by "
+                "them: give the corpus a valid set for at least one pair."
+            )
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:
             raise ConfigError(

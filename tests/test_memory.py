@@ -285,7 +285,7 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
     recipe = recipe.model_copy(update={"loss": LossConfig(label_smoothing=smoothing)})
     found = estimated(recipe, ds_config=ds_config, vocabulary_size=VOCABULARY)
     expected = allocated_at_peak(lambda: loss().backward())
-    assert found.phases["backward"]["logits"] == pytest.approx(expected, rel=0.02)
+    assert found.phases["backward"]["working"] == pytest.approx(expected, rel=0.02)
 
 
 def test_long_sentences_cost_scores_on_cpu_only() -> None:

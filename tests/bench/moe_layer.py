@@ -23,16 +23,17 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Options, Row, compare, interleaved, parse_options, report  # noqa: E402
-from tiny_models import tiny_spec  # noqa: E402
+from ratios import Options, Row, compare, interleaved, parse_options, report
+from tiny_models import tiny_spec
 
-from pipeline.batches import Packing  # noqa: E402
-from pipeline.config import MoEConfig  # noqa: E402
-from pipeline.distributed import distributed_world  # noqa: E402
-from pipeline.engine import connect  # noqa: E402
-from pipeline.model.moe import MixtureOfExperts  # noqa: E402
-from pipeline.model.transformer import build_model  # noqa: E402
-from pipeline.weights import initialize_weights  # noqa: E402
+from pipeline.batches import Packing
+from pipeline.config import MoEConfig
+from pipeline.distributed import distributed_world
+from pipeline.engine import connect
+from pipeline.model.experts import keep_freed_memory
+from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.transformer import build_model
+from pipeline.weights import initialize_weights
 
 TOP_K = 2
 BALANCE_WEIGHT = 0.1
@@ -250,7 +251,9 @@ def _step(module: nn.Module, layer: Layer, stream: Iterator[Tensor]) -> Callable
 def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
     """A batch of which 30 % is padding, packed, beside one that is full."""
     length, share = 64, 0.3
-    lengths = [length - int(2 * share * length * i / 15) for i in range(16)] * (shape.tokens // 1024)
+    lengths = [length - int(2 * share * length * i / 15) for i in range(16)] * (
+        shape.tokens // 1024
+    )
     packing = Packing.from_lengths(lengths).to(DEVICE)
     layer = our_layer(shape, dtype)
     padded = inputs(shape, dtype, rounds=options.rounds + 1)
@@ -278,6 +281,7 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
 def main() -> None:
     """Every shape in both precisions."""
     options = parse_options(__doc__ or "")
+    keep_freed_memory()
     shapes = QUICK_SHAPES if options.quick else SHAPES
     rows: list[Row] = []
     with distributed_world() as world:
