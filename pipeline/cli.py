@@ -283,6 +283,9 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=_positive, required=True, metavar="N", help="ranks of the run"
     )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
+    )
     _add_ds_config_option(parser)
 
 
@@ -599,6 +602,7 @@ def _memory_command(options: argparse.Namespace) -> int:
         num_groups=options.groups or _num_groups(recipe),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
+        device=options.device,
     )
     if options.json:
         print(json.dumps(estimate.to_json(), indent=1, ensure_ascii=False))

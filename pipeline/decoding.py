@@ -226,14 +226,11 @@ class _Search:
             ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
         for row, column in ends_BJ.nonzero().tolist():
-            ended = self.ended[self.active[row]]
-            if self.config.stopping == "fairseq" and len(ended.hypotheses) >= self.beams:
-                continue
             past = self.tokens_BJT[row, int(beam_BC[row, column])].tolist()
             last = int(token_BC[row, column])
             score = self._normalized(float(score_BC[row, column]), length)
             tokens = (*past,) if last == self.eos_id else (*past, last)
-            ended.add(score, tokens, keep=self.beams)
+            self.ended[self.active[row]].add(score, tokens, keep=self.beams)
 
     def _mark_done(self, best_running: Sequence[float], length: int) -> None:
         for row, index in enumerate(self.active):

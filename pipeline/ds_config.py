@@ -102,6 +102,13 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             "gradient norm with experts, and stage 3 cannot hold DeepSpeed's expert-parallel "
             "groups."
         )
+    accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
+    if stage == 1 and config.get("bf16", {}).get("enabled") and accumulates_in == "fp32":
+        raise ConfigError(
+            "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
+            "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
+            "data_types out."
+        )
 
 
 def hint(key: str, known: Sequence[str]) -> str:

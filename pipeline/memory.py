@@ -82,6 +82,14 @@ class MemoryEstimate:
         """Device and host together: what a rank on CPU needs."""
         return self.device_bytes + self.host_bytes
 
+    def table(self) -> list[tuple[str, int]]:
+        """(part, bytes) of the peak phase, then of the host, then the sums."""
+        peak = self.phases[self.peak_phase]
+        rows = [(part, size) for part, size in peak.items() if size]
+        rows.append((f"{self.device}, at its peak ({self.peak_phase})", self.device_bytes))
+        rows += [(f"host: {part}", size) for part, size in self.host.items()]
+        return rows
+
     def to_json(self) -> dict[str, Any]:
         return {
             "device": self.device,

@@ -555,7 +555,9 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
         ["in", "all", "2,147,483,648", "2.00"],
     ]
     sizes = ["--vocabulary", "99", "--groups", "3"]
-    assert cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--json"]) == 0
+    assert (
+        cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--device", "cpu", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out) == {"weights": 3 * 2**29, "in all": 2**31}
     assert told == [
         {
@@ -564,8 +566,12 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
             "num_groups": groups,
             "processes": 4,
             "ds_config": load_ds_config(ds_config),
+            "device": device,
         }
-        for vocabulary, groups, ds_config in [(64_000, 0, "cpu_fp32"), (99, 3, "cpu_bf16")]
+        for vocabulary, groups, ds_config, device in [
+            (64_000, 0, "cpu_fp32", "cuda"),
+            (99, 3, "cpu_bf16", "cpu"),
+        ]
     ]
 
 

@@ -3,18 +3,17 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from m2m100_peer import m2m100_peer, padded
-from tiny_models import EOS_ID, FIRST_PIECE, PAD_ID, random_examples, tiny_model, tiny_spec
+from tiny_models import EOS_ID, PAD_ID, random_examples, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.batches import Example, collate
 from pipeline.config import DecodingConfig, MoEConfig
 from pipeline.decoding import Source, Translation, beam_search, max_target_length
-from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
@@ -23,15 +22,29 @@ CAPACITY_MOE = MoEConfig(num_experts=4, top_k=2, every=2, dispatch="capacity", c
 Kind = Literal["dense", "moe", "moe-lgr", "moe-capacity"]
 
 
-def spec_of(kind: Kind, *, vocabulary: int = 12, **model: object) -> ModelSpec:
-    """A vocabulary so small that end-of-sentence is among the best tokens now and then."""
+def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 20, **model: object) -> Transformer:
+    """A random model whose translations differ with the source, in length too.
+
+    Fresh weights hardly look at the source and repeat one token: attention to the source is made
+    stronger, and end-of-sentence more likely at the states that all positions share.
+    """
     moe = {"dense": None, "moe-capacity": CAPACITY_MOE}.get(kind, TOKEN_MOE)
     groups = 3 if kind == "moe-lgr" else 0
-    return tiny_spec(moe=moe, groups=groups, vocabulary=vocabulary, languages=4, model=model)
+    spec = tiny_spec(moe=moe, groups=groups, vocabulary=vocabulary, languages=4, model=model)
+    made = tiny_model(spec, seed=seed).eval()
+    with torch.no_grad():
+        for layer in made.decoder_layers():
+            for parameter in layer.cross_attention.parameters():
+                parameter.mul_(5 if parameter.dim() == 2 else 1)
+        made.embedding.weight.mul_(1.5)
+        made.embedding.weight[EOS_ID] += raising_logit(made, by=2)
+    return made
 
 
-def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 12, **model: object) -> Transformer:
-    return tiny_model(spec_of(kind, vocabulary=vocabulary, **model), seed=seed).eval()
+def raising_logit(model: Transformer, *, by: float) -> Tensor:
+    """What, added to a token's embedding, raises its logit on average."""
+    norm = model.decoder.final_norm or list(model.decoder_layers())[-1].feed_forward_norm
+    return by * norm.bias / norm.bias.dot(norm.bias)
 
 
 def source_of(example: Example) -> Source:
@@ -80,6 +93,11 @@ def full_score(
     return total / float(len(ended) ** penalty)
 
 
+def rounded(score: float) -> Any:
+    """Equal up to rounding in float32."""
+    return pytest.approx(score, rel=1e-5, abs=1e-5)
+
+
 # ---------------------------------------------------------------- against decoding without a cache
 
 
@@ -106,7 +124,7 @@ def test_logits_of_every_step_equal_those_of_the_whole_prefix(
     assert len(found.tokens) == len(steps) == 40
     stepped = torch.log_softmax(torch.cat(steps).double(), dim=1)
     expected = next_log_p(model, example, found.tokens[:-1])
-    torch.testing.assert_close(stepped, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(stepped, expected, rtol=2e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
@@ -137,7 +155,7 @@ def test_a_score_is_the_normalised_log_probability_of_the_tokens_and_the_end(
         examples, translate(model, examples, length_penalty=penalty), strict=True
     ):
         expected = full_score(model, example, found.tokens, penalty=penalty)
-        assert found.score == pytest.approx(expected, abs=1e-5)
+        assert found.score == rounded(expected)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
@@ -146,11 +164,11 @@ def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind)
     model = model_of(kind)
     examples = random_examples(model.spec, sentences=9, seed=4, shortest=1, longest=20)
     together = translate(model, examples, stopping=stopping)
-    assert len({len(found.tokens) for found in together}) > 3
+    assert len({len(found.tokens) for found in together}) > 2
     for example, found in zip(examples, together, strict=True):
         (alone,) = translate(model, [example], stopping=stopping)
         assert alone.tokens == found.tokens
-        assert alone.score == pytest.approx(found.score, abs=1e-5)
+        assert alone.score == rounded(found.score)
 
 
 def test_half_precision_changes_scores_by_rounding_only() -> None:
@@ -193,7 +211,7 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sequences(
     assert len(scores) == 1 + 4 + 16
     best = max(scores, key=lambda tokens: scores[tokens])
     assert found.tokens == best
-    assert found.score == pytest.approx(scores[best], abs=1e-5)
+    assert found.score == rounded(scores[best])
 
 
 def fairseq_search(
@@ -229,8 +247,9 @@ def test_a_sentence_ends_by_fairseqs_rule(seed: int, beams: int, penalty: float)
     expected = [
         fairseq_search(model, one, beams=beams, penalty=penalty, limit=9) for one in examples
     ]
-    assert [one.tokens for one in found] == [one.tokens for one in expected]
-    assert [one.score for one in found] == pytest.approx([one.score for one in expected], abs=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.score == rounded(other.score)
 
 
 @pytest.mark.parametrize(("beams", "penalty"), [(3, 1.0), (4, 0.0), (5, 1.0), (5, 2.0)])
@@ -239,7 +258,7 @@ def test_the_huggingface_rule_finds_what_generate_finds(
     seed: int, beams: int, penalty: float
 ) -> None:
     limit = 10
-    model = model_of("dense", seed=seed, vocabulary=20)
+    model = model_of("dense", seed=seed)
     examples = [
         replace(one, decoder_prompt=(EOS_ID, 17), target_language=1)
         for one in random_examples(model.spec, sentences=7, seed=seed)
@@ -268,7 +287,7 @@ def test_the_huggingface_rule_finds_what_generate_finds(
     expected = [strip(tokens.tolist()) for tokens in generated.sequences]
     assert [one.tokens for one in found] == expected
     scores = torch.tensor([one.score for one in found])
-    torch.testing.assert_close(scores, generated.sequences_scores, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores, generated.sequences_scores, rtol=1e-5, atol=1e-5)
 
 
 def strip(tokens: list[int]) -> tuple[int, ...]:
@@ -301,7 +320,7 @@ def test_every_sentence_ends_at_its_own_limit_at_the_latest() -> None:
         assert len(found.tokens) <= limit - 1
         cut += len(longer.tokens) > limit - 1 == len(found.tokens)
         expected = full_score(model, example, found.tokens, penalty=1.0)
-        assert found.score == pytest.approx(expected, abs=1e-5)
+        assert found.score == rounded(expected)
     assert cut > 2
 
 
@@ -317,20 +336,21 @@ def test_a_hypothesis_never_outgrows_the_models_positions() -> None:
 def test_padding_is_never_generated() -> None:
     model = model_of("dense")
     with torch.no_grad():
-        model.embedding.weight[PAD_ID] = 5 * model.embedding.weight[FIRST_PIECE]
-        model.embedding.weight[EOS_ID] = -5 * model.embedding.weight[FIRST_PIECE]
+        model.embedding.weight[PAD_ID] += raising_logit(model, by=4)
+    would_be_best = 0
     examples = random_examples(model.spec, sentences=6, seed=1)
     for example, found in zip(examples, translate(model, examples), strict=True):
         assert PAD_ID not in found.tokens
         log_p_LV = next_log_p(model, example, found.tokens)
-        assert float(log_p_LV[:, PAD_ID].exp().max()) > 0.2
+        would_be_best += int((log_p_LV.argmax(1) == PAD_ID).sum())
         expected = full_score(model, example, found.tokens, penalty=1.0)
-        assert found.score == pytest.approx(expected, abs=1e-5)
+        assert found.score == rounded(expected)
+    assert would_be_best > 0
 
 
-def test_prompts_of_one_tag_scheme_of_one_token_work_alike() -> None:
-    spec = spec_of("moe").model_copy(update={"tag_scheme": "tgt"})
-    model = tiny_model(spec).eval()
+def test_a_prompt_without_a_tag_is_searched_from_as_well() -> None:
+    model = model_of("moe")
+    spec = model.spec.model_copy(update={"tag_scheme": "tgt"})
     examples = random_examples(spec, sentences=4, seed=6)
     assert {one.decoder_prompt for one in examples} == {(EOS_ID,)}
     for example, found in zip(examples, translate(model, examples), strict=True):

@@ -34,6 +34,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
+from pipeline.optim import make_optimizer
 from pipeline.seeds import derive_seed
 from pipeline.weights import initialize_weights, named_slices
 
@@ -341,6 +342,10 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "use 1 or 2"]),
         ({"zero_optimization": {}}, ["ZeRO stage 0", "use 1 or 2"]),
         ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "use 1 or 2"]),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
+        ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -363,3 +368,41 @@ def test_ranks_that_do_not_divide_the_micro_batches_are_refused_with_those_that_
     assert accumulation_steps(recipe, world_size=4) == 3
     with pytest.raises(ConfigError, match=r"5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
         accumulation_steps(recipe, world_size=5)
+
+
+def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
+    """One update by Adam under a ds_config that ships; the tensors its state covers, by kind."""
+    connect(world)
+    spec = SPECS["moe"]
+    model = build_model(spec)
+    set_weights(model)
+    recipe = make_recipe(spec.model)
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config=load_ds_config(name),
+        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+        expert_parallel_size=1,
+    )
+    batches = micro_batches(spec, 0)
+    engine.train_step(
+        batches,
+        seeds=range(MICRO_BATCHES),
+        total_labels=sum(batch.num_labels for batch in batches),
+        learning_rate=1e-3,
+    )
+    covered: dict[str, set[str]] = {}
+    for piece in engine.optimizer_pieces():
+        covered.setdefault(piece.what, set()).add(piece.tensor)
+        assert piece.values.isfinite().all()
+    return covered
+
+
+@pytest.mark.parametrize("name", ds_config_names())
+def test_every_ds_config_that_ships_trains_and_gives_its_state(
+    pool1: ProcessPool, name: str
+) -> None:
+    [covered] = pool1.run(one_update_and_state, name)
+    names = {entry.name for entry in named_slices(tiny_model(SPECS["moe"]))}
+    assert covered == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), names)

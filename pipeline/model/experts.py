@@ -1,7 +1,7 @@
 """The experts' weights, stacked over experts, and their arithmetic on contiguous slices of rows.
 
-On CPU a loop over experts with one matrix product each is as fast as a dense layer on as many
-rows; on CUDA one grouped matrix product per projection serves all experts.
+On CPU a loop over experts serves each with products of its own; on CUDA one grouped matrix product
+per projection serves all experts.
 
 Legend: E experts (on this rank), R rows sorted by expert, D model width, F hidden width.
 """
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.model.feed_forward import Activation, activate
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Of glibc's malloc.h."""

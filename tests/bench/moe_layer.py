@@ -101,7 +101,9 @@ def copy_expert(ours: MixtureOfExperts, index: int, up: nn.Linear, down: nn.Line
         linear.bias.copy_(stacked.bias[index])
 
 
-def deepspeed_layer(shape: Shape, ours: MixtureOfExperts, **settings: Any) -> tuple[nn.Module, Any]:
+def deepspeed_layer(
+    shape: Shape, ours: MixtureOfExperts, **settings: Any
+) -> tuple[nn.Module, Layer]:
     """DeepSpeed's layer with our weights, as it comes but for a gate that adds no noise."""
     from deepspeed.moe.layer import MoE
 
@@ -129,7 +131,7 @@ def deepspeed_layer(shape: Shape, ours: MixtureOfExperts, **settings: Any) -> tu
     return peer, layer
 
 
-def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Any]:
+def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Layer]:
     """Hugging Face's layer with our weights and room for all routes."""
     from transformers import NllbMoeConfig
     from transformers.models.nllb_moe.modeling_nllb_moe import (
@@ -137,7 +139,7 @@ def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Any]:
         load_balancing_loss_func,
     )
 
-    config = NllbMoeConfig(
+    config = NllbMoeConfig(  # type: ignore[no-untyped-call]
         d_model=shape.width,
         num_experts=shape.num_experts,
         expert_capacity=2 * shape.tokens,
@@ -152,13 +154,15 @@ def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Any]:
     peer = NllbMoeSparseMLP(config, shape.hidden_width).to(DEVICE, dtype).train()
     with torch.no_grad():
         peer.router.classifier.weight.copy_(ours.router.weight)
-    for index, expert in enumerate(peer.experts.values()):
+    for index in range(shape.num_experts):
+        expert: Any = peer.experts[f"expert_{index}"]
         copy_expert(ours, index, expert.fc1, expert.fc2)
 
     def layer(x_ND: Tensor) -> tuple[Tensor, Tensor]:
         # transformers 4.57: the default padding mask of this layer makes its router fail
         y_1ND, (probability_NE, first_N) = peer(x_ND[None], padding_mask=None)
-        return y_1ND[0], load_balancing_loss_func(probability_NE, first_N[:, None])
+        balance_loss: Any = load_balancing_loss_func(probability_NE, first_N[:, None])
+        return y_1ND[0], balance_loss
 
     return peer, layer
 
@@ -222,7 +226,7 @@ def train_once(module: nn.Module, layer: Layer, x_ND: Tensor) -> None:
     module.zero_grad(set_to_none=True)
     x_ND.grad = None
     y_ND, balance_loss = layer(x_ND)
-    (y_ND.float().mean() + BALANCE_WEIGHT * balance_loss).backward()  # type: ignore[no-untyped-call]
+    (y_ND.float().mean() + BALANCE_WEIGHT * balance_loss).backward()
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
