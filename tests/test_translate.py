@@ -19,6 +19,7 @@ from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.checkpoint import write_model_files, write_weights
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
 from pipeline.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
+from pipeline.decoding import Source, beam_search
 from pipeline.distributed import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
@@ -167,6 +168,20 @@ def test_empty_lines_stay_empty_and_too_long_ones_are_cut_and_say_so(bench: Benc
     assert (one.truncated, other.truncated) == (False, True)
 
 
+def test_a_line_is_tagged_with_both_languages_and_ended(bench: Bench) -> None:
+    decoding = DecodingConfig(beam_size=2)
+    translator = Translator(bench.checkpoint, decoding)
+    text = "Ein Satz"
+    german, english = (ByteVocabulary.size + LANGUAGES.index(code) for code in ("de", "en"))
+    eos_id = ByteVocabulary.eos_id
+    (piece_ids,) = ByteVocabulary().encode_batch([text])
+    source = Source([german, *piece_ids, eos_id], (eos_id, english), LANGUAGES.index("en"))
+    (expected,) = beam_search(translator.model, [source], decoding, eos_id=eos_id)
+    (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
+    assert found.score == round(expected.score, 4)
+    assert found.text == translator.tokenizer.decode(expected.tokens)
+
+
 def test_the_statistics_count_lines_empty_and_cut_ones(bench: Bench) -> None:
     assert bench.run("out") == 0
     found = bench.found("out")
@@ -206,7 +221,7 @@ def test_an_unknown_language_is_named_with_its_nearest(bench: Bench) -> None:
     message = "does not know the language 'deu': it knows de, en, fr; nearest is 'de'"
     with pytest.raises(ConfigError, match=message):
         translator.translate([Job(Direction("en", "deu"), 0, "Yes")])
-    with pytest.raises(ConfigError, match="'zz'"):
+    with pytest.raises(ConfigError, match="does not know the language 'zz'"):
         translator.translate([Job(Direction("zz", "en"), 0, "Yes")])
 
 

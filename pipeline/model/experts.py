@@ -185,8 +185,8 @@ def _slices(count_E: Sequence[int]) -> Iterator[tuple[int, slice, _Window]]:
 
 
 def _rounded(count: int) -> int:
-    """The next multiple of 16 and of about a sixteenth of the count: few shapes, little waste."""
-    step = max(16, 1 << max(count.bit_length() - 5, 0))
+    """The next multiple of 8 and of about a 32nd of the count: few shapes, little waste."""
+    step = max(8, 1 << max(count.bit_length() - 6, 0))
     return math.ceil(count / step) * step
 
 
@@ -203,10 +203,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
     """x Wᵀ + b, rectified where asked, in one pass.
 
     ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is half as fast as
-    oneDNN with AVX-512; with bfloat16 it adds the bias in a pass of its own. This is the operator
-    that torch.compile emits.
+    oneDNN with AVX-512. bfloat16 is oneDNN's in any case, and without a bias there is no second
+    pass to save. The operator is the one that torch.compile emits.
     """
-    if _by_onednn(x.dtype):
+    is_gain = x.dtype == torch.float32 or bias is not None
+    if is_gain and _by_onednn(x.dtype):
         function = "relu" if relu else "none"
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, function, [], "")
         return y

@@ -10,12 +10,17 @@ A ratio of at least 1 means that ours takes no longer.
     python tests/bench/moe_layer.py [--quick] [--rounds N] [--threads N] [--json FILE]
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+# before torch loads OpenMP: threads that spin while they wait, for whatever else this machine
+# does, make a round of many small products last several times as long as its work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F

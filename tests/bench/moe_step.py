@@ -7,12 +7,17 @@ by ours: of the model with experts it says which part of its speed remains.
     python tests/bench/moe_step.py [--quick] [--paper] [--rounds N] [--threads N] [--json FILE]
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+
+# before torch loads OpenMP: threads that spin while they wait, for whatever else this machine
+# does, make a round of many small products last several times as long as its work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch import Tensor, nn
