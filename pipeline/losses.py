@@ -5,7 +5,9 @@ are over one micro-batch; the caller divides by the global count of real target 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from pipeline.batches import Batch
 from pipeline.config import LossConfig
 from pipeline.model.moe import RoutingRecord
 from pipeline.model.transformer import Transformer
+
+LOSS_ROWS = 16
+"""Rows of logits whose float32 copies exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,40 @@ def label_smoothed_cross_entropy(
     logits_LV: Tensor, labels_L: Tensor, *, smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """(smoothed, plain) cross entropy, summed, in float32 (fairseq's smoothing over V)."""
+    if smoothing == 0:
+        plain: Tensor = _CrossEntropy.apply(logits_LV, labels_L)  # type: ignore[no-untyped-call]
+        return plain, plain
     logits_LV = logits_LV.float()
     plain = F.cross_entropy(logits_LV, labels_L, reduction="sum")
-    if smoothing == 0:
-        return plain, plain
     uniform = -F.log_softmax(logits_LV, dim=-1).mean(-1).sum()
     return (1 - smoothing) * plain + smoothing * uniform, plain
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Summed cross entropy that makes its gradient on the way.
+
+    Rows are taken a few at a time, in float32, while they are in the cache; of size (L, V) there
+    are only the logits and their gradient, both in the model's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_LV: Tensor, labels_L: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=logits_LV.device)
+        wants_gradient = ctx.needs_input_grad[0]
+        d_logits_LV = torch.empty_like(logits_LV) if wants_gradient else None
+        for start in range(0, len(labels_L), LOSS_ROWS):
+            rows = slice(start, start + LOSS_ROWS)
+            chunk_CV, labels_C1 = logits_LV[rows].float(), labels_L[rows, None]
+            log_probability_CV = F.log_softmax(chunk_CV, dim=-1)
+            total -= log_probability_CV.gather(1, labels_C1).sum()
+            if d_logits_LV is not None:
+                probability_CV = log_probability_CV.exp_()
+                minus_one = probability_CV.new_full((1, 1), -1.0).expand_as(labels_C1)
+                d_logits_LV[rows] = probability_CV.scatter_add_(1, labels_C1, minus_one)
+        ctx.save_for_backward(d_logits_LV)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (d_logits_LV,) = ctx.saved_tensors
+        return d_logits_LV * gradients[0].to(d_logits_LV.dtype), None

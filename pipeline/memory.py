@@ -26,6 +26,7 @@ import torch
 from pipeline.config import ModelConfig, MoEConfig, Recipe
 from pipeline.engine import merge_ds_config
 from pipeline.errors import ConfigError
+from pipeline.losses import LOSS_ROWS
 from pipeline.model.dispatch import expert_capacity
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
@@ -539,20 +540,27 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     logits = batch.tokens * vocabulary_size
     embedding = batch.value * vocabulary_size * recipe.model.width
     return max(
-        _loss_bytes(logits, smoothed=recipe.loss.label_smoothing > 0, value=batch.value),
+        _loss_bytes(
+            logits,
+            vocabulary_size=vocabulary_size,
+            smoothed=recipe.loss.label_smoothing > 0,
+            value=batch.value,
+        ),
         batch.value * logits + embedding,
         embedding + _layer_temporaries(recipe.model, batch),
     )
 
 
-def _loss_bytes(elements: int, *, smoothed: bool, value: int) -> int:
-    """Peak of the loss and its gradient, N V values each.
+def _loss_bytes(elements: int, *, vocabulary_size: int, smoothed: bool, value: int) -> int:
+    """Peak of the loss and its gradient: N V logits and as many gradients, and some rows' float32.
 
-    Backward: log-probabilities, their gradient and that of the logits, in float32; forward: logits
-    in the model's dtype, in float32 and log-probabilities. Label smoothing takes a second pass.
+    With label smoothing: log-probabilities twice, their gradient and that of the logits, in
+    float32.
     """
-    forward = (value if value < FLOAT32 else 0) + 2 * FLOAT32
-    return elements * (max(forward, 3 * FLOAT32) + (FLOAT32 if smoothed else 0))
+    if smoothed:
+        return elements * 4 * FLOAT32
+    copies = 3 if value < FLOAT32 else 2
+    return 2 * elements * value + copies * LOSS_ROWS * vocabulary_size * FLOAT32
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:

@@ -56,7 +56,7 @@ class LayerOutput(NamedTuple):
 
 @dataclass
 class LayerCache:
-    """What a decoder layer keeps between decoding steps; rows = sentences × beams."""
+    """What a decoder layer keeps between decoding steps, per sentence: its beams share it."""
 
     past: KeyValues
     """Keys and values of the target so far, preallocated along its length."""
@@ -159,7 +159,7 @@ class DecoderLayer(nn.Module):
         group_R: Tensor,
         memory_mask: Tensor | None,
     ) -> Tensor:
-        """One decoding step of R = B · beams rows; position ``length`` of the cache is written.
+        """One decoding step of R = B · beams rows, written to the cache from entry ``length`` on.
 
         ``memory_mask`` is (B, 1, 1, S), True at real source tokens, or None where nothing is
         padded. Beams of a sentence attend to its one copy of keys and values as if they were
