@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
 
     By default glibc asks the system anew for every tensor above 32 MiB and gives it back at once.
     The gradients of stacked experts are such tensors, and on CPU having them mapped, page by page,
-    at every step costs about a third of the layer's time. Does nothing where there is no glibc.
+    at every step costs about a quarter of the layer's time. Does nothing where there is no glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
