@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
 
     By default glibc asks the system anew for every tensor above 32 MiB and gives it back at once.
     The gradients of stacked experts are such tensors, and on CPU having them mapped, page by page,
-    at every step costs about a quarter of the layer's time. Does nothing where there is no glibc.
+    at every step costs a good part of the layer's time. Does nothing where there is no glibc.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -158,7 +158,7 @@ class _LoopedFeedForward(torch.autograd.Function):
 class _Window:
     """Rows of a round number around an expert's own, and where its own lie among them.
 
-    oneDNN generates code for every new shape (0.3 ms, as long as a small product takes), so that
+    oneDNN generates code for every new shape, which takes as long as a small product, so that
     products over as many rows as experts happen to get would do so at every step. A window may
     reach into the rows of neighbours: what is computed for those is left out.
     """
@@ -202,7 +202,7 @@ def _by_onednn(dtype: torch.dtype) -> bool:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """x Wᵀ + b, rectified where asked, in one pass.
 
-    ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is half as fast as
+    ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is slower than
     oneDNN with AVX-512. bfloat16 is oneDNN's in any case, and without a bias there is no second
     pass to save. The operator is the one that torch.compile emits.
     """
