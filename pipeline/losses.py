@@ -51,7 +51,8 @@ def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> Lo
     router_z = smoothed.new_zeros(())
     for record in output.routing:
         balance = balance + record.balance_loss
-        router_z = router_z + record.z_loss
+        if config.router_z_weight:
+            router_z = router_z + record.z_loss
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
@@ -89,10 +90,12 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels_L), LOSS_ROWS):
             rows = slice(start, start + LOSS_ROWS)
             chunk_CV, labels_C1 = logits_LV[rows].float(), labels_L[rows, None]
-            log_probability_CV = F.log_softmax(chunk_CV, dim=-1)
-            total -= log_probability_CV.gather(1, labels_C1).sum()
+            probability_CV = F.softmax(chunk_CV, dim=-1)
+            # of largest logit and largest probability the normaliser, with one logarithm per row
+            normalizer_C1 = chunk_CV.amax(-1, keepdim=True)
+            normalizer_C1 -= probability_CV.amax(-1, keepdim=True).log_()
+            total += (normalizer_C1 - chunk_CV.gather(1, labels_C1)).sum()
             if d_logits_LV is not None:
-                probability_CV = log_probability_CV.exp_()
                 minus_one = probability_CV.new_full((1, 1), -1.0).expand_as(labels_C1)
                 d_logits_LV[rows] = probability_CV.scatter_add_(1, labels_C1, minus_one)
         ctx.save_for_backward(d_logits_LV)
@@ -101,4 +104,4 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (d_logits_LV,) = ctx.saved_tensors
-        return d_logits_LV * gradients[0].to(d_logits_LV.dtype), None
+        return d_logits_LV.mul_(gradients[0].to(d_logits_LV.dtype)), None

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.model.experts import Experts, grouped_feed_forward
+from pipeline.model import threads
+from pipeline.model.experts import Experts, grouped_feed_forward, slice_length
 from pipeline.model.feed_forward import Activation
 
 WIDTH, HIDDEN = 8, 12
@@ -111,6 +112,53 @@ def test_experts_without_rows_get_a_gradient_of_zero(activation: Activation) -> 
         assert parameter.grad is not None
         assert parameter.grad[[0, 2, 3]].count_nonzero() == 0
         assert parameter.grad[1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("counts", [[300, 40, 0, 900], [64, 64, 64, 64]])
+def test_experts_served_by_several_threads_give_what_they_give_on_one(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "WORTH_OTHER_THREADS", 1)
+    torch.manual_seed(1)
+    experts = Experts(num_experts=4, first_expert=0, width=16, hidden_width=32, activation="relu")
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_()
+    results = []
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        try:
+            x_RD = torch.randn(sum(counts), 16, generator=torch.Generator().manual_seed(2))
+            x_RD.requires_grad_()
+            experts.zero_grad(set_to_none=True)
+            y_RD = experts(x_RD, counts)
+            y_RD.square().sum().backward()
+        finally:
+            torch.set_num_threads(1)
+        results.append([y_RD, x_RD.grad, *(parameter.grad for parameter in experts.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@given(st.integers(0, 10**6))
+def test_slices_come_in_few_lengths_with_few_rows_to_spare(count: int) -> None:
+    length = slice_length(count)
+    assert length % 8 == 0
+    assert count <= length <= max(count + 7, count * (1 + 1 / 32))
+
+
+def test_there_are_at_most_64_slice_lengths_per_doubling() -> None:
+    assert len({slice_length(count) for count in range(4097, 8193)}) <= 64
+
+
+def test_a_row_that_is_not_a_number_stays_with_its_expert() -> None:
+    experts, _ = experts_and_linears("relu")
+    x_RD = rows(12).detach()
+    x_RD[:3] = float("nan")
+    experts(x_RD.requires_grad_(), [3, 3, 3, 3]).sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[1:].isfinite().all()
 
 
 def test_the_rows_themselves_are_left_as_they_were() -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.batches import Packing
+from pipeline.model.linear import Linear
 
 FEW_QUERIES = 16
 """Up to here (decoding: one per beam) plain matrix products are the faster kernel on CPU."""
@@ -60,8 +61,9 @@ def attend(
         length = scores_BHTS.shape[-1]
         mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
     if mask is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
-    weights_BHTS = F.softmax(scores_BHTS, dim=-1, dtype=torch.float32).to(scores_BHTS.dtype)
+        minus_infinity = torch.finfo(scores_BHTS.dtype).min
+        scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
+    weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
     weights_BHTS = F.dropout(weights_BHTS, dropout, training=dropout > 0)
     return weights_BHTS @ keys.value_BHSK
 
@@ -73,10 +75,10 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
+        self.query = Linear(width, width)
+        self.key = Linear(width, width)
+        self.value = Linear(width, width)
+        self.output = Linear(width, width)
 
     def forward(
         self,

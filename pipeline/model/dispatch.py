@@ -4,11 +4,18 @@ A *route* is one (token, choice) pair. Routes are sorted by expert, so that ever
 a contiguous slice of rows. Dropless keeps every route. The capacity form keeps at most C routes
 per expert: first choices before second choices, by position or by descending top probability.
 
-Legend: N tokens, C choices per token, E experts, R kept routes.
+An expert's rows may end with spare ones, which belong to no route, for the sake of products in few
+shapes (:func:`~pipeline.model.experts.slice_length`). A spare row repeats a token, and nothing
+reads its result.
+
+Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare rows.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import sub
 from typing import Any
 
 import torch
@@ -17,15 +24,19 @@ from torch import Tensor
 
 from pipeline.model.router import Routing
 
+SliceLength = Callable[[int], int]
+"""Kept routes of an expert → rows for it, at least as many."""
+
 
 @dataclass(frozen=True)
 class Dispatch:
     """The plan of one MoE layer for one micro-batch.
 
     Attributes:
-        token_R: token of each kept route, routes in order of their expert.
-        row_NC: row of each (token, choice) among the kept routes; R where it was dropped.
+        token_R: token of each row, rows in order of their expert.
+        row_NC: row of each (token, choice); R where it was dropped.
         weight_NC: combine weights; 0 where dropped.
+        rows_E: rows per expert, spare ones included.
         count_E: kept routes per expert.
         routed_E: routes per expert before capacity.
         drops: whether a route may have been dropped (host knowledge, no synchronisation).
@@ -34,23 +45,25 @@ class Dispatch:
     token_R: Tensor
     row_NC: Tensor
     weight_NC: Tensor
+    rows_E: Tensor
     count_E: Tensor
     routed_E: Tensor
     drops: bool
 
 
-def dispatch_dropless(routing: Routing, *, num_experts: int) -> Dispatch:
+def dispatch_dropless(
+    routing: Routing, *, num_experts: int, slice_length: SliceLength | None = None
+) -> Dispatch:
     """Every route is kept."""
     expert_NC = routing.expert_NC
-    num_choices = expert_NC.shape[1]
-    order_R = expert_NC.flatten().argsort(stable=True)
-    row_R = torch.empty_like(order_R)
-    row_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+    order = expert_NC.flatten().argsort(stable=True)
     count_E = torch.bincount(expert_NC.flatten(), minlength=num_experts)
+    layout = _Layout.of(order, count_E, expert_NC, slice_length=slice_length)
     return Dispatch(
-        token_R=order_R // num_choices,
-        row_NC=row_R.view_as(expert_NC),
+        token_R=layout.token_R,
+        row_NC=layout.row_NC,
         weight_NC=routing.weight_NC,
+        rows_E=layout.rows_E,
         count_E=count_E,
         routed_E=count_E,
         drops=False,
@@ -69,6 +82,7 @@ def dispatch_with_capacity(
     capacity: int,
     prioritized: bool,
     renormalize: bool = True,
+    slice_length: SliceLength | None = None,
 ) -> Dispatch:
     """At most ``capacity`` routes per expert.
 
@@ -93,27 +107,54 @@ def dispatch_with_capacity(
     start_E = routed_E.cumsum(0) - routed_E
     sorted_expert = expert_of_queue[by_expert]
     slot = torch.arange(len(queue), device=device) - start_E[sorted_expert]
-    kept_route_R = queue[by_expert][slot < capacity]
+    kept_routes = queue[by_expert][slot < capacity]
 
-    row = torch.full((num_tokens * num_choices,), len(kept_route_R), device=device)
-    row[kept_route_R] = torch.arange(len(kept_route_R), device=device)
-    row_NC = row.view(num_tokens, num_choices)
-    kept_weight_NC = routing.weight_NC * (row_NC < len(kept_route_R))
+    count_E = routed_E.clamp_max(capacity)
+    layout = _Layout.of(kept_routes, count_E, expert_NC, slice_length=slice_length)
+    kept_weight_NC = routing.weight_NC * (layout.row_NC < len(layout.token_R))
     if renormalize:
         total_N1 = kept_weight_NC.sum(-1, keepdim=True)
         kept_weight_NC = kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny)
     return Dispatch(
-        token_R=kept_route_R // num_choices,
-        row_NC=row_NC,
+        token_R=layout.token_R,
+        row_NC=layout.row_NC,
         weight_NC=kept_weight_NC,
-        count_E=routed_E.clamp_max(capacity),
+        rows_E=layout.rows_E,
+        count_E=count_E,
         routed_E=routed_E,
         drops=True,
     )
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Which row every route gets; the fields are those of :class:`Dispatch`."""
+
+    token_R: Tensor
+    row_NC: Tensor
+    rows_E: Tensor
+
+    @classmethod
+    def of(
+        cls, routes: Tensor, count_E: Tensor, expert_NC: Tensor, *, slice_length: SliceLength | None
+    ) -> "_Layout":
+        """One row per kept route; ``routes`` are numbers token · C + choice, sorted by expert."""
+        token_R, rows_E = routes // expert_NC.shape[1], count_E
+        row = torch.arange(len(routes), device=routes.device)
+        if slice_length is not None and len(routes):
+            counts = count_E.tolist()
+            rows = [slice_length(count) for count in counts]
+            rows_E = torch.tensor(rows)
+            spare_before = accumulate(map(sub, rows, counts), initial=0)
+            row += torch.tensor([*spare_before][:-1]).repeat_interleave(count_E)
+            token_R = token_R.new_zeros(sum(rows)).index_copy_(0, row, token_R)
+        row_NC = torch.full(expert_NC.shape, len(token_R), device=routes.device)
+        row_NC.view(-1).index_copy_(0, routes, row)
+        return cls(token_R, row_NC, rows_E)
+
+
 def gather(x_ND: Tensor, dispatch: Dispatch) -> Tensor:
-    """The token of every kept route, (R, D), in the order of experts."""
+    """The token of every row, (R, D), in the order of experts."""
     rows_RD: Tensor = _Gather.apply(x_ND, dispatch)  # type: ignore[no-untyped-call]
     return rows_RD
 
@@ -158,9 +199,9 @@ class _Combine(torch.autograd.Function):
         # one place more than there are rows, where all dropped routes meet
         d_weight = weight_NC.new_zeros(len(y_RD) + 1)
         d_weight[:-1] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
-        weight = y_RD.new_empty(len(y_RD) + 1)
+        weight = y_RD.new_zeros(len(y_RD) + 1)
         weight[row_NC] = weight_NC.to(y_RD.dtype)
-        return d_rows_RD * weight[:-1, None], d_weight[row_NC], None
+        return d_rows_RD.mul_(weight[:-1, None]), d_weight[row_NC], None
 
 
 def _sum_over_routes(y_RD: Tensor, dispatch: Dispatch, *, weight_NC: Tensor | None) -> Tensor:

@@ -1,40 +1,25 @@
 """The experts' weights, stacked over experts, and their arithmetic on contiguous slices of rows.
 
-On CPU a loop over experts serves each with products of its own; on CUDA one grouped matrix product
-per projection serves all experts.
+On CPU every expert has products of its own; on CUDA one grouped matrix product per projection
+serves all experts.
 
 Legend: E experts (on this rank), R rows sorted by expert, D model width, F hidden width.
 """
 
-import contextlib
-import ctypes
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from pipeline.model.feed_forward import Activation, activate
+from pipeline.model.linear import product, product_into
+from pipeline.model.threads import side_by_side
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Of glibc's malloc.h."""
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep the memory it frees, instead of returning it to the system.
-
-    By default glibc asks the system anew for every tensor above 32 MiB and gives it back at once.
-    The gradients of stacked experts are such tensors, and on CPU having them mapped, page by page,
-    at every step costs a good part of the layer's time. Does nothing where there is no glibc.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+FEW_ROWS = 768
+"""Experts with fewer are served side by side on CPU, others by all threads; as measured."""
 
 
 class StackedLinear(nn.Module):
@@ -74,10 +59,21 @@ class Experts(nn.Module):
         weights = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         if isinstance(count_E, Tensor):
             return grouped_feed_forward(x_RD, *weights, count_E, self.activation)
-        output: Tensor = _LoopedFeedForward.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
             x_RD, *weights, tuple(count_E), self.activation
         )
         return output
+
+
+def slice_length(count: int) -> int:
+    """How many rows to give an expert with so many routes, on CPU.
+
+    oneDNN generates code for every new shape, which takes as long as a small product, so that
+    slices as long as experts happen to get would have it do so at every step. The next multiple of
+    8 and of about a 64th of the count means few shapes, and few rows without use.
+    """
+    step = max(8, 1 << max(count.bit_length() - 7, 0))
+    return -(-count // step) * step
 
 
 def grouped_feed_forward(
@@ -98,8 +94,8 @@ def grouped_feed_forward(
     return y_RD + down_bias_ED.index_select(0, expert_R)
 
 
-class _LoopedFeedForward(torch.autograd.Function):
-    """The loop over experts, writing the gradients of all experts straight into stacked tensors.
+class _ExpertByExpert(torch.autograd.Function):
+    """Products per expert, the gradients of all experts written straight into stacked tensors.
 
     Plain autograd over slices of stacked weights would make and add one full-size gradient per
     expert. Experts without rows get a gradient of zeros (DeepSpeed wants one from every rank).
@@ -116,111 +112,58 @@ class _LoopedFeedForward(torch.autograd.Function):
         count_E: tuple[int, ...],
         activation: Activation,
     ) -> Tensor:
-        is_relu = activation == "relu"
         y_RD = torch.empty_like(x_RD)
-        hiddens = []
-        for expert, rows, window in _slices(count_E):
-            hidden = _linear(x_RD[window.rows], up_EFD[expert], up_bias_EF[expert], relu=is_relu)
-            active = _activated(window.clear_others(hidden), activation)
-            y = _linear(active, down_EDF[expert], down_bias_ED[expert])
-            y_RD[rows] = y[window.inner]
-            hiddens.append(hidden)
+        xs, ys = x_RD.split(count_E), y_RD.split(count_E)
+        hiddens = [x_RD.new_empty(0, up_EFD.shape[1])] * len(count_E)
+
+        def serve(e: int) -> None:
+            hiddens[e] = product(xs[e], up_EFD[e], up_bias_EF[e], relu=activation == "relu")
+            ys[e].copy_(product(_activated(hiddens[e], activation), down_EDF[e], down_bias_ED[e]))
+
+        _serve_all(serve, count_E, weights=up_EFD[0].numel())
         ctx.save_for_backward(x_RD, up_EFD, down_EDF, *hiddens)
         ctx.count_E, ctx.activation = count_E, activation
         return y_RD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy_RD,) = gradients
+        dy_RD = gradients[0].contiguous()
         x_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
-        dy_RD = dy_RD.contiguous()
+        count_E, activation = ctx.count_E, ctx.activation
         dx_RD = torch.empty_like(x_RD)
-        d_up, d_down = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
-        d_up_bias = up_EFD.new_zeros(up_EFD.shape[:2])
-        d_down_bias = down_EDF.new_zeros(down_EDF.shape[:2])
-        for expert, count in enumerate(ctx.count_E):
+        d_up_EFD, d_down_EDF = torch.empty_like(up_EFD), torch.empty_like(down_EDF)
+        d_up_bias_EF = up_EFD.new_zeros(up_EFD.shape[:2])
+        d_down_bias_ED = down_EDF.new_zeros(down_EDF.shape[:2])
+        for e, count in enumerate(count_E):
             if count == 0:
-                d_up[expert].zero_()
-                d_down[expert].zero_()
-        for (expert, rows, window), hidden in zip(_slices(ctx.count_E), hiddens, strict=True):
-            dy = dy_RD[window.rows]
-            _weight_gradient(dy, _activated(hidden, ctx.activation), out=d_down[expert])
-            torch.sum(dy_RD[rows], 0, out=d_down_bias[expert])
-            d_active = _linear(dy, down_EDF[expert].t())
-            d_hidden = _activation_backward(d_active, hidden, ctx.activation)
-            _weight_gradient(window.clear_others(d_hidden), x_RD[window.rows], out=d_up[expert])
-            torch.sum(d_hidden, 0, out=d_up_bias[expert])
-            dx_RD[rows] = _linear(d_hidden, up_EFD[expert].t())[window.inner]
-        return dx_RD, d_up, d_up_bias, d_down, d_down_bias, None, None
+                d_up_EFD[e].zero_()
+                d_down_EDF[e].zero_()
+        xs, dxs, dys = x_RD.split(count_E), dx_RD.split(count_E), dy_RD.split(count_E)
+
+        def serve(e: int) -> None:
+            product_into(d_down_EDF[e], dys[e].t(), _activated(hiddens[e], activation).t())
+            torch.sum(dys[e], 0, out=d_down_bias_ED[e])
+            d_hidden = product(dys[e], down_EDF[e].t())
+            d_hidden = _activation_backward_(d_hidden, hiddens[e], activation)
+            product_into(d_up_EFD[e], d_hidden.t(), xs[e].t())
+            torch.sum(d_hidden, 0, out=d_up_bias_EF[e])
+            product_into(dxs[e], d_hidden, up_EFD[e].t())
+
+        _serve_all(serve, count_E, weights=up_EFD[0].numel())
+        return dx_RD, d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED, None, None
 
 
-@dataclass(frozen=True)
-class _Window:
-    """Rows of a round number around an expert's own, and where its own lie among them.
+def _serve_all(serve: Callable[[int], None], count_E: Sequence[int], *, weights: int) -> None:
+    """Call ``serve(e)`` for every expert with rows, for those with few of them side by side.
 
-    oneDNN generates code for every new shape, which takes as long as a small product, so that
-    products over as many rows as experts happen to get would do so at every step. A window may
-    reach into the rows of neighbours: what is computed for those is left out.
+    With few rows a product takes its weights from memory faster than it makes use of them.
     """
-
-    rows: slice
-    inner: slice
-
-    def clear_others(self, x: Tensor) -> Tensor:
-        """Zero, in place, the rows that are not the expert's own."""
-        x[: self.inner.start].zero_()
-        x[self.inner.stop :].zero_()
-        return x
-
-
-def _slices(count_E: Sequence[int]) -> Iterator[tuple[int, slice, _Window]]:
-    """(expert, its rows, the window around them) for every expert that has any."""
-    total = sum(count_E)
-    for expert, (start, stop) in enumerate(pairwise(accumulate(count_E, initial=0))):
-        if stop > start:
-            size = min(_rounded(stop - start), total)
-            first = min(start, total - size)
-            window = _Window(slice(first, first + size), slice(start - first, stop - first))
-            yield expert, slice(start, stop), window
-
-
-def _rounded(count: int) -> int:
-    """The next multiple of 8 and of about a 32nd of the count: few shapes, little waste."""
-    step = max(8, 1 << max(count.bit_length() - 6, 0))
-    return math.ceil(count / step) * step
-
-
-def _by_onednn(dtype: torch.dtype) -> bool:
-    """Whether this build and processor have oneDNN's matrix product for a type."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """x Wᵀ + b, rectified where asked, in one pass.
-
-    ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is slower than
-    oneDNN with AVX-512. bfloat16 is oneDNN's in any case, and without a bias there is no second
-    pass to save. The operator is the one that torch.compile emits.
-    """
-    is_gain = x.dtype == torch.float32 or bias is not None
-    if is_gain and _by_onednn(x.dtype):
-        function = "relu" if relu else "none"
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, function, [], "")
-        return y
-    y = F.linear(x, weight, bias)
-    return y.relu_() if relu else y
-
-
-def _weight_gradient(dy: Tensor, x: Tensor, *, out: Tensor) -> None:
-    """dyᵀ x; a copy costs less than MKL's float32 product, bfloat16 is oneDNN's in any case."""
-    if x.dtype == torch.float32 and _by_onednn(x.dtype):
-        out.copy_(_linear(dy.t(), x.t()))
-    else:
-        torch.mm(dy.t(), x, out=out)
+    few_E = [count if count < FEW_ROWS else 0 for count in count_E]
+    for e, count in enumerate(count_E):
+        if count > few_E[e]:
+            serve(e)
+    side_by_side(serve, [count * weights for count in few_E])
 
 
 def _activated(hidden: Tensor, activation: Activation) -> Tensor:
@@ -228,10 +171,11 @@ def _activated(hidden: Tensor, activation: Activation) -> Tensor:
     return hidden if activation == "relu" else F.gelu(hidden)
 
 
-def _activation_backward(d_active: Tensor, hidden: Tensor, activation: Activation) -> Tensor:
+def _activation_backward_(d_active: Tensor, hidden: Tensor, activation: Activation) -> Tensor:
+    """In place."""
     match activation:
         case "relu":
-            gradient: Tensor = torch.ops.aten.threshold_backward(d_active, hidden, 0)
+            torch.ops.aten.threshold_backward.grad_input(d_active, hidden, 0, grad_input=d_active)
         case "gelu":
-            gradient = torch.ops.aten.gelu_backward(d_active, hidden)
-    return gradient
+            torch.ops.aten.gelu_backward.grad_input(d_active, hidden, grad_input=d_active)
+    return d_active

@@ -5,6 +5,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.model.linear import Linear
+
 Activation = Literal["relu", "gelu"]
 
 
@@ -23,8 +25,8 @@ class FeedForward(nn.Module):
     def __init__(self, *, width: int, hidden_width: int, activation: Activation) -> None:
         super().__init__()
         self.activation: Activation = activation
-        self.up = nn.Linear(width, hidden_width)
-        self.down = nn.Linear(hidden_width, width)
+        self.up = Linear(width, hidden_width)
+        self.down = Linear(hidden_width, width)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         projected: Tensor = self.down(activate(self.up(x_ND), self.activation))

@@ -21,7 +21,7 @@ from pipeline.model.dispatch import (
     gather,
 )
 from pipeline.model.expert_parallel import ExpertParallel
-from pipeline.model.experts import Experts
+from pipeline.model.experts import Experts, slice_length
 from pipeline.model.regularization import Regularization
 from pipeline.model.router import Router, Routing
 
@@ -70,7 +70,7 @@ class MixtureOfExperts(nn.Module):
         """Route, compute and combine; ``group_N`` is each token's language group."""
         routing: Routing = self.router(self._jittered(x_ND), group_N)
         dispatch = self._dispatch(routing)
-        y_RD = self._apply_experts(gather(x_ND, dispatch), dispatch.count_E)
+        y_RD = self._apply_experts(gather(x_ND, dispatch), dispatch.rows_E)
         y_ND = combine(y_RD, self._masked(dispatch))
         record = RoutingRecord(
             balance_loss=balance_loss(routing),
@@ -100,9 +100,13 @@ class MixtureOfExperts(nn.Module):
 
     def _dispatch(self, routing: Routing) -> Dispatch:
         config = self.config
+        on_host = routing.expert_NC.device.type == "cpu" and self.expert_parallel is None
+        spare_rows = slice_length if on_host else None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
-            return dispatch_dropless(routing, num_experts=config.num_experts)
+            return dispatch_dropless(
+                routing, num_experts=config.num_experts, slice_length=spare_rows
+            )
         capacity = expert_capacity(
             len(routing.expert_NC),
             num_experts=config.num_experts,
@@ -115,13 +119,14 @@ class MixtureOfExperts(nn.Module):
             capacity=capacity,
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
+            slice_length=spare_rows,
         )
 
-    def _apply_experts(self, rows_RD: Tensor, count_E: Tensor) -> Tensor:
+    def _apply_experts(self, x_RD: Tensor, rows_E: Tensor) -> Tensor:
         if self.expert_parallel is not None:
-            return self.expert_parallel.run(self.experts, rows_RD, count_E)
-        on_host = rows_RD.device.type == "cpu"
-        output: Tensor = self.experts(rows_RD, count_E.tolist() if on_host else count_E)
+            return self.expert_parallel.run(self.experts, x_RD, rows_E)
+        on_host = x_RD.device.type == "cpu"
+        output: Tensor = self.experts(x_RD, rows_E.tolist() if on_host else rows_E)
         return output
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.model.linear import linear
+
 CombineWeights = Literal["renormalized", "probability"]
 
 
@@ -38,9 +40,10 @@ def choose(
     """Softmax and the ``top_k`` best, their probabilities renormalised to sum 1 or as they are."""
     probability_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
     weight_NC, expert_NC = probability_NE.topk(top_k, dim=-1)
+    normalizer_N1 = logits_NE.gather(1, expert_NC[:, :1]) - weight_NC[:, :1].log()
     if combine_weights == "renormalized":
         weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
-    z_loss = logits_NE.logsumexp(-1).square().sum() / max(len(logits_NE), 1)
+    z_loss = normalizer_N1.square().sum() / max(len(logits_NE), 1)
     return Routing(probability_NE, expert_NC, weight_NC, z_loss)
 
 
@@ -61,7 +64,7 @@ class TokenRouter(nn.Module):
 
     def forward(self, x_ND: Tensor, group_N: Tensor) -> Routing:  # noqa: ARG002 (one signature)
         """Route every token; the language group is not looked at."""
-        logits_NE = F.linear(x_ND.float(), self.weight.float())
+        logits_NE = linear(x_ND.float(), self.weight.float())
         return choose(logits_NE, top_k=self.top_k, combine_weights=self.combine_weights)
 
 
@@ -89,11 +92,11 @@ class LanguageGroupRouter(nn.Module):
         """Route every token by the shared router and by that of its group."""
         x_ND = x_ND.float()
         num_groups, num_experts, _ = self.group_weight.shape
-        all_logits = F.linear(x_ND, self.group_weight.float().flatten(0, 1))
+        all_logits = linear(x_ND, self.group_weight.float().flatten(0, 1))
         all_logits_NGE = all_logits.view(-1, num_groups, num_experts)
         index_N1E = group_N[:, None, None].expand(-1, 1, num_experts)
         group_logits_NE = all_logits_NGE.gather(1, index_N1E).squeeze(1)
-        shared_logits_NE = F.linear(x_ND, self.weight.float())
+        shared_logits_NE = linear(x_ND, self.weight.float())
         logits_NE = (shared_logits_NE + group_logits_NE) / 2
         return choose(logits_NE, top_k=self.top_k, combine_weights=self.combine_weights)
 

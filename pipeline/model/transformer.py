@@ -29,6 +29,7 @@ from pipeline.model.attention import Attention, KeyValues
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.experts import Experts
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.linear import linear
 from pipeline.model.moe import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.router import LanguageGroupRouter, Router, TokenRouter
@@ -309,7 +310,7 @@ class Transformer(nn.Module):
         """Decoder states → logits over the vocabulary."""
         if self.decoder.final_norm is not None:
             x_ND = self.decoder.final_norm(x_ND)
-        return F.linear(x_ND, self.embedding.weight)
+        return linear(x_ND, self.embedding.weight)
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.decoder.layers:

@@ -6,15 +6,14 @@ both sides, on ours by naming padding, which is never generated, as the token th
     python tests/bench/decode.py [--quick] [--rounds N] [--json FILE]
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# before torch loads OpenMP: threads that spin while they wait make a noisy machine noisier
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import pipeline  # noqa: F401 (first: it says how long threads wait)
 
+# isort: split
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share

@@ -10,7 +10,6 @@ A ratio of at least 1 means that ours takes no longer.
     python tests/bench/moe_layer.py [--quick] [--rounds N] [--threads N] [--json FILE]
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# before torch loads OpenMP: threads that spin while they wait, for whatever else this machine
-# does, make a round of many small products last several times as long as its work
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import pipeline  # noqa: F401 (first: it says how long threads wait)
 
+# isort: split
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,7 +33,6 @@ from pipeline.batches import Packing
 from pipeline.config import MoEConfig
 from pipeline.distributed import distributed_world
 from pipeline.engine import connect
-from pipeline.model.experts import keep_freed_memory
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.transformer import build_model
 from pipeline.weights import initialize_weights
@@ -290,7 +287,6 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
 def main() -> None:
     """Every shape in both precisions."""
     options = parse_options(__doc__ or "")
-    keep_freed_memory()
     shapes = QUICK_SHAPES if options.quick else SHAPES
     rows: list[Row] = []
     with distributed_world() as world:

@@ -7,7 +7,6 @@ by ours: of the model with experts it says which part of its speed remains.
     python tests/bench/moe_step.py [--quick] [--paper] [--rounds N] [--threads N] [--json FILE]
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-# before torch loads OpenMP: threads that spin while they wait, for whatever else this machine
-# does, make a round of many small products last several times as long as its work
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import pipeline  # noqa: F401 (first: it says how long threads wait)
 
+# isort: split
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +32,6 @@ from pipeline.distributed import World, distributed_world
 from pipeline.ds_config import load_ds_config
 from pipeline.engine import Engine, connect
 from pipeline.losses import translation_loss
-from pipeline.model.experts import keep_freed_memory
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.optim import make_optimizer
@@ -241,7 +238,6 @@ def main() -> None:
     arguments = sys.argv[1:]
     sys.argv = [name for name in sys.argv if name != "--paper"]
     options = parse_options(__doc__ or "")
-    keep_freed_memory()
     shape = chosen_shape(options, arguments)
     rows: list[Row] = []
     with distributed_world() as world:

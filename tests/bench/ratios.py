@@ -16,6 +16,9 @@ from pathlib import Path
 import torch
 import transformers
 
+WARM_UP = 3
+"""Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
+
 Seconds = Mapping[str, Sequence[float]]
 """Contestant → seconds per round."""
 
@@ -62,16 +65,16 @@ def parse_options(description: str) -> Options:
 
 
 def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
-    """Run everyone once to warm up, then ``rounds`` times in rotating order."""
+    """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
+    for turn in range(WARM_UP + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             started = time.perf_counter()
             contestants[name]()
             seconds[name].append(time.perf_counter() - started)
-    return {name: values[1:] for name, values in seconds.items()}
+    return {name: values[WARM_UP:] for name, values in seconds.items()}
 
 
 def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -> list[Row]:

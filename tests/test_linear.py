@@ -1,0 +1,73 @@
+"""Linear layers against nn.Linear."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.model.linear import Linear, linear, product, product_into
+
+
+def pair() -> tuple[Linear, nn.Linear]:
+    """The same weights in ours and in PyTorch's."""
+    torch.manual_seed(1)
+    ours, theirs = Linear(12, 20), nn.Linear(12, 20)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 12), (2, 3, 12), (1, 12), (0, 12)])
+def test_values_and_gradients_are_those_of_pytorchs_layer(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    atol = 1e-5 if dtype == torch.float32 else 2e-1
+    results = []
+    for layer in pair():
+        layer.to(dtype)
+        x = tokens(*shape).to(dtype).requires_grad_()
+        y = layer(x)
+        (y * torch.arange(y.numel()).view_as(y).cos()).sum().backward()
+        results.append([y, x.grad, layer.weight.grad, layer.bias.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_only_what_wants_a_gradient_gets_one(wanted: str) -> None:
+    values = {"x": tokens(5, 12), "weight": tokens(20, 12), "bias": tokens(20)}
+    others = {name: value.clone() for name, value in values.items()}
+    values[wanted].requires_grad_()
+    others[wanted].requires_grad_()
+    linear(values["x"], values["weight"], values["bias"]).sum().backward()
+    F.linear(others["x"], others["weight"], others["bias"]).sum().backward()
+    for name, value in values.items():
+        if name == wanted:
+            torch.testing.assert_close(value.grad, others[name].grad, rtol=0, atol=1e-5)
+        else:
+            assert value.grad is None
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    x = tokens(5, 12).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        linear(x, tokens(20, 12).requires_grad_()).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_rectified_and_written_where_asked(dtype: torch.dtype) -> None:
+    x, weight, bias = tokens(6, 12).to(dtype), tokens(20, 12).to(dtype), tokens(20).to(dtype)
+    expected = F.linear(x.double(), weight.double(), bias.double()).relu()
+    found = product(x, weight, bias, relu=True)
+    atol = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+    out = torch.empty(6, 20, dtype=dtype)
+    product_into(out, x, weight)
+    torch.testing.assert_close(out, product(x, weight), rtol=0, atol=atol)
