@@ -4,7 +4,8 @@ Per MoE layer: one small all-to-all of counts and two of rows in the forward pas
 the backward pass, and one device-to-host copy (the counts). Ranks may hold different numbers of
 tokens, none included, but all ranks of the group must call the same layers in the same order.
 
-Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank.
+Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
+S source ranks.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.model.experts import Experts
+from pipeline.model.experts import Experts, slice_length
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,31 @@ class ExpertParallel:
         receive_splits = [sum(row) for row in received_counts]
 
         arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
-        by_source = [count for row in received_counts for count in row]
-        sorted_QD = _reorder(arrived_QD, by_source, _transposed(self.size, experts.num_experts))
-        per_expert = [sum(column) for column in zip(*received_counts, strict=True)]
-        y_QD = experts(sorted_QD, per_expert)
-        by_expert = [count for column in zip(*received_counts, strict=True) for count in column]
-        y_QD = _reorder(y_QD, by_expert, _transposed(experts.num_experts, self.size))
+        y_QD = _apply(experts, arrived_QD, received_counts)
         return _exchange(y_QD, receive_splits, send_splits, self.group)
 
 
-def _transposed(rows: int, columns: int) -> list[int]:
-    """Positions of a (rows × columns) grid read column by column."""
-    return [row * columns + column for column in range(columns) for row in range(rows)]
+def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
+    """The experts on rows that came sorted by source, then expert; results in the same order.
 
+    On CPU every expert gets rows of zeros up to a round number (:func:`slice_length`).
+    """
+    per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
+    on_host = x_QD.device.type == "cpu"
+    rows_E = [slice_length(count) if on_host else count for count in per_expert]
+    spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
 
-def _reorder(x: Tensor, sizes: list[int], order: list[int]) -> Tensor:
-    """Chunks of the given sizes, concatenated in another order."""
-    chunks = x.split(sizes)
-    return torch.cat([chunks[index] for index in order])
+    from_source = iter(x_QD.split([count for row in count_SE for count in row]))
+    chunk_SE = [[next(from_source) for _ in row] for row in count_SE]
+    padding = x_QD.new_zeros(max(spare_E), x_QD.shape[1])
+    columns = zip(*chunk_SE, strict=True)
+    by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
+    sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
+    y_QD = experts(sorted_QD, rows_E if on_host else torch.tensor(rows_E, device=x_QD.device))
+
+    from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
+    result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]
+    return torch.cat([chunk for row in zip(*result_ES, strict=True) for chunk in row])
 
 
 def _exchange(
