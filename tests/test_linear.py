@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.model import linear as linear_module
 from pipeline.model.linear import Linear, linear, product, product_into
+
+
+@pytest.fixture(autouse=True)
+def small_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "WORTH_A_KERNEL", 1)
 
 
 def pair() -> tuple[Linear, nn.Linear]:

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+WORTH_A_KERNEL = 2**26
+"""Multiply-adds from which oneDNN is the faster: it generates code for every number of tokens."""
+
 
 class Linear(nn.Linear):
     """x Wᵀ + b, with the parameters of ``nn.Linear``."""
@@ -23,7 +26,7 @@ class Linear(nn.Linear):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b over the last dimension, differentiable."""
-    if not _prefers_onednn(x):
+    if not _prefers_onednn(x, weight):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
@@ -71,9 +74,10 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         torch.mm(x, weight.t(), out=out)
 
 
-def _prefers_onednn(x: Tensor) -> bool:
-    is_float32 = x.dtype == torch.float32 and x.device.type == "cpu"
-    return is_float32 and x.numel() > 0 and _by_onednn(x.dtype)
+def _prefers_onednn(x: Tensor, weight: Tensor) -> bool:
+    if x.dtype != torch.float32 or x.device.type != "cpu" or not _by_onednn(x.dtype):
+        return False
+    return x.numel() * weight.shape[0] >= WORTH_A_KERNEL
 
 
 @cache
