@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeline.model import threads
-from pipeline.model.experts import Experts, grouped_feed_forward, slice_length
+from pipeline.model.experts import OWN_MAPPING, Experts, grouped_feed_forward, slice_length
 from pipeline.model.feed_forward import Activation
 
 WIDTH, HIDDEN = 8, 12
@@ -138,6 +138,24 @@ def test_experts_served_by_several_threads_give_what_they_give_on_one(
         results.append([y_RD, x_RD.grad, *(parameter.grad for parameter in experts.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones() -> None:
+    experts = Experts(
+        num_experts=1, first_expert=0, width=2048, hidden_width=4096, activation="relu"
+    )
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
+    assert experts.up.weight.nbytes >= OWN_MAPPING
+    x_RD = torch.randn(8, 2048, generator=torch.Generator().manual_seed(2))
+    experts(x_RD, [8]).square().sum().backward()
+    found = [parameter.grad for parameter in experts.parameters()]
+    experts.zero_grad(set_to_none=True)
+    hidden_RF = F.linear(x_RD, experts.up.weight[0], experts.up.bias[0]).relu()
+    F.linear(hidden_RF, experts.down.weight[0], experts.down.bias[0]).square().sum().backward()
+    for gradient, parameter in zip(found, experts.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-3)
 
 
 @given(st.integers(0, 10**6))
