@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.artifacts import (
     Artifact,
@@ -27,7 +27,7 @@ from pipeline.artifacts import (
     refuse_to_overwrite,
 )
 from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
-from pipeline.distributed import default_signal, is_launched, rank_of
+from pipeline.distributed import default_signal, is_launched, leave, rank_of
 from pipeline.ds_config import ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -77,8 +77,13 @@ _CHECKPOINT_VERBS = {
 }
 
 
+def command() -> NoReturn:
+    """The command ``mmnmt``."""
+    leave(main())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command ``mmnmt``; returns its exit code."""
+    """What the command does with its arguments; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in STAGES:
         return stage_main(arguments[0], arguments[1:])
@@ -709,4 +714,4 @@ def _rank() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

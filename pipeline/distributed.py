@@ -6,16 +6,18 @@ the process group for it. torch is imported only where a collective is needed, b
 line asks this module for its rank and has to start fast.
 """
 
+import atexit
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from pipeline.errors import ConfigError
 
@@ -29,6 +31,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+_HAD_GROUPS: list["World"] = []
+"""The worlds this process opened a process group for."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,8 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
 
     gloo on CPU tensors and, where there is a GPU, NCCL on CUDA tensors. A collective that waits
     for longer than ``timeout_seconds`` ends with an error. At the end all ranks wait for each
-    other if nothing failed; the group is destroyed in any case, because torch can abort at exit
-    while it lives.
+    other if nothing failed; the group is destroyed in any case. A process that had one ends by
+    ``leave``.
 
     Raises:
         ConfigError: see ``discover``.
@@ -221,6 +226,7 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
     import torch
 
     world = discover(os.environ)
+    _HAD_GROUPS.append(world)
     with _environment(world.environment()):
         if torch.cuda.is_available():
             torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
@@ -235,6 +241,22 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
             wait_for_all()
         finally:
             torch.distributed.destroy_process_group()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, the way multiprocessing ends its children.
+
+    What is registered to run at exit runs, but the interpreter is not taken apart where there was
+    a process group: DeepSpeed holds on to groups whose threads live on, and one that lets go of a
+    tensor meanwhile aborts the process ("terminate called without an active exception"), after
+    everything was done.
+    """
+    if not _HAD_GROUPS:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -4,10 +4,8 @@ Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The 
 the checkpoint's; the recipe decides how it is trained.
 """
 
-import sys
-
 from pipeline.checkpoint import load_model, read_spec, read_tokenizer
-from pipeline.distributed import distributed_world
+from pipeline.distributed import distributed_world, leave
 from pipeline.engine import connect, expert_parallel_group
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
@@ -54,4 +52,4 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
 if __name__ == "__main__":
     from pipeline.cli import stage_main
 
-    sys.exit(stage_main("finetune"))
+    leave(stage_main("finetune"))

@@ -4,9 +4,7 @@ Reads shards, mixture and, for a language-group router, groups; makes a checkpoi
 per rank, by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
 """
 
-import sys
-
-from pipeline.distributed import distributed_world
+from pipeline.distributed import distributed_world, leave
 from pipeline.engine import connect, expert_parallel_group
 from pipeline.groups import read_groups
 from pipeline.model.regularization import Regularization
@@ -55,4 +53,4 @@ def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
 if __name__ == "__main__":
     from pipeline.cli import stage_main
 
-    sys.exit(stage_main("pretrain"))
+    leave(stage_main("pretrain"))

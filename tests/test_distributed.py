@@ -70,6 +70,23 @@ with open(f"{sys.argv[1]}/{world.rank}.json", "w") as stream:
 """
 
 
+LEAVING_SCRIPT = """
+import atexit, os, sys
+from pipeline.distributed import distributed_world, leave
+
+class TellsOfItsEnd:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart ")
+
+last_of_all = TellsOfItsEnd()
+atexit.register(os.write, 1, b"registered ")
+if sys.argv[1] == "group":
+    with distributed_world():
+        pass
+leave(3)
+"""
+
+
 def test_nothing_in_the_environment_means_one_process() -> None:
     world = discover({})
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
@@ -233,3 +250,16 @@ def test_a_forked_worker_dies_of_the_signal_and_leaves_the_parents_flag_alone() 
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
         assert not flag.requested
+
+
+@pytest.mark.parametrize(
+    ("opens", "printed"), [("group", "registered "), ("nothing", "registered taken apart ")]
+)
+def test_a_process_that_had_a_group_leaves_with_its_interpreter_whole(
+    opens: str, printed: str
+) -> None:
+    """Threads of a group that outlives its destruction would abort a process taken apart."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING_SCRIPT, opens], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, printed, "")
