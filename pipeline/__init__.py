@@ -2,6 +2,10 @@
 
 import os
 
+from pipeline.allocator import keep_freed_memory
+
+keep_freed_memory()
+
 # Read when torch loads libgomp: threads wait for the next parallel operator, some 50 µs, before
 # they sleep. Sleeping at once costs small models a third of their speed on CPU; waiting as long as
 # is the default takes the cores from whatever else the machine does.

@@ -6,6 +6,7 @@ expert-parallel process groups; model, losses, weights and training state are ou
 
 import logging
 import math
+import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,11 @@ from deepspeed.moe.utils import (  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
+from pipeline.allocator import (  # noqa: E402
+    LARGEST_KEPT,
+    OWN_MAPPING,
+    keep_freed_memory,
+)
 from pipeline.batches import Batch  # noqa: E402
 from pipeline.checkpoint import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
@@ -48,9 +54,12 @@ def merge_ds_config(
 ) -> dict[str, Any]:
     """The configuration DeepSpeed gets: the machine's JSON plus what the recipe owns.
 
+    One rank has nothing to reduce, so that its gradients need not be gathered in buffers first.
+
     Raises:
         ConfigError: a key the recipe owns, a key DeepSpeed would ignore, a ZeRO stage other than
-            1 or 2, or a number of ranks that does not divide the micro-batches.
+            1 or 2, gradients of experts that would be reduced over the wrong ranks, or a number of
+            ranks that does not divide the micro-batches.
     """
     check_ds_config(ds_config)
     zero = dict(ds_config["zero_optimization"])
@@ -60,6 +69,13 @@ def merge_ds_config(
             raise ConfigError(
                 f"The ds_config's zero_optimization has an unknown key {key!r}{hint(key, known)}"
             )
+    if world_size == 1:
+        zero["contiguous_gradients"] = False
+    elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
+        raise ConfigError(
+            "The ds_config sets zero_optimization.contiguous_gradients to false, with which "
+            "DeepSpeed reduces the gradients of experts over the wrong ranks: set it to true."
+        )
     return {
         **ds_config,
         "zero_optimization": {"reduce_scatter": True, **zero},
@@ -158,6 +174,13 @@ class Engine:
         )
         self._zero = self._engine.optimizer
         self.device: torch.device = next(model.parameters()).device
+        self._keep_flat_gradients()
+
+    def _keep_flat_gradients(self) -> None:
+        """A small model's gradients, flattened at every update, shall find their memory again."""
+        size = max(flat.nbytes for flat in self._zero.single_partition_of_fp32_groups)
+        if OWN_MAPPING <= size < LARGEST_KEPT:
+            keep_freed_memory(largest=size + mmap.PAGESIZE)
 
     def train_step(
         self,

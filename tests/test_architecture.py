@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "seeds", "progress", "config"),
+    ("allocator", "errors", "seeds", "progress", "config"),
     ("artifacts", "languages", "distributed", "ds_config"),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
     ("batches", "training_data", "plan"),

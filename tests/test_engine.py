@@ -358,6 +358,23 @@ def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
         assert word in str(caught.value)
 
 
+def test_gradients_are_gathered_in_buffers_only_where_ranks_share_them() -> None:
+    for size, gathers in ((1, False), (2, True)):
+        for name in ds_config_names():
+            merged = merge(load_ds_config(name), world_size=size)["zero_optimization"]
+            assert merged["contiguous_gradients"] == gathers
+
+
+def test_gradients_of_experts_are_not_reduced_over_the_wrong_ranks() -> None:
+    ds_config = {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}
+    assert merge(ds_config, world_size=1)
+    assert merge(ds_config, world_size=2)
+    recipe = make_recipe(ModelConfig(moe=MoEConfig(num_experts=4)))
+    assert merge_ds_config(ds_config, recipe, world_size=1)
+    with pytest.raises(ConfigError, match="over the wrong ranks: set it to true"):
+        merge_ds_config(ds_config, recipe, world_size=2)
+
+
 @pytest.mark.parametrize("name", ds_config_names())
 def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
     assert merge(load_ds_config(name))["gradient_clipping"] == 0.5

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from pipeline.allocator import OWN_MAPPING
 from pipeline.model import threads
-from pipeline.model.experts import OWN_MAPPING, Experts, grouped_feed_forward, slice_length
+from pipeline.model.experts import Experts, grouped_feed_forward, slice_length
 from pipeline.model.feed_forward import Activation
 
 WIDTH, HIDDEN = 8, 12
@@ -142,13 +143,13 @@ def test_experts_served_by_several_threads_give_what_they_give_on_one(
 
 def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones() -> None:
     experts = Experts(
-        num_experts=1, first_expert=0, width=2048, hidden_width=4096, activation="relu"
+        num_experts=1, first_expert=0, width=4096, hidden_width=4096, activation="relu"
     )
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
     assert experts.up.weight.nbytes >= OWN_MAPPING
-    x_RD = torch.randn(8, 2048, generator=torch.Generator().manual_seed(2))
+    x_RD = torch.randn(8, 4096, generator=torch.Generator().manual_seed(2))
     experts(x_RD, [8]).square().sum().backward()
     found = [parameter.grad for parameter in experts.parameters()]
     experts.zero_grad(set_to_none=True)
@@ -161,8 +162,8 @@ def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones()
 @given(st.integers(0, 10**6))
 def test_slices_come_in_few_lengths_with_few_rows_to_spare(count: int) -> None:
     length = slice_length(count)
-    assert length % 8 == 0
-    assert count <= length <= max(count + 7, count * (1 + 1 / 32))
+    assert length % 16 == 0
+    assert count <= length <= max(count + 15, count * (1 + 1 / 16))
 
 
 def test_there_are_at_most_64_slice_lengths_per_doubling() -> None:

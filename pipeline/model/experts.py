@@ -6,11 +6,7 @@ serves all experts.
 Legend: E experts (on this rank), R rows sorted by expert, D model width, F hidden width.
 """
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,15 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from pipeline.allocator import prefer_large_pages
 from pipeline.model.feed_forward import Activation, activate
 from pipeline.model.linear import product, product_into
 from pipeline.model.threads import side_by_side
 
 FEW_ROWS = 768
 """Experts with fewer are served side by side on CPU, others by all threads; as measured."""
-
-OWN_MAPPING = 2**25
-"""Bytes from which glibc maps memory by itself instead of taking it from what was freed."""
 
 
 class StackedLinear(nn.Module):
@@ -77,9 +71,9 @@ def slice_length(count: int) -> int:
 
     oneDNN generates code for every new shape, which takes as long as a small product, so that
     slices as long as experts happen to get would have it do so at every step. The next multiple of
-    8 and of about a 64th of the count means few shapes, and few rows without use.
+    16, and of about a 24th of the count, means few shapes and few rows without use.
     """
-    step = max(8, 1 << max(count.bit_length() - 7, 0))
+    step = max(16, 1 << max(count.bit_length() - 5, 0))
     return -(-count // step) * step
 
 
@@ -162,22 +156,10 @@ class _ExpertByExpert(torch.autograd.Function):
 
 
 def _empty_like(weights: Tensor) -> Tensor:
-    """Memory for a gradient, in large pages where it is large itself.
-
-    glibc takes memory of this size from the system anew every time. To have it mapped in small
-    pages would take a third of a wide layer's time.
-    """
+    """Memory for a gradient."""
     gradient = torch.empty_like(weights)
-    if gradient.nbytes >= OWN_MAPPING and sys.platform == "linux":
-        start = -(-gradient.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = gradient.data_ptr() + gradient.nbytes - start
-        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    prefer_large_pages(gradient.data_ptr(), gradient.nbytes)
     return gradient
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def _serve_all(serve: Callable[[int], None], count_E: Sequence[int], *, weights: int) -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-WORTH_A_KERNEL = 2**26
-"""Multiply-adds from which oneDNN is the faster: it generates code for every number of tokens."""
+WORTH_A_KERNEL = 2**22
+"""Multiply-adds from which oneDNN is the faster: it generates code for every shape."""
 
 
 class Linear(nn.Linear):
