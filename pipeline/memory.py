@@ -49,7 +49,7 @@ DEFAULT_BUCKET = 500_000_000
 CPU_RUNTIME = 160 * 2**20
 """Code and scratch memory of the kernels training is the first to use; measured, torch 2.13."""
 
-MEAN_SPARE_ROWS = 8
+MEAN_SPARE_ROWS = 4
 """Per expert, on CPU: half a step of :func:`~pipeline.model.experts.slice_length`."""
 
 CPU_KEPT_FREE = 0.22

@@ -162,8 +162,8 @@ def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones()
 @given(st.integers(0, 10**6))
 def test_slices_come_in_few_lengths_with_few_rows_to_spare(count: int) -> None:
     length = slice_length(count)
-    assert length % 16 == 0
-    assert count <= length <= max(count + 15, count * (1 + 1 / 16))
+    assert length % 8 == 0
+    assert count <= length <= max(count + 7, count * (1 + 1 / 32))
 
 
 def test_there_are_at_most_64_slice_lengths_per_doubling() -> None:

@@ -71,9 +71,9 @@ def slice_length(count: int) -> int:
 
     oneDNN generates code for every new shape, which takes as long as a small product, so that
     slices as long as experts happen to get would have it do so at every step. The next multiple of
-    16, and of about a 24th of the count, means few shapes and few rows without use.
+    8, and of about a 48th of the count, means few shapes and few rows without use.
     """
-    step = max(16, 1 << max(count.bit_length() - 5, 0))
+    step = max(8, 1 << max(count.bit_length() - 6, 0))
     return -(-count // step) * step
 
 

@@ -271,8 +271,7 @@ def padding_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row
 
     def on_packed(x_ND: Tensor) -> tuple[Tensor, Tensor]:
         cells = packing.batch * packing.length
-        y_ND, balance_loss = on(packing.pack(x_ND[:cells].view(-1, packing.length, shape.width)))
-        return packing.unpack(y_ND), balance_loss
+        return on(packing.pack(x_ND[:cells].view(-1, packing.length, shape.width)))
 
     timed: dict[str, Callable[[], object]] = {
         "ours": _step(layer, on_packed, padded),
