@@ -19,7 +19,7 @@ LARGEST_KEPT = 2**28
 """Bytes of the largest block that is worth keeping: larger ones leave too much in pieces."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
-_NEVER = 2**31 - 1
+_TRIM_AT = 2**31 - 1  # free bytes at the end of the heap: the largest number mallopt takes
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -33,7 +33,7 @@ def keep_freed_memory(*, largest: int = OWN_MAPPING) -> None:
     mallopt = getattr(_libc(), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, largest)
-        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_TRIM_THRESHOLD, _TRIM_AT)
 
 
 def prefer_large_pages(address: int, size: int) -> None:
