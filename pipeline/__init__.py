@@ -7,7 +7,7 @@ from pipeline.allocator import keep_freed_memory
 keep_freed_memory()
 
 # Read when torch loads libgomp: threads wait for the next parallel operator, some 50 µs, before
-# they sleep. Sleeping at once costs small models a third of their speed on CPU; waiting as long as
-# is the default takes the cores from whatever else the machine does.
+# they sleep. Sleeping at once (GOMP_SPINCOUNT=0) makes small models slower on CPU; waiting as long
+# as is the default takes the cores from whatever else the machine does.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "6000")

@@ -1,9 +1,9 @@
 """What the C library does with this process's memory, on Linux.
 
 glibc gives freed memory back to the system as soon as it can, and a training step frees as much as
-it takes: the system then maps, and zeroes, a hundred thousand pages per update, a third of the time
-of a small model with experts. So memory is kept once it was used, save in large blocks, which
-rarely fit where a block of another size was.
+it takes: the system then maps, and zeroes, the same pages at every update (``GLIBC_TUNABLES= python
+tests/bench/moe_step.py`` shows the time without us). So memory is kept once it was used, save in
+large blocks, which rarely fit where a block of another size was.
 """
 
 import ctypes
@@ -16,15 +16,15 @@ OWN_MAPPING = 2**26
 """Bytes from which a block is mapped for itself and returned when freed, unless said otherwise."""
 
 LARGEST_KEPT = 2**28
-"""Bytes of the largest block that is worth keeping: larger ones leave too much in pieces."""
+"""Bytes from which no block is kept: in place of such blocks too much would be left in pieces."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _TRIM_AT = 2**31 - 1  # free bytes at the end of the heap: the largest number mallopt takes
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def keep_freed_memory(*, largest: int = OWN_MAPPING) -> None:
-    """Keep what is freed for the next step, in blocks of fewer than ``largest`` bytes.
+def keep_freed_memory(*, block: int = 0) -> None:
+    """Keep what is freed for the next step, blocks of ``block`` bytes included if not too large.
 
     Without effect where the environment says what malloc shall do, and where that is not glibc's.
     """
@@ -32,15 +32,13 @@ def keep_freed_memory(*, largest: int = OWN_MAPPING) -> None:
         return
     mallopt = getattr(_libc(), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, largest)
+        is_kept = OWN_MAPPING <= block < LARGEST_KEPT
+        mallopt(_MMAP_THRESHOLD, block + mmap.PAGESIZE if is_kept else OWN_MAPPING)
         mallopt(_TRIM_THRESHOLD, _TRIM_AT)
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Have a mapping of its own mapped in large pages, where the system has them.
-
-    To have it mapped in small ones would take a third of the time of a wide layer's gradients.
-    """
+    """Have a block that is mapped for itself mapped in large pages, where the system has them."""
     if size >= OWN_MAPPING and sys.platform == "linux":
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         length = ctypes.c_size_t(address + size - start)

@@ -7,6 +7,7 @@ line asks this module for its rank and has to start fast.
 """
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -254,7 +255,8 @@ def leave(code: int) -> NoReturn:
     if not _HAD_GROUPS:
         sys.exit(code)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 

@@ -6,7 +6,6 @@ expert-parallel process groups; model, losses, weights and training state are ou
 
 import logging
 import math
-import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +28,7 @@ from deepspeed.moe.utils import (  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
-from pipeline.allocator import (  # noqa: E402
-    LARGEST_KEPT,
-    OWN_MAPPING,
-    keep_freed_memory,
-)
+from pipeline.allocator import keep_freed_memory  # noqa: E402
 from pipeline.batches import Batch  # noqa: E402
 from pipeline.checkpoint import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
@@ -174,13 +169,9 @@ class Engine:
         )
         self._zero = self._engine.optimizer
         self.device: torch.device = next(model.parameters()).device
-        self._keep_flat_gradients()
-
-    def _keep_flat_gradients(self) -> None:
-        """A small model's gradients, flattened at every update, shall find their memory again."""
-        size = max(flat.nbytes for flat in self._zero.single_partition_of_fp32_groups)
-        if OWN_MAPPING <= size < LARGEST_KEPT:
-            keep_freed_memory(largest=size + mmap.PAGESIZE)
+        if self.device.type == "cpu":  # gradients are flattened anew at every update
+            flats = self._zero.single_partition_of_fp32_groups
+            keep_freed_memory(block=max(flat.nbytes for flat in flats))
 
     def train_step(
         self,

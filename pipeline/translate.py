@@ -28,7 +28,7 @@ from pipeline.corpus import (
     write_hypotheses,
 )
 from pipeline.decoding import Source, beam_search
-from pipeline.distributed import StopFlag, World, distributed_world, wait_for_all
+from pipeline.distributed import StopFlag, World, distributed_world, leave, wait_for_all
 from pipeline.errors import ConfigError, Interrupted
 from pipeline.languages import nearest_codes
 from pipeline.model.transformer import Transformer
@@ -256,4 +256,4 @@ def filter_lines(
 if __name__ == "__main__":
     from pipeline.cli import stage_main
 
-    sys.exit(stage_main("translate"))
+    leave(stage_main("translate"))

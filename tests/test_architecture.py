@@ -3,12 +3,15 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,6 +182,17 @@ def test_training_and_decoding_import_few_packages() -> None:
         if not entry.in_function
     } - {"pipeline", *sys.stdlib_module_names}
     assert third_party == SLIM_PACKAGES
+
+
+def test_whatever_had_a_process_group_ends_by_leaving() -> None:
+    """Or its threads might abort the process when all is done; the command and stages of ranks."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert scripts["scripts"] == {"mmnmt": "pipeline.cli:command"}
+    stages = [stage.module for stage in STAGES.values() if stage.parallel == "ranks"]
+    assert len(stages) >= 3
+    for name, ending in [("pipeline.cli", "command()"), *((name, "leave(") for name in stages)]:
+        last = PACKAGES[name].read_text(encoding="utf-8").splitlines()[-1]
+        assert last.strip().startswith(ending)
 
 
 @pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])

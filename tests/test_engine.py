@@ -12,6 +12,7 @@ from process_pool import ProcessPool
 from tiny_models import perturb_vectors, random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
+from pipeline import engine as engine_module
 from pipeline.batches import Batch
 from pipeline.config import (
     BatchesConfig,
@@ -423,3 +424,26 @@ def test_every_ds_config_that_ships_trains_and_gives_its_state(
     [covered] = pool1.run(one_update_and_state, name)
     names = {entry.name for entry in named_slices(tiny_model(SPECS["moe"]))}
     assert covered == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), names)
+
+
+def blocks_kept(world: World) -> tuple[list[int], int]:
+    """What an engine asks to be kept of freed memory, and the size of all gradients; bytes."""
+    connect(world)
+    model, kept = build_model(SPECS["moe"]), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "keep_freed_memory", lambda *, block: kept.append(block))
+        Engine(
+            model,
+            make_recipe(SPECS["moe"].model),
+            world=world,
+            ds_config=zero_config(1),
+            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+            expert_parallel_size=1,
+        )
+    return kept, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_an_engine_on_cpu_has_the_memory_of_flattened_gradients_kept(pool1: ProcessPool) -> None:
+    [(kept, gradients)] = pool1.run(blocks_kept)
+    assert len(kept) == 1
+    assert gradients <= kept[0] < gradients + 64  # ZeRO pads to whole units of alignment

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pipeline  # noqa: F401 (first: it says how long threads wait)
+import pipeline  # noqa: F401 (first: how threads wait and memory is kept)
 
 # isort: split
 import torch

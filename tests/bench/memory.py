@@ -28,7 +28,7 @@ from ratios import Row, parse_options
 from tiny_models import random_batch
 
 from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig
-from pipeline.distributed import LOOPBACK, World, distributed_world, free_port
+from pipeline.distributed import LOOPBACK, World, distributed_world, free_port, leave
 from pipeline.engine import Engine, connect, expert_parallel_group
 from pipeline.memory import estimate
 from pipeline.model.regularization import Regularization
@@ -227,5 +227,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [MEASURE]:
         with distributed_world() as this_world:
             print(train(Case(**json.loads(sys.argv[2])), this_world))
+        leave(0)
     else:
         main()

@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import pipeline  # noqa: F401 (first: it says how long threads wait)
+import pipeline  # noqa: F401 (first: how threads wait and memory is kept)
 
 # isort: split
 import torch
@@ -31,7 +31,7 @@ from tiny_models import tiny_spec
 
 from pipeline.batches import Packing
 from pipeline.config import MoEConfig
-from pipeline.distributed import distributed_world
+from pipeline.distributed import distributed_world, leave
 from pipeline.engine import connect
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.transformer import build_model
@@ -301,3 +301,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

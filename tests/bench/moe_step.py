@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import pipeline  # noqa: F401 (first: it says how long threads wait)
+import pipeline  # noqa: F401 (first: how threads wait and memory is kept)
 
 # isort: split
 import torch
@@ -28,7 +28,7 @@ from tiny_models import EOS_ID, random_batch, tiny_spec
 
 from pipeline.batches import Batch
 from pipeline.config import BatchesConfig, LossConfig, MoEConfig, Recipe
-from pipeline.distributed import World, distributed_world
+from pipeline.distributed import World, distributed_world, leave
 from pipeline.ds_config import load_ds_config
 from pipeline.engine import Engine, connect
 from pipeline.losses import translation_loss
@@ -260,3 +260,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
