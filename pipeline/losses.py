@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.batches import Batch
 from pipeline.config import LossConfig
 from pipeline.model.moe import RoutingRecord
+from pipeline.model.router import z_loss
 from pipeline.model.transformer import Transformer
 
 LOSS_ROWS = 16
@@ -52,7 +53,7 @@ def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> Lo
     for record in output.routing:
         balance = balance + record.balance_loss
         if config.router_z_weight:
-            router_z = router_z + record.z_loss
+            router_z = router_z + z_loss(record.logits_NE)
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,

@@ -131,7 +131,9 @@ def estimate(
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
     zero = _Zero.of(recipe, ds_config, processes=processes)
-    batch = MicroBatchShape.of(recipe, zero, device=device, sentence_length=sentence_length)
+    batch = MicroBatchShape.of(
+        recipe, zero, device=device, processes=processes, sentence_length=sentence_length
+    )
     groups = _optimizer_groups(
         recipe, vocabulary_size=vocabulary_size, num_groups=num_groups, processes=processes
     )
@@ -211,10 +213,18 @@ class MicroBatchShape:
     """e."""
     device: Device
     regularization: Regularization
+    is_spread: bool = False
+    """Experts are on several ranks."""
 
     @classmethod
     def of(
-        cls, recipe: Recipe, zero: _Zero, *, device: Device, sentence_length: int | None
+        cls,
+        recipe: Recipe,
+        zero: _Zero,
+        *,
+        device: Device,
+        processes: int,
+        sentence_length: int | None,
     ) -> "MicroBatchShape":
         longest = recipe.shards.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
         return cls(
@@ -223,6 +233,7 @@ class MicroBatchShape:
             value=zero.value,
             device=device,
             regularization=Regularization.of(recipe.training),
+            is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
         )
 
     @property
@@ -501,7 +512,8 @@ def _moe_bytes(
     """Sublayer input and norm, routes in and out (R D each), hidden (R F), and the router's.
 
     The router computes in float32: in bfloat16 it keeps a copy of the norm and of its weights in
-    place of the norm.
+    place of the norm. On CPU, unless they are spread over ranks, experts keep the norm itself
+    instead of the routes made from it.
     """
     tokens, value, rates = batch.tokens, batch.value, batch.regularization
     rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
@@ -509,7 +521,9 @@ def _moe_bytes(
     routes += MEAN_SPARE_ROWS * moe.num_experts if batch.device == "cpu" else 0
     on_cuda_gelu = batch.device == "cuda" and model.activation == "gelu"
     hidden = routes * model.feed_forward_width * value * (2 if on_cuda_gelu else 1)
-    rows = (routes + moe.top_k * tokens) * model.width * value
+    gathers_again = batch.device == "cpu" and not batch.is_spread
+    inputs = tokens * (value < FLOAT32) if gathers_again else moe.top_k * tokens
+    rows = (routes + inputs) * model.width * value
     weights = (1 + num_groups) * moe.num_experts * model.width
     norm = FLOAT32 * (tokens * model.width + (weights if value < FLOAT32 else 0))
     ends = (value + batch.dropout_bytes(rate)) * tokens * model.width + norm

@@ -40,7 +40,8 @@ PLAN = LAYER_OF["plan"]
 
 SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
 SLIM_PACKAGES = {
-    *("torch", "deepspeed", "sentencepiece", "safetensors", "numpy", "pydantic", "tqdm"),
+    *("torch", "deepspeed", "numba", "numpy"),
+    *("sentencepiece", "safetensors", "pydantic", "tqdm"),
 }
 """All that training and decoding may import beside the standard library."""
 

@@ -82,7 +82,7 @@ def assert_carries_out(
 @example(NO_TOKENS)
 @example(ALL_TIED)
 def test_dropless_keeps_every_route(routing: Routing) -> None:
-    dispatch = dispatch_dropless(routing, num_experts=routing.probability_NE.shape[1])
+    dispatch = dispatch_dropless(routing)
     everything = kept_routes(routing, capacity=10**6, prioritized=False)
     assert_carries_out(dispatch, routing, everything)
     assert torch.equal(dispatch.routed_E, dispatch.count_E)
@@ -99,7 +99,6 @@ def test_capacity_keeps_what_a_loop_over_tokens_keeps(
     num_experts = routing.probability_NE.shape[1]
     dispatch = dispatch_with_capacity(
         routing,
-        num_experts=num_experts,
         capacity=capacity,
         prioritized=prioritized,
         renormalize=renormalize,
@@ -144,12 +143,10 @@ def test_spare_rows_end_each_experts_slice_and_change_no_result(
 def dispatched(
     routing: Routing, capacity: int | None, *, slice_length: SliceLength | None = None
 ) -> Dispatch:
-    num_experts = routing.probability_NE.shape[1]
     if capacity is None:
-        return dispatch_dropless(routing, num_experts=num_experts, slice_length=slice_length)
+        return dispatch_dropless(routing, slice_length=slice_length)
     return dispatch_with_capacity(
         routing,
-        num_experts=num_experts,
         capacity=capacity,
         prioritized=True,
         slice_length=slice_length,
@@ -163,29 +160,25 @@ def three_tokens() -> Routing:
 
 @pytest.mark.parametrize(("prioritized", "losers"), [(True, [1]), (False, [2])])
 def test_slots_go_by_probability_or_by_position(prioritized: bool, losers: list[int]) -> None:
-    dispatch = dispatch_with_capacity(
-        three_tokens(), num_experts=3, capacity=2, prioritized=prioritized
-    )
+    dispatch = dispatch_with_capacity(three_tokens(), capacity=2, prioritized=prioritized)
     assert (dispatch.weight_NC[:, 0] == 0).nonzero().flatten().tolist() == losers
 
 
 def test_a_token_that_lost_one_expert_gives_the_other_all_its_weight() -> None:
-    dispatch = dispatch_with_capacity(three_tokens(), num_experts=3, capacity=2, prioritized=True)
+    dispatch = dispatch_with_capacity(three_tokens(), capacity=2, prioritized=True)
     assert dispatch.weight_NC[1].tolist() == [0.0, 1.0]
 
 
 def test_a_first_choice_takes_the_slot_of_an_earlier_second_choice() -> None:
     routing = choose(torch.tensor([[9.0, 1.0], [0.0, 1.0]]), top_k=2)
     for prioritized in (True, False):
-        dispatch = dispatch_with_capacity(
-            routing, num_experts=2, capacity=1, prioritized=prioritized
-        )
+        dispatch = dispatch_with_capacity(routing, capacity=1, prioritized=prioritized)
         assert dispatch.weight_NC.tolist() == [[1.0, 0.0], [1.0, 0.0]]
 
 
 def test_a_token_without_any_slot_becomes_zero() -> None:
     routing = choose(torch.tensor([[2.0, 1.0], [1.0, 0.5]]), top_k=1)
-    dispatch = dispatch_with_capacity(routing, num_experts=2, capacity=1, prioritized=True)
+    dispatch = dispatch_with_capacity(routing, capacity=1, prioritized=True)
     y_ND = combine(torch.ones(1, 3), dispatch)
     assert y_ND.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
 
@@ -211,7 +204,7 @@ def gradients(prioritized: bool) -> tuple[Tensor, Tensor]:
     logits_NE = torch.tensor([[2.0, 1.0, 0.0], [1.5, 0.0, 1.0], [9.0, 1.0, 0.0]])
     logits_NE.requires_grad_()
     dispatch = dispatch_with_capacity(
-        choose(logits_NE, top_k=2), num_experts=3, capacity=2, prioritized=prioritized
+        choose(logits_NE, top_k=2), capacity=2, prioritized=prioritized
     )
     y_RD = torch.arange(1.0, len(dispatch.token_R) + 1)[:, None].requires_grad_()
     combine(y_RD, dispatch).sum().backward()

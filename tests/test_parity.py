@@ -331,7 +331,10 @@ def test_a_state_that_moves_from_two_ranks_to_one_to_four_to_two_trains_as_if_it
     assert losses == pytest.approx(stayed.losses, rel=1e-5)
     assert moved.names == stayed.names
     for what in ("master", "exp_avg", "exp_avg_sq"):
-        ours = torch.cat([v for name, v in moved.parts.items() if name.startswith(f"{what} ")])
-        theirs = torch.cat([v for name, v in stayed.parts.items() if name.startswith(f"{what} ")])
+        names = [name for name in moved.parts if name.startswith(f"{what} ")]
+        # gradients of key biases are pure rounding, which Adam divides by
+        names = [name for name in names if not name.endswith(".key.bias")]
+        ours = torch.cat([moved.parts[name] for name in names])
+        theirs = torch.cat([stayed.parts[name] for name in names])
         assert len(ours) > 1000
-        assert float((ours - theirs).norm() / theirs.norm()) <= 1e-4, what
+        assert float((ours - theirs).norm() / theirs.norm()) <= 1e-6, what

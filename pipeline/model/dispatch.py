@@ -13,15 +13,14 @@ Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import sub
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.model import loops
 from pipeline.model.router import Routing
 
 SliceLength = Callable[[int], int]
@@ -33,15 +32,18 @@ class Dispatch:
     """The plan of one MoE layer for one micro-batch.
 
     Attributes:
-        token_R: token of each row, rows in order of their expert.
+        route_R: route of each row, rows in order of their expert: token · C + choice, or N · C
+            for a spare row.
+        token_R: token of each row.
         row_NC: row of each (token, choice); R where it was dropped.
         weight_NC: combine weights; 0 where dropped.
         rows_E: rows per expert, spare ones included.
         count_E: kept routes per expert.
         routed_E: routes per expert before capacity.
-        drops: whether a route may have been dropped (host knowledge, no synchronisation).
+        drops: whether a route may have been dropped, as far as the host knows.
     """
 
+    route_R: Tensor
     token_R: Tensor
     row_NC: Tensor
     weight_NC: Tensor
@@ -51,23 +53,9 @@ class Dispatch:
     drops: bool
 
 
-def dispatch_dropless(
-    routing: Routing, *, num_experts: int, slice_length: SliceLength | None = None
-) -> Dispatch:
+def dispatch_dropless(routing: Routing, *, slice_length: SliceLength | None = None) -> Dispatch:
     """Every route is kept."""
-    expert_NC = routing.expert_NC
-    order = expert_NC.flatten().argsort(stable=True)
-    count_E = torch.bincount(expert_NC.flatten(), minlength=num_experts)
-    layout = _Layout.of(order, count_E, expert_NC, slice_length=slice_length)
-    return Dispatch(
-        token_R=layout.token_R,
-        row_NC=layout.row_NC,
-        weight_NC=routing.weight_NC,
-        rows_E=layout.rows_E,
-        count_E=count_E,
-        routed_E=count_E,
-        drops=False,
-    )
+    return _place(routing, None, capacity=len(routing.expert_NC), slice_length=slice_length)
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
@@ -78,7 +66,6 @@ def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: fl
 def dispatch_with_capacity(
     routing: Routing,
     *,
-    num_experts: int,
     capacity: int,
     prioritized: bool,
     renormalize: bool = True,
@@ -91,66 +78,91 @@ def dispatch_with_capacity(
     Slots go to first choices before second ones, and within a choice by position or, with
     ``prioritized``, by descending top probability (ties by position).
     """
-    expert_NC = routing.expert_NC
-    num_tokens, num_choices = expert_NC.shape
-    device = expert_NC.device
+    num_tokens, num_choices = routing.expert_NC.shape
+    device = routing.expert_NC.device
     if prioritized:
-        top_N = routing.probability_NE.detach().amax(-1)
+        top_N = routing.probability_NE.amax(-1)
         token_order_N = top_N.argsort(descending=True, stable=True)
     else:
         token_order_N = torch.arange(num_tokens, device=device)
     choice_C = torch.arange(num_choices, device=device)
     queue = (token_order_N[None, :] * num_choices + choice_C[:, None]).flatten()
-    expert_of_queue = expert_NC.flatten()[queue]
-    by_expert = expert_of_queue.argsort(stable=True)
-    routed_E = torch.bincount(expert_of_queue, minlength=num_experts)
-    start_E = routed_E.cumsum(0) - routed_E
-    sorted_expert = expert_of_queue[by_expert]
-    slot = torch.arange(len(queue), device=device) - start_E[sorted_expert]
-    kept_routes = queue[by_expert][slot < capacity]
-
-    count_E = routed_E.clamp_max(capacity)
-    layout = _Layout.of(kept_routes, count_E, expert_NC, slice_length=slice_length)
-    kept_weight_NC = routing.weight_NC * (layout.row_NC < len(layout.token_R))
+    dispatch = _place(routing, queue, capacity=capacity, slice_length=slice_length)
+    kept_weight_NC = routing.weight_NC * (dispatch.row_NC < len(dispatch.token_R))
     if renormalize:
         total_N1 = kept_weight_NC.sum(-1, keepdim=True)
         kept_weight_NC = kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny)
+    return replace(dispatch, weight_NC=kept_weight_NC)
+
+
+def _place(
+    routing: Routing, queue: Tensor | None, *, capacity: int, slice_length: SliceLength | None
+) -> Dispatch:
+    """Rows for the first ``capacity`` routes of each expert in a queue of all routes.
+
+    Routes are numbers token · C + choice, and come by number where there is no queue. Spare rows
+    are for CPU.
+    """
+    if routing.expert_NC.device.type == "cpu":
+        return place_by_loop(routing, queue, capacity=capacity, slice_length=slice_length)
+    return place_by_sorting(routing, queue, capacity=capacity)
+
+
+def place_by_loop(
+    routing: Routing, queue: Tensor | None, *, capacity: int, slice_length: SliceLength | None
+) -> Dispatch:
+    """Route by route."""
+    expert_NC, num_experts = routing.expert_NC, routing.probability_NE.shape[1]
+    routed_E = expert_NC.new_empty(num_experts)
+    loops.count_routes(expert_NC.numpy(), routed_E.numpy())
+    routed = routed_E.tolist()
+    kept = [min(count, capacity) for count in routed]
+    rows = [slice_length(count) for count in kept] if slice_length and any(kept) else kept
+    num_rows, rows_E = sum(rows), torch.tensor(rows)
+    route_R = torch.full((num_rows,), expert_NC.numel())
+    token_R = torch.zeros_like(route_R)
+    row_NC = torch.full_like(expert_NC, num_rows)
+    places = route_R.numpy(), token_R.numpy(), row_NC.numpy()
+    order = None if queue is None else queue.numpy()
+    loops.place_routes(order, expert_NC.numpy(), rows_E.numpy(), capacity, *places)
+    drops = kept != routed
     return Dispatch(
-        token_R=layout.token_R,
-        row_NC=layout.row_NC,
-        weight_NC=kept_weight_NC,
-        rows_E=layout.rows_E,
-        count_E=count_E,
+        route_R=route_R,
+        token_R=token_R,
+        row_NC=row_NC,
+        weight_NC=routing.weight_NC,
+        rows_E=rows_E,
+        count_E=torch.tensor(kept) if drops else routed_E,
         routed_E=routed_E,
-        drops=True,
+        drops=drops,
     )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Which row every route gets; the fields are those of :class:`Dispatch`."""
-
-    token_R: Tensor
-    row_NC: Tensor
-    rows_E: Tensor
-
-    @classmethod
-    def of(
-        cls, routes: Tensor, count_E: Tensor, expert_NC: Tensor, *, slice_length: SliceLength | None
-    ) -> "_Layout":
-        """One row per kept route; ``routes`` are numbers token · C + choice, sorted by expert."""
-        token_R, rows_E = routes // expert_NC.shape[1], count_E
-        row = torch.arange(len(routes), device=routes.device)
-        if slice_length is not None and len(routes):
-            counts = count_E.tolist()
-            rows = [slice_length(count) for count in counts]
-            rows_E = torch.tensor(rows)
-            spare_before = accumulate(map(sub, rows, counts), initial=0)
-            row += torch.tensor([*spare_before][:-1]).repeat_interleave(count_E)
-            token_R = token_R.new_zeros(sum(rows)).index_copy_(0, row, token_R)
-        row_NC = torch.full(expert_NC.shape, len(token_R), device=routes.device)
-        row_NC.view(-1).index_copy_(0, routes, row)
-        return cls(token_R, row_NC, rows_E)
+def place_by_sorting(routing: Routing, queue: Tensor | None, *, capacity: int) -> Dispatch:
+    """On any device, without a copy to the host; no spare rows."""
+    expert_NC, num_experts = routing.expert_NC, routing.probability_NE.shape[1]
+    expert_Q = expert_NC.flatten() if queue is None else expert_NC.flatten()[queue]
+    routed_E = count_E = torch.bincount(expert_Q, minlength=num_experts)
+    by_expert = expert_Q.argsort(stable=True)
+    routes = by_expert if queue is None else queue[by_expert]
+    numbers = torch.arange(len(routes), device=routes.device)
+    drops = capacity < len(expert_NC)
+    if drops:
+        start_E = routed_E.cumsum(0) - routed_E
+        is_kept = numbers - start_E[expert_Q[by_expert]] < capacity
+        routes, count_E = routes[is_kept], routed_E.clamp_max(capacity)
+    row_NC = torch.full_like(expert_NC, len(routes))
+    row_NC.view(-1)[routes] = numbers[: len(routes)]
+    return Dispatch(
+        route_R=routes,
+        token_R=routes // expert_NC.shape[1],
+        row_NC=row_NC,
+        weight_NC=routing.weight_NC,
+        rows_E=count_E,
+        count_E=count_E,
+        routed_E=routed_E,
+        drops=drops,
+    )
 
 
 def gather(x_ND: Tensor, dispatch: Dispatch) -> Tensor:
@@ -194,14 +206,14 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_y_ND,) = gradients
         y_RD, weight_NC = ctx.saved_tensors
-        row_NC = ctx.dispatch.row_NC
+        route_R = ctx.dispatch.route_R
         d_rows_RD = d_y_ND.index_select(0, ctx.dispatch.token_R)
-        # one place more than there are rows, where all dropped routes meet
-        d_weight = weight_NC.new_zeros(len(y_RD) + 1)
-        d_weight[:-1] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
-        weight = y_RD.new_zeros(len(y_RD) + 1)
-        weight[row_NC] = weight_NC.to(y_RD.dtype)
-        return d_rows_RD.mul_(weight[:-1, None]), d_weight[row_NC], None
+        # one place more than there are routes, where all spare rows meet
+        weight_Q = F.pad(weight_NC.flatten(), (0, 1))
+        d_weight_Q = torch.zeros_like(weight_Q)
+        d_weight_Q[route_R] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
+        d_rows_RD *= weight_Q[route_R, None].to(y_RD.dtype)
+        return d_rows_RD, d_weight_Q[:-1].view_as(weight_NC), None
 
 
 def _sum_over_routes(y_RD: Tensor, dispatch: Dispatch, *, weight_NC: Tensor | None) -> Tensor:

@@ -7,6 +7,8 @@ Legend: E experts (on this rank), R rows sorted by expert, D model width, F hidd
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -15,12 +17,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from pipeline.allocator import prefer_large_pages
+from pipeline.model import loops
+from pipeline.model.dispatch import Dispatch
 from pipeline.model.feed_forward import Activation, activate
 from pipeline.model.linear import product, product_into
-from pipeline.model.threads import side_by_side
+from pipeline.model.loops import can_loop, numbers
+from pipeline.model.threads import WORTH_OTHER_THREADS, side_by_side
 
-FEW_ROWS = 768
-"""Experts with fewer are served side by side on CPU, others by all threads; as measured."""
+LOOP_COST = 16
+"""Multiply-adds of a product in the time of one of a loop, as measured."""
 
 
 class StackedLinear(nn.Module):
@@ -61,7 +66,16 @@ class Experts(nn.Module):
         if isinstance(count_E, Tensor):
             return grouped_feed_forward(x_RD, *weights, count_E, self.activation)
         output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
-            x_RD, *weights, tuple(count_E), self.activation
+            x_RD, None, *weights, tuple(count_E), None, self.activation
+        )
+        return output
+
+    def serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+        """Gather, apply and combine on CPU: every token's experts, weighted and summed, (N, D)."""
+        weights = (self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        rows_E = tuple(dispatch.rows_E.tolist())
+        output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
+            x_ND, dispatch.weight_NC.contiguous(), *weights, rows_E, dispatch, self.activation
         )
         return output
 
@@ -98,61 +112,128 @@ def grouped_feed_forward(
 class _ExpertByExpert(torch.autograd.Function):
     """Products per expert, the gradients of all experts written straight into stacked tensors.
 
-    Plain autograd over slices of stacked weights would make and add one full-size gradient per
-    expert. Experts without rows get a gradient of zeros (DeepSpeed wants one from every rank).
+    The input is rows sorted by expert, or tokens with a dispatch: then every expert gathers its
+    rows where it needs them, and the rows are combined. Plain autograd over slices of stacked
+    weights would make and add one full-size gradient per expert. Experts without rows get a
+    gradient of zeros (DeepSpeed wants one from every rank).
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x_RD: Tensor,
+        x: Tensor,
+        weight_NC: Tensor | None,
         up_EFD: Tensor,
         up_bias_EF: Tensor,
         down_EDF: Tensor,
         down_bias_ED: Tensor,
-        count_E: tuple[int, ...],
+        rows_E: tuple[int, ...],
+        dispatch: Dispatch | None,
         activation: Activation,
     ) -> Tensor:
-        y_RD = torch.empty_like(x_RD)
-        xs, ys = x_RD.split(count_E), y_RD.split(count_E)
-        hiddens = [x_RD.new_empty(0, up_EFD.shape[1])] * len(count_E)
+        y_RD = x.new_empty(sum(rows_E), x.shape[1])
+        slices = _slices(rows_E)
+        hiddens = [x.new_empty(0, up_EFD.shape[1])] * len(rows_E)
 
         def serve(e: int) -> None:
-            hiddens[e] = product(xs[e], up_EFD[e], up_bias_EF[e], relu=activation == "relu")
-            ys[e].copy_(product(_activated(hiddens[e], activation), down_EDF[e], down_bias_ED[e]))
+            x_rows = _rows(x, slices[e], dispatch)
+            hidden = product(x_rows, up_EFD[e], up_bias_EF[e], relu=activation == "relu")
+            y_RD[slices[e]] = product(_activated(hidden, activation), down_EDF[e], down_bias_ED[e])
+            hiddens[e] = hidden
 
-        _serve_all(serve, count_E, weights=up_EFD[0].numel())
-        ctx.save_for_backward(x_RD, up_EFD, down_EDF, *hiddens)
-        ctx.count_E, ctx.activation = count_E, activation
-        return y_RD
+        side_by_side(serve, [rows * up_EFD[0].numel() for rows in rows_E])
+        ctx.slices, ctx.dispatch, ctx.activation = slices, dispatch, activation
+        if dispatch is None or weight_NC is None:
+            ctx.save_for_backward(x, None, None, up_EFD, down_EDF, *hiddens)
+            return y_RD
+        ctx.save_for_backward(x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens)
+        return _sum_over_routes(y_RD, dispatch.row_NC, weight_NC)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dy_RD = gradients[0].contiguous()
-        x_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
-        count_E, activation = ctx.count_E, ctx.activation
-        dx_RD = torch.empty_like(x_RD)
+        d_out = gradients[0].contiguous()
+        x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
+        slices, dispatch, activation = ctx.slices, ctx.dispatch, ctx.activation
+        dx_RD = x.new_empty(slices[-1].stop, x.shape[1])
         d_up_EFD, d_down_EDF = _empty_like(up_EFD), _empty_like(down_EDF)
-        d_up_bias_EF = up_EFD.new_zeros(up_EFD.shape[:2])
-        d_down_bias_ED = down_EDF.new_zeros(down_EDF.shape[:2])
-        for e, count in enumerate(count_E):
-            if count == 0:
-                d_up_EFD[e].zero_()
-                d_down_EDF[e].zero_()
-        xs, dxs, dys = x_RD.split(count_E), dx_RD.split(count_E), dy_RD.split(count_E)
+        d_up_bias_EF = up_EFD.new_empty(up_EFD.shape[:2])
+        d_down_bias_ED = down_EDF.new_empty(down_EDF.shape[:2])
+        d_weights = d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED
+        row_gradient: Callable[[slice, Tensor], Tensor] = partial(_sum_rows, d_out)
+        if dispatch is not None:
+            d_weight_NC = torch.zeros_like(weight_NC)
+            row_gradient = _row_gradients(d_out, y_RD, dispatch, weight_NC, d_weight_NC)
 
         def serve(e: int) -> None:
-            product_into(d_down_EDF[e], dys[e].t(), _activated(hiddens[e], activation).t())
-            torch.sum(dys[e], 0, out=d_down_bias_ED[e])
-            d_hidden = product(dys[e], down_EDF[e].t())
-            d_hidden = _activation_backward_(d_hidden, hiddens[e], activation)
-            product_into(d_up_EFD[e], d_hidden.t(), xs[e].t())
-            torch.sum(d_hidden, 0, out=d_up_bias_EF[e])
-            product_into(dxs[e], d_hidden, up_EFD[e].t())
+            rows, hidden = slices[e], hiddens[e]
+            if not len(hidden):
+                for gradient in d_weights:
+                    gradient[e].zero_()
+                return
+            dy = row_gradient(rows, d_down_bias_ED[e])
+            product_into(d_down_EDF[e], dy.t(), _activated(hidden, activation).t())
+            d_hidden = product(dy, down_EDF[e].t())
+            _activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
+            product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, dispatch).t())
+            product_into(dx_RD[rows], d_hidden, up_EFD[e].t())
 
-        _serve_all(serve, count_E, weights=up_EFD[0].numel())
-        return dx_RD, d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED, None, None
+        side_by_side(serve, [max(len(hidden), 1) * up_EFD[0].numel() for hidden in hiddens])
+        if dispatch is None:
+            return dx_RD, None, *d_weights, None, None, None
+        dx_ND = _sum_over_routes(dx_RD, dispatch.row_NC, None)
+        return dx_ND, d_weight_NC, *d_weights, None, None, None
+
+
+def _slices(rows_E: Sequence[int]) -> list[slice]:
+    """Where each expert's rows are."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(rows_E, initial=0))]
+
+
+def _rows(x: Tensor, rows: slice, dispatch: Dispatch | None) -> Tensor:
+    """An expert's rows of rows, or its tokens."""
+    return x[rows] if dispatch is None else x.index_select(0, dispatch.token_R[rows])
+
+
+def _sum_over_routes(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
+    """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
+    (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
+    sum_ND = y_RD.new_empty(num_tokens, width)
+    arrays = numbers(y_RD), numbers(row_NC), None if weight_NC is None else numbers(weight_NC)
+    cost = num_tokens * num_choices * width * LOOP_COST
+    parts = min(torch.get_num_threads(), 1 + cost // WORTH_OTHER_THREADS)
+    bounds = [num_tokens * part // parts for part in range(parts + 1)]
+
+    def sum_part(part: int) -> None:
+        loops.sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
+
+    side_by_side(sum_part, [cost / parts] * parts)
+    return sum_ND
+
+
+def _row_gradients(
+    d_sum_ND: Tensor, y_RD: Tensor, dispatch: Dispatch, weight_NC: Tensor, d_weight_NC: Tensor
+) -> Callable[[slice, Tensor], Tensor]:
+    """:func:`_sum_over_routes` backwards, one expert at a time; fills ``d_weight_NC``."""
+    dy_RD = torch.empty_like(y_RD)
+    d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
+    token, route = numbers(dispatch.token_R), numbers(dispatch.route_R)
+    weight, d_weight = numbers(weight_NC.view(-1)), numbers(d_weight_NC.view(-1))
+
+    def row_gradient(rows: slice, total_D: Tensor) -> Tensor:
+        first, last, total = rows.start, rows.stop, numbers(total_D)
+        loops.sum_over_routes_backward(
+            d_sum, y, token, route, weight, first, last, dy, d_weight, total
+        )
+        return dy_RD[rows]
+
+    return row_gradient
+
+
+def _sum_rows(dy_RD: Tensor, rows: slice, total_D: Tensor) -> Tensor:
+    """The gradients of rows as they came, and their sum."""
+    torch.sum(dy_RD[rows], 0, out=total_D)
+    return dy_RD[rows]
 
 
 def _empty_like(weights: Tensor) -> Tensor:
@@ -162,28 +243,22 @@ def _empty_like(weights: Tensor) -> Tensor:
     return gradient
 
 
-def _serve_all(serve: Callable[[int], None], count_E: Sequence[int], *, weights: int) -> None:
-    """Call ``serve(e)`` for every expert with rows, for those with few of them side by side.
-
-    With few rows a product takes its weights from memory faster than it makes use of them.
-    """
-    few_E = [count if count < FEW_ROWS else 0 for count in count_E]
-    for e, count in enumerate(count_E):
-        if count > few_E[e]:
-            serve(e)
-    side_by_side(serve, [count * weights for count in few_E])
-
-
 def _activated(hidden: Tensor, activation: Activation) -> Tensor:
     """What goes into the down projection; of ReLU the up projection gives the result itself."""
     return hidden if activation == "relu" else F.gelu(hidden)
 
 
-def _activation_backward_(d_active: Tensor, hidden: Tensor, activation: Activation) -> Tensor:
-    """In place."""
+def _activation_backward_(
+    d_hidden_RF: Tensor, hidden_RF: Tensor, total_F: Tensor, activation: Activation
+) -> None:
+    """The gradient before the activation in the place of the one behind it; fills in its sum."""
+    if activation == "relu" and can_loop(hidden_RF):
+        loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
+        return
+    given = d_hidden_RF, hidden_RF
     match activation:
         case "relu":
-            torch.ops.aten.threshold_backward.grad_input(d_active, hidden, 0, grad_input=d_active)
+            torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)
         case "gelu":
-            torch.ops.aten.gelu_backward.grad_input(d_active, hidden, grad_input=d_active)
-    return d_active
+            torch.ops.aten.gelu_backward.grad_input(*given, grad_input=d_hidden_RF)
+    torch.sum(d_hidden_RF, 0, out=total_F)

@@ -22,6 +22,7 @@ from pipeline.model.dispatch import (
 )
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.experts import Experts, slice_length
+from pipeline.model.loops import can_loop
 from pipeline.model.regularization import Regularization
 from pipeline.model.router import Router, Routing
 
@@ -32,7 +33,7 @@ class RoutingRecord:
 
     Attributes:
         balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
-        z_loss: mean squared log-normaliser of the router's logits, differentiable.
+        logits_NE: the router's logits, differentiable.
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
         routed_E: routes per expert before capacity.
@@ -40,7 +41,7 @@ class RoutingRecord:
     """
 
     balance_loss: Tensor
-    z_loss: Tensor
+    logits_NE: Tensor
     probability_NE: Tensor
     expert_NC: Tensor
     routed_E: Tensor
@@ -70,12 +71,11 @@ class MixtureOfExperts(nn.Module):
         """Route, compute and combine; ``group_N`` is each token's language group."""
         routing: Routing = self.router(self._jittered(x_ND), group_N)
         dispatch = self._dispatch(routing)
-        y_RD = self._apply_experts(gather(x_ND, dispatch), dispatch.rows_E)
-        y_ND = combine(y_RD, self._masked(dispatch))
+        y_ND = self._serve(x_ND, self._masked(dispatch))
         record = RoutingRecord(
-            balance_loss=balance_loss(routing),
-            z_loss=routing.z_loss,
-            probability_NE=routing.probability_NE.detach(),
+            balance_loss=routing.balance_loss,
+            logits_NE=routing.logits_NE,
+            probability_NE=routing.probability_NE,
             expert_NC=routing.expert_NC,
             routed_E=dispatch.routed_E,
             kept_E=dispatch.count_E,
@@ -104,9 +104,7 @@ class MixtureOfExperts(nn.Module):
         spare_rows = slice_length if on_host else None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
-            return dispatch_dropless(
-                routing, num_experts=config.num_experts, slice_length=spare_rows
-            )
+            return dispatch_dropless(routing, slice_length=spare_rows)
         capacity = expert_capacity(
             len(routing.expert_NC),
             num_experts=config.num_experts,
@@ -115,26 +113,20 @@ class MixtureOfExperts(nn.Module):
         )
         return dispatch_with_capacity(
             routing,
-            num_experts=config.num_experts,
             capacity=capacity,
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
             slice_length=spare_rows,
         )
 
-    def _apply_experts(self, x_RD: Tensor, rows_E: Tensor) -> Tensor:
+    def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+        """Every token's experts, weighted and summed."""
+        if self.expert_parallel is None and can_loop(x_ND):
+            return self.experts.serve(x_ND, dispatch)
+        x_RD = gather(x_ND, dispatch)
         if self.expert_parallel is not None:
-            return self.expert_parallel.run(self.experts, x_RD, rows_E)
-        on_host = x_RD.device.type == "cpu"
-        output: Tensor = self.experts(x_RD, rows_E.tolist() if on_host else rows_E)
-        return output
-
-
-def balance_loss(routing: Routing) -> Tensor:
-    """l_aux = E · Σ_e m_e c_e over real tokens, before capacity (mmnmt.md §2)."""
-    num_tokens, num_experts = routing.probability_NE.shape
-    if num_tokens == 0:
-        return routing.probability_NE.sum()
-    first_E = torch.bincount(routing.expert_NC[:, 0], minlength=num_experts)
-    share_E = first_E.to(torch.float32) / num_tokens
-    return num_experts * (routing.probability_NE.mean(0) * share_E).sum()
+            y_RD = self.expert_parallel.run(self.experts, x_RD, dispatch.rows_E)
+        else:
+            on_host = x_RD.device.type == "cpu"
+            y_RD = self.experts(x_RD, dispatch.rows_E.tolist() if on_host else dispatch.rows_E)
+        return combine(y_RD, dispatch)

@@ -6,12 +6,14 @@ Legend: N tokens, D model width, E experts, C choices per token (top-k), G langu
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from pipeline.model import loops
 from pipeline.model.linear import linear
 
 CombineWeights = Literal["renormalized", "probability"]
@@ -22,29 +24,97 @@ class Routing:
     """Where every token goes.
 
     Attributes:
+        logits_NE: what the router says; differentiable.
         probability_NE: softmax over all experts.
         expert_NC: chosen experts, best first.
-        weight_NC: how their outputs are weighted.
-        z_loss: mean over tokens of the squared log-normaliser of the logits (ST-MoE, eq. 5).
+        weight_NC: how their outputs are weighted; differentiable.
+        balance_loss: l_aux = E · Σ_e m_e c_e, of the mean probabilities m and the shares c of
+            tokens that choose an expert first (mmnmt.md §2): 1 when balanced, 0 without tokens;
+            differentiable.
     """
 
+    logits_NE: Tensor
     probability_NE: Tensor
     expert_NC: Tensor
     weight_NC: Tensor
-    z_loss: Tensor
+    balance_loss: Tensor
 
 
 def choose(
     logits_NE: Tensor, *, top_k: int, combine_weights: CombineWeights = "renormalized"
 ) -> Routing:
     """Softmax and the ``top_k`` best, their probabilities renormalised to sum 1 or as they are."""
-    probability_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
-    weight_NC, expert_NC = probability_NE.topk(top_k, dim=-1)
-    normalizer_N1 = logits_NE.gather(1, expert_NC[:, :1]) - weight_NC[:, :1].log()
-    if combine_weights == "renormalized":
+    is_renormalized = combine_weights == "renormalized"
+    if logits_NE.device.type == "cpu":
+        found = _ChooseByLoop.apply(  # type: ignore[no-untyped-call]
+            logits_NE, top_k, is_renormalized
+        )
+        return Routing(logits_NE, *found)
+    return choose_by_operators(logits_NE, top_k=top_k, is_renormalized=is_renormalized)
+
+
+def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> Routing:
+    """:func:`choose` on any device."""
+    num_tokens, num_experts = logits_NE.shape
+    probability_NE = F.softmax(logits_NE, dim=-1)
+    expert_NC = logits_NE.topk(top_k, dim=-1).indices
+    weight_NC = probability_NE.gather(1, expert_NC)
+    if is_renormalized:
         weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
-    z_loss = normalizer_N1.square().sum() / max(len(logits_NE), 1)
-    return Routing(probability_NE, expert_NC, weight_NC, z_loss)
+    first_E = torch.bincount(expert_NC[:, 0], minlength=num_experts).to(logits_NE.dtype)
+    pairs = max(num_tokens, 1) ** 2
+    return Routing(
+        logits_NE=logits_NE,
+        probability_NE=probability_NE.detach(),
+        expert_NC=expert_NC,
+        weight_NC=weight_NC,
+        balance_loss=num_experts * (probability_NE.sum(0) * first_E).sum() / pairs,
+    )
+
+
+def z_loss(logits_NE: Tensor) -> Tensor:
+    """Mean over tokens of the squared log-normaliser of the router's logits (ST-MoE, eq. 5)."""
+    return logits_NE.logsumexp(-1).square().sum() / max(len(logits_NE), 1)
+
+
+class _ChooseByLoop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+    ) -> tuple[Tensor, ...]:
+        num_tokens, num_experts = logits_NE.shape
+        probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
+        expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
+        weight_NC = logits_NE.new_empty(num_tokens, top_k)
+        first_E, balance_loss = logits_NE.new_empty(num_experts), logits_NE.new_empty(1)
+        outputs = probability_NE, expert_NC, weight_NC, first_E, balance_loss
+        loops.choose_experts(
+            logits_NE.contiguous().numpy(),
+            is_renormalized,
+            *(output.numpy() for output in outputs),
+        )
+        ctx.save_for_backward(probability_NE, expert_NC, weight_NC, first_E)
+        ctx.mark_non_differentiable(probability_NE, expert_NC)
+        ctx.is_renormalized = is_renormalized
+        return probability_NE, expert_NC, weight_NC, balance_loss.view(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _, _, d_weight_NC, d_balance_loss = gradients
+        probability_NE, expert_NC, weight_NC, first_E = ctx.saved_tensors
+        d_logits_NE = torch.empty_like(probability_NE)
+        loops.choose_experts_backward(
+            probability_NE.numpy(),
+            expert_NC.numpy(),
+            weight_NC.numpy(),
+            first_E.numpy(),
+            ctx.is_renormalized,
+            d_weight_NC.contiguous().numpy(),
+            d_balance_loss.item(),
+            d_logits_NE.numpy(),
+        )
+        return d_logits_NE, None, None
 
 
 class TokenRouter(nn.Module):

@@ -7,10 +7,14 @@ computes.
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
+
+Work = Callable[[], None]
 
 WORTH_OTHER_THREADS = 2**25
 """Multiply-adds from which waking other threads pays, as measured."""
@@ -29,44 +33,67 @@ def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
     small = [i for i in by_cost if threads > 1 and costs[i] <= share]
     if sum(costs[i] for i in small) < WORTH_OTHER_THREADS:
         small = []
-    with torch.no_grad():
-        for i in by_cost[: len(by_cost) - len(small)]:
-            work(i)
     pieces = iter(small)  # shared by the threads: whoever is free takes the next
 
     def take_pieces() -> None:
         for i in pieces:
             work(i)
 
-    if small:
-        _on_single_threads(take_pieces, threads)
+    with torch.no_grad():
+        for i in by_cost[: len(by_cost) - len(small)]:
+            work(i)
+        if small:
+            _on_single_threads(take_pieces, threads)
 
 
-def _on_single_threads(work: Callable[[], None], threads: int) -> None:
+def _on_single_threads(work: Work, threads: int) -> None:
     """Call ``work()`` once per thread, this one included, its operators confined to that thread."""
     helpers = _helpers(threads)
-    run = partial(_without_autograd, work, is_inference=torch.is_inference_mode_enabled())
-    started = [helpers.submit(run) for _ in range(threads - 1)]
+    is_inference = torch.is_inference_mode_enabled()
+    for helper in helpers:
+        helper.start(work, is_inference=is_inference)
     torch.set_num_threads(1)
     try:
-        run()
+        work()
     finally:
         torch.set_num_threads(threads)
-        for future in started:
-            future.result()
+        failures = [failure for helper in helpers if (failure := helper.result())]
+    if failures:
+        raise failures[0]
 
 
-def _without_autograd(work: Callable[[], None], *, is_inference: bool) -> None:
-    """A thread starts with autograd on, whatever its caller does."""
-    with torch.inference_mode(is_inference), torch.no_grad():
-        work()
+class _Helper:
+    """A thread that waits for work: woken and awaited by one queue each, it costs a few µs."""
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[tuple[Work, bool]] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        Thread(target=self._serve, name="expert", daemon=True).start()
+
+    def start(self, work: Work, *, is_inference: bool) -> None:
+        self._todo.put((work, is_inference))
+
+    def result(self) -> BaseException | None:
+        """Wait for the work; what it raised."""
+        return self._done.get()
+
+    def _serve(self) -> None:
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)  # a thread starts with autograd on, whatever its caller does
+        while True:
+            work, is_inference = self._todo.get()
+            try:
+                with torch.inference_mode() if is_inference else nullcontext():
+                    work()
+                self._done.put(None)
+            except BaseException as error:  # raised where the result is awaited
+                self._done.put(error)
+            del work
 
 
 @cache
-def _helpers(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(
-        threads - 1, "expert", initializer=torch.set_num_threads, initargs=(1,)
-    )
+def _helpers(threads: int) -> tuple[_Helper, ...]:
+    return tuple(_Helper() for _ in range(threads - 1))
 
 
 if hasattr(os, "register_at_fork"):
