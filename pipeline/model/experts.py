@@ -141,7 +141,8 @@ class _ExpertByExpert(torch.autograd.Function):
             y_RD[slices[e]] = product(_activated(hidden, activation), down_EDF[e], down_bias_ED[e])
             hiddens[e] = hidden
 
-        side_by_side(serve, [rows * up_EFD[0].numel() for rows in rows_E])
+        weights = up_EFD[0].numel()
+        side_by_side(serve, [rows * weights for rows in rows_E])
         ctx.slices, ctx.dispatch, ctx.activation = slices, dispatch, activation
         if dispatch is None or weight_NC is None:
             ctx.save_for_backward(x, None, None, up_EFD, down_EDF, *hiddens)
@@ -172,13 +173,14 @@ class _ExpertByExpert(torch.autograd.Function):
                     gradient[e].zero_()
                 return
             dy = row_gradient(rows, d_down_bias_ED[e])
-            product_into(d_down_EDF[e], dy.t(), _activated(hidden, activation).t())
+            product_into(d_down_EDF[e], dy.t(), _activated(hidden, activation))
             d_hidden = product(dy, down_EDF[e].t())
             _activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
-            product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, dispatch).t())
-            product_into(dx_RD[rows], d_hidden, up_EFD[e].t())
+            product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, dispatch))
+            product_into(dx_RD[rows], d_hidden, up_EFD[e])
 
-        side_by_side(serve, [max(len(hidden), 1) * up_EFD[0].numel() for hidden in hiddens])
+        weights = up_EFD[0].numel()
+        side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])
         if dispatch is None:
             return dx_RD, None, *d_weights, None, None, None
         dx_ND = _sum_over_routes(dx_RD, dispatch.row_NC, None)

@@ -5,6 +5,7 @@ fast as oneDNN with AVX-512. The operator is the one that torch.compile emits. b
 in any case, and on CUDA nothing is different from ``nn.Linear``.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -60,24 +61,31 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
     """
     if _by_onednn(x.dtype) and (x.dtype == torch.float32 or bias is not None):
         function = "relu" if relu else "none"
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, function, [], "")
+        y: Tensor = _linear_pointwise()(x, weight, bias, function, [], "")
         return y
     y = F.linear(x, weight, bias)
     return y.relu_() if relu else y
 
 
-def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    """out ← x Wᵀ, all of two dimensions; a copy costs less than MKL's float32 product."""
+def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """out ← x matrix, all of two dimensions; a copy costs less than MKL's float32 product."""
     if x.dtype == torch.float32 and _by_onednn(x.dtype):
-        out.copy_(product(x, weight))
+        out.copy_(product(x, matrix.t()))
     else:
-        torch.mm(x, weight.t(), out=out)
+        torch.mm(x, matrix, out=out)
 
 
 def _prefers_onednn(x: Tensor, weight: Tensor) -> bool:
     if x.dtype != torch.float32 or x.device.type != "cpu" or not _by_onednn(x.dtype):
         return False
     return x.numel() * weight.shape[0] >= WORTH_A_KERNEL
+
+
+@cache
+def _linear_pointwise() -> Callable[..., Tensor]:
+    """The operator that torch.compile emits; looking it up takes as long as a small call."""
+    found: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return found
 
 
 @cache

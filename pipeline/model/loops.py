@@ -48,7 +48,7 @@ def can_loop(x_ND: Tensor) -> bool:
 
 def numbers(tensor: Tensor) -> npt.NDArray[Any]:
     """The memory of a contiguous tensor, bfloat16 as 16-bit integers."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     array: npt.NDArray[Any] = tensor.numpy()
