@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-WARM_UP = 3
+WARM_UP = 8
 """Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
 
 Seconds = Mapping[str, Sequence[float]]
