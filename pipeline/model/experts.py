@@ -193,7 +193,7 @@ def _slices(rows_E: Sequence[int]) -> list[slice]:
 
 
 def _rows(x: Tensor, rows: slice, dispatch: Dispatch | None) -> Tensor:
-    """An expert's rows of rows, or its tokens."""
+    """An expert's rows, or the tokens they are made of."""
     return x[rows] if dispatch is None else x.index_select(0, dispatch.token_R[rows])
 
 
@@ -253,8 +253,11 @@ def _activated(hidden: Tensor, activation: Activation) -> Tensor:
 def _activation_backward_(
     d_hidden_RF: Tensor, hidden_RF: Tensor, total_F: Tensor, activation: Activation
 ) -> None:
-    """The gradient before the activation in the place of the one behind it; fills in its sum."""
-    if activation == "relu" and can_loop(hidden_RF):
+    """The gradient before the activation in the place of the one behind it; fills in its sum.
+
+    A loop has one thread; an expert that has several is better served by operators.
+    """
+    if activation == "relu" and can_loop(hidden_RF) and torch.get_num_threads() == 1:
         loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
         return
     given = d_hidden_RF, hidden_RF

@@ -181,13 +181,13 @@ def place_routes(
 
 
 def widened(stored: Any) -> Any:
-    """A stored number, to compute with; in compiled loops only."""
-    raise NotImplementedError
+    """A stored number, to compute with."""
+    raise TypeError(f"only compiled loops can widen {stored!r}")
 
 
 def narrowed(number: Any, like: Any) -> Any:
-    """A float32 number as it is stored; in compiled loops only."""
-    raise NotImplementedError
+    """A float32 number in the type of a stored one."""
+    raise TypeError(f"only compiled loops can narrow {number!r} to {like!r}")
 
 
 @overload(widened, strict=False)
