@@ -139,10 +139,13 @@ def place_by_loop(
 
 
 def place_by_sorting(routing: Routing, queue: Tensor | None, *, capacity: int) -> Dispatch:
-    """On any device, without a copy to the host; no spare rows."""
+    """On any device; without a copy to the host unless routes may be dropped. No spare rows."""
     expert_NC, num_experts = routing.expert_NC, routing.probability_NE.shape[1]
     expert_Q = expert_NC.flatten() if queue is None else expert_NC.flatten()[queue]
-    routed_E = count_E = torch.bincount(expert_Q, minlength=num_experts)
+    # torch.bincount would wait for the device
+    routed_E = count_E = expert_Q.new_zeros(num_experts).index_add_(
+        0, expert_Q, torch.ones_like(expert_Q)
+    )
     by_expert = expert_Q.argsort(stable=True)
     routes = by_expert if queue is None else queue[by_expert]
     numbers = torch.arange(len(routes), device=routes.device)

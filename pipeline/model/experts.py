@@ -148,7 +148,7 @@ class _ExpertByExpert(torch.autograd.Function):
             ctx.save_for_backward(x, None, None, up_EFD, down_EDF, *hiddens)
             return y_RD
         ctx.save_for_backward(x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens)
-        return _sum_over_routes(y_RD, dispatch.row_NC, weight_NC)
+        return _combine_by_loop(y_RD, dispatch.row_NC, weight_NC)
 
     @staticmethod
     @once_differentiable
@@ -183,7 +183,7 @@ class _ExpertByExpert(torch.autograd.Function):
         side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])
         if dispatch is None:
             return dx_RD, None, *d_weights, None, None, None
-        dx_ND = _sum_over_routes(dx_RD, dispatch.row_NC, None)
+        dx_ND = _combine_by_loop(dx_RD, dispatch.row_NC, None)
         return dx_ND, d_weight_NC, *d_weights, None, None, None
 
 
@@ -197,7 +197,7 @@ def _rows(x: Tensor, rows: slice, dispatch: Dispatch | None) -> Tensor:
     return x[rows] if dispatch is None else x.index_select(0, dispatch.token_R[rows])
 
 
-def _sum_over_routes(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
+def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
     """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
     (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
     sum_ND = y_RD.new_empty(num_tokens, width)
@@ -216,7 +216,7 @@ def _sum_over_routes(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> 
 def _row_gradients(
     d_sum_ND: Tensor, y_RD: Tensor, dispatch: Dispatch, weight_NC: Tensor, d_weight_NC: Tensor
 ) -> Callable[[slice, Tensor], Tensor]:
-    """:func:`_sum_over_routes` backwards, one expert at a time; fills ``d_weight_NC``."""
+    """:func:`_combine_by_loop` backwards, one expert at a time; fills ``d_weight_NC``."""
     dy_RD = torch.empty_like(y_RD)
     d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
     token, route = numbers(dispatch.token_R), numbers(dispatch.route_R)

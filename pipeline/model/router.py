@@ -61,7 +61,9 @@ def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool)
     weight_NC = probability_NE.gather(1, expert_NC)
     if is_renormalized:
         weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
-    first_E = torch.bincount(expert_NC[:, 0], minlength=num_experts).to(logits_NE.dtype)
+    first_N = expert_NC[:, 0]
+    first_E = logits_NE.new_zeros(num_experts)
+    first_E.index_add_(0, first_N, torch.ones_like(first_N, dtype=first_E.dtype))
     pairs = max(num_tokens, 1) ** 2
     return Routing(
         logits_NE=logits_NE,

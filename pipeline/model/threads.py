@@ -63,7 +63,7 @@ def _on_single_threads(work: Work, threads: int) -> None:
 
 
 class _Helper:
-    """A thread that waits for work: woken and awaited by one queue each, it costs a few µs."""
+    """A thread that waits for work, woken by one queue and awaited by another."""
 
     def __init__(self) -> None:
         self._todo: SimpleQueue[tuple[Work, bool]] = SimpleQueue()
