@@ -52,8 +52,9 @@ CPU_RUNTIME = 160 * 2**20
 MEAN_SPARE_ROWS = 4
 """Per expert, on CPU: half a step of :func:`~pipeline.model.experts.slice_length`."""
 
-CPU_KEPT_FREE = 0.22
-"""Share that the C library adds by keeping freed memory; 0.06 to 0.45 as measured, glibc 2.36."""
+CPU_KEPT_FREE_ALONE, CPU_KEPT_FREE_AMONG_RANKS = 0.22, 0.4
+"""Share that the C library adds by keeping freed memory: 0.04 to 0.32 as measured on one rank, and
+0.5 where buckets of gradients are sent as well (tests/bench/memory.py, glibc 2.36)."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,10 @@ def estimate(
         "step": held.step(),
     }
     if device == "cpu":
-        phases = {phase: _with_allocator(parts) for phase, parts in phases.items()}
+        share = CPU_KEPT_FREE_ALONE if processes == 1 else CPU_KEPT_FREE_AMONG_RANKS
+        for phase, parts in phases.items():
+            phases[phase] = {**parts, "allocator": round(share * sum(parts.values()))}
     return MemoryEstimate(phases=phases, host=held.host(), device=device)
-
-
-def _with_allocator(parts: Parts) -> Parts:
-    """A phase on CPU, and what the C library keeps of memory that was freed before."""
-    return {**parts, "allocator": round(CPU_KEPT_FREE * sum(parts.values()))}
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Every pair is an endless stream: epoch after epoch of its own lines, each epoch 
 own, every line once per epoch, in alternating direction from epoch to epoch. A *window* takes from
 each stream the share its probability gives it, exactly (a pair's count after w windows is that
 share of all draws, rounded). The window's sentences are sorted by length, cut into micro-batches
-within the token budget, shuffled, and dealt out M at a time to the updates. Any window can be
-computed on its own, so that resuming reads nothing of the past.
+within the token budget, shuffled, and dealt out M at a time to the updates, whose ranks share them
+by size. Any window can be computed on its own, so that resuming reads nothing of the past.
 """
 
 import math
@@ -43,13 +43,15 @@ class MicroBatch:
     """Sentences of one micro-batch.
 
     ``pair_B`` indexes the planner's pairs; ``reverse_B`` is 0 for first → second language of the
-    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens.
+    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens,
+    ``num_tokens`` those of both sides.
     """
 
     pair_B: Integers
     reverse_B: Integers
     line_B: Integers
     num_labels: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ class GlobalStep:
     @property
     def num_labels(self) -> int:
         return sum(batch.num_labels for batch in self.micro_batches)
+
+    def turns(self, ranks: int) -> list[list[int]]:
+        """Which micro-batch each rank takes, turn by turn, as indices; ``ranks`` divides M.
+
+        Ranks that share experts wait for each other in every turn, and all ranks at the end of an
+        update. So the micro-batches of a turn are of similar size, and whoever took the largest of
+        one takes the smallest of the next.
+        """
+        indices = range(len(self.micro_batches))
+        by_size = sorted(indices, key=lambda index: -self.micro_batches[index].num_tokens)
+        turns = [by_size[start : start + ranks] for start in range(0, len(by_size), ranks)]
+        return [turn[::-1] if number % 2 else turn for number, turn in enumerate(turns)]
 
 
 class Planner:
@@ -133,7 +147,13 @@ class Planner:
         parts = fill_up(np.split(order, cuts), multiple=self._config.micro_batches)
         generator = np.random.default_rng(derive_seed("micro-batch order", self._seed, window))
         return [
-            MicroBatch(pair[p], reverse[p], line[p], int(target[p].sum()) + len(p))
+            MicroBatch(
+                pair[p],
+                reverse[p],
+                line[p],
+                num_labels=int(target[p].sum()) + len(p),
+                num_tokens=int(source[p].sum() + target[p].sum()) + 2 * len(p),
+            )
             for p in (parts[i] for i in generator.permutation(len(parts)))
         ]
 

@@ -131,14 +131,14 @@ class TrainingRun:
         """Run the largest batch of the next window once, so that memory runs out now or never."""
         if self.progress.update < self.recipe.training.updates:
             window = self.data.planner.window(self.progress.cursor[0])
-            largest = max(window, key=lambda batch: batch.num_labels)
+            largest = max(window, key=lambda batch: batch.num_tokens)
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 
     def _update(self, step: GlobalStep) -> str:
         """One update; returns the note for the progress bar."""
         recipe, update, clock = self.recipe, self.progress.update + 1, time.monotonic()
-        mine = range(self.world.rank, len(step.micro_batches), self.world.size)
+        mine = [turn[self.world.rank] for turn in step.turns(self.world.size)]
         result = self.engine.train_step(
             [self.data.train.batch(step.micro_batches[index]) for index in mine],
             seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in mine],

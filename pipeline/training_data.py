@@ -94,8 +94,14 @@ class SplitData:
                     source.lengths.tolist(), target_lengths.tolist(), budget=budget
                 ):
                     labels = int(target_lengths[lines].sum()) + len(lines)
-                    pairs = np.full_like(lines, index)
-                    micro_batch = MicroBatch(pairs, np.full_like(lines, reverse), lines, labels)
+                    sources = int(source.lengths[lines].sum()) + len(lines)
+                    micro_batch = MicroBatch(
+                        np.full_like(lines, index),
+                        np.full_like(lines, reverse),
+                        lines,
+                        num_labels=labels,
+                        num_tokens=sources + labels,
+                    )
                     plan.append((direction, micro_batch))
         return plan
 

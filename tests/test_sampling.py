@@ -284,6 +284,46 @@ def test_steps_hand_out_every_micro_batch_of_a_window_once() -> None:
     assert [len(step.micro_batches) for step in steps] == [4] * len(steps)
 
 
+def step_of(sizes: list[int]) -> GlobalStep:
+    """An update of micro-batches with so many tokens."""
+    none = np.zeros(0, dtype=np.int64)
+    return GlobalStep(
+        tuple(MicroBatch(none, none, none, num_labels=0, num_tokens=size) for size in sizes), (0, 1)
+    )
+
+
+@given(st.data(), st.integers(1, 8), st.integers(1, 6))
+def test_ranks_take_every_micro_batch_once_and_similar_ones_in_the_same_turn(
+    data: st.DataObject, ranks: int, per_rank: int
+) -> None:
+    number = ranks * per_rank
+    sizes = data.draw(st.lists(st.integers(0, 99), min_size=number, max_size=number))
+    turns = step_of(sizes).turns(ranks)
+    assert [len(turn) for turn in turns] == [ranks] * per_rank
+    assert sorted(index for turn in turns for index in turn) == list(range(number))
+    for turn, following in pairwise(turns):
+        assert min(sizes[index] for index in turn) >= max(sizes[index] for index in following)
+
+
+def test_ranks_get_nearly_the_same_number_of_tokens() -> None:
+    sizes = np.random.default_rng(1).integers(500, 1000, 32).tolist()
+    for ranks in (2, 4, 8):
+        dealt = np.array([[sizes[index] for index in turn] for turn in step_of(sizes).turns(ranks)])
+        totals = dealt.sum(0)
+        as_they_come = np.array(sizes).reshape(-1, ranks).sum(0)
+        assert np.ptp(totals) < np.ptp(as_they_come) / 2
+        assert totals.max() < 1.05 * totals.mean()
+
+
+def test_the_tokens_of_a_micro_batch_are_those_of_both_sides() -> None:
+    planner, lengths = make_planner(), pair_lengths(SIZES)
+    names = sorted(SIZES)
+    for batch in planner.window(0):
+        rows = zip(batch.pair_B, batch.line_B, strict=True)
+        sides = [(lengths[names[p]].first[n], lengths[names[p]].second[n]) for p, n in rows]
+        assert batch.num_tokens == sum(int(a) + int(b) + 2 for a, b in sides)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(0, 2**62))
 def test_shuffled_is_a_permutation(size: int, key: int) -> None:

@@ -209,7 +209,10 @@ def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> 
     def sum_part(part: int) -> None:
         loops.sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
 
-    side_by_side(sum_part, [cost / parts] * parts)
+    if parts == 1:  # most models: not worth the planning
+        sum_part(0)
+    else:
+        side_by_side(sum_part, [cost / parts] * parts)
     return sum_ND
 
 
