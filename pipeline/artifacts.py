@@ -118,6 +118,12 @@ class Artifact:
     def statistics(self) -> dict[str, Any]:
         return self.manifest.statistics
 
+    @property
+    def as_input(self) -> InputRecord:
+        """What the manifest of an artifact made from this one says of it."""
+        path = str(self.directory.absolute())
+        return InputRecord(kind=self.manifest.kind, path=path, digest=self.digest)
+
     def file(self, name: str) -> Path:
         """Path of a file the manifest lists.
 

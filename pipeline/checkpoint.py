@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts import Artifact, ArtifactWriter, verify_file
+from pipeline.artifacts import Artifact, ArtifactWriter, open_artifact, verify_file
 from pipeline.errors import CheckpointError
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
@@ -90,6 +90,17 @@ class TensorFiles:
 def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
     """One weight of a checkpoint, by its artifact name."""
     return TensorFiles(checkpoint, "weights/").read(name)
+
+
+def open_checkpoint(directory: Path) -> Artifact:
+    """Open a checkpoint whose small files are intact; weights are checked as they are read.
+
+    Raises:
+        ArtifactError: not a finished checkpoint, or damaged.
+    """
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    checkpoint.verify([name for name in checkpoint.names() if not name.startswith("weights/")])
+    return checkpoint
 
 
 def read_spec(checkpoint: Artifact) -> ModelSpec:

@@ -413,14 +413,7 @@ def _named_paths(pairs: list[str], option: str) -> dict[str, Path]:
 
 
 def _records(artifacts: Mapping[str, Artifact], raw: Mapping[str, Path]) -> dict[str, InputRecord]:
-    opened = {
-        name: InputRecord(
-            kind=artifact.manifest.kind,
-            path=str(artifact.directory.absolute()),
-            digest=artifact.digest,
-        )
-        for name, artifact in artifacts.items()
-    }
+    opened = {name: artifact.as_input for name, artifact in artifacts.items()}
     read = {
         name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
         for name, path in raw.items()
@@ -621,22 +614,22 @@ def _memory_command(options: argparse.Namespace) -> int:
 
 
 def _checkpoint_command(options: argparse.Namespace) -> int:
-    from pipeline import checkpoint_tools
+    from pipeline import inspection, pruning
 
     match options.verb:
         case "inspect":
-            found = checkpoint_tools.inspect(options.directory, tensors=options.tensors)
+            found = inspection.inspect(options.directory, tensors=options.tensors)
             as_json = json.dumps(found, indent=1, ensure_ascii=False)
-            print(as_json if options.json else checkpoint_tools.inspection_text(found))
+            print(as_json if options.json else inspection.inspection_text(found))
         case "verify":
-            print(checkpoint_tools.verify(options.directory))
+            print(inspection.verify(options.directory))
         case "diff":
-            print("\n".join(checkpoint_tools.diff(options.first, options.second).lines()))
+            print("\n".join(inspection.diff(options.first, options.second).lines()))
         case "average":
             _average(options)
         case "prune-experts":
             with _stop_by_signal(), _alone(options.out):
-                plan = checkpoint_tools.prune_experts(
+                plan = pruning.prune_experts(
                     options.directory,
                     languages=options.languages,
                     experts=options.experts,
@@ -649,18 +642,18 @@ def _checkpoint_command(options: argparse.Namespace) -> int:
 
 
 def _average(options: argparse.Namespace) -> None:
-    from pipeline import checkpoint_tools
+    from pipeline import averaging
 
     of_run = options.run is not None
     if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
         raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
     with _stop_by_signal(), _alone(options.out):
         if of_run:
-            checkpoint_tools.average_states(
+            averaging.average_states(
                 options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite
             )
         else:
-            checkpoint_tools.average_checkpoints(
+            averaging.average_checkpoints(
                 options.checkpoints, out_dir=options.out, overwrite=options.overwrite
             )
     what = "training states" if of_run else "checkpoints"

@@ -15,6 +15,8 @@ from pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
+CHECKPOINT_TOOLS = ("inspection", "averaging", "pruning")
+
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("allocator", "errors", "seeds", "progress", "config"),
     ("artifacts", "languages", "distributed", "ds_config"),
@@ -28,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train_loop",),
     (
         *("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
-        "checkpoint_tools",
+        *CHECKPOINT_TOOLS,
     ),
     ("cli",),
 )
@@ -141,7 +143,7 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
     at_once = own_imports("pipeline.cli", at_once=True)
     assert max(layer(target) for target in at_once) <= PLAN
     assert not {f"pipeline.{name}" for name in LAYERS[TRAIN_LOOP + 1]} & (
-        own_imports("pipeline.cli") - {"pipeline.checkpoint_tools"}
+        own_imports("pipeline.cli") - {f"pipeline.{name}" for name in CHECKPOINT_TOOLS}
     )
     loaded = modules_after("import pipeline.cli")
     assert "pipeline.cli" in loaded

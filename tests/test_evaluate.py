@@ -66,12 +66,7 @@ def artifact(
 
 
 def records(inputs: Mapping[str, Artifact]) -> dict[str, InputRecord]:
-    return {
-        name: InputRecord(
-            kind=one.manifest.kind, path=str(one.directory.absolute()), digest=one.digest
-        )
-        for name, one in inputs.items()
-    }
+    return {name: one.as_input for name, one in inputs.items()}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep import make_shards, mix
-from pipeline.artifacts import Artifact, InputRecord, Kind, new_artifact, open_artifact
+from pipeline.artifacts import Artifact, Kind, new_artifact, open_artifact
 from pipeline.checkpoint import load_model, read_spec
 from pipeline.config import Recipe
 from pipeline.corpus import Direction, Split, text_name
@@ -107,12 +107,7 @@ def make_call(
         artifacts=artifacts,
         raw={},
         out_dir=out_dir,
-        records={
-            name: InputRecord(
-                kind=artifact.manifest.kind, path=str(artifact.directory), digest=artifact.digest
-            )
-            for name, artifact in artifacts.items()
-        },
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
         config=recipe.sections(stage.sections),
         ds_config=Path("cpu_fp32") if stage.trains else None,
         overwrite=overwrite,

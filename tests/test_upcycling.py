@@ -12,7 +12,7 @@ from tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline import upcycle
-from pipeline.artifacts import Artifact, InputRecord, new_artifact, open_artifact
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.checkpoint import (
     TensorFiles,
     load_model,
@@ -402,12 +402,7 @@ def upcycle_call(
         artifacts=artifacts,
         raw={},
         out_dir=out_dir,
-        records={
-            name: InputRecord(
-                kind=artifact.manifest.kind, path=str(artifact.directory), digest=artifact.digest
-            )
-            for name, artifact in artifacts.items()
-        },
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
         config=recipe.sections(stage.sections),
     )
 
