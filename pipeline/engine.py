@@ -148,19 +148,19 @@ class Engine:
         world: World,
         ds_config: Mapping[str, Any],
         make_optimizer: Callable[[list[dict[str, object]]], torch.optim.Optimizer],
-        expert_parallel_size: int,
     ) -> None:
         self.model = model
         self.world = world
         self._loss_config = recipe.loss
-        if expert_parallel_size > 1:
-            _mark_experts(model, f"ep_size_{expert_parallel_size}")
+        has_expert_groups = model.expert_parallel_size > 1
+        if has_expert_groups:
+            _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         self.accumulation = config["gradient_accumulation_steps"]
         parameters = split_params_into_different_moe_groups_for_optimizer(
             [{"params": list(model.parameters()), "name": "dense"}]
         )
-        objective = _Objective(model, recipe, has_expert_groups=expert_parallel_size > 1)
+        objective = _Objective(model, recipe, has_expert_groups=has_expert_groups)
         self._engine, *_ = deepspeed.initialize(
             model=objective,
             optimizer=make_optimizer(parameters),

@@ -62,7 +62,6 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         world=world,
         ds_config=load_ds_config(str(call.ds_config)),
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
-        expert_parallel_size=model.expert_parallel_size,
     )
     TrainingRun(call, engine, data, world=world).run()
 

@@ -93,7 +93,6 @@ def train_and_save(
         world=world,
         ds_config={"zero_optimization": {"stage": zero_stage, "overlap_comm": False}},
         make_optimizer=lambda groups: make_optimizer(groups, OPTIMIZER),
-        expert_parallel_size=parallel_size,
     )
     run_directory = RunDirectory(
         directory / "model", stage="pretrain", config={}, inputs={}, world=world

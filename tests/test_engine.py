@@ -180,7 +180,6 @@ def engine_training(
         world=world,
         ds_config=zero_config(zero_stage),
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
-        expert_parallel_size=parallel_size,
     )
     trained = Trained({}, [], [], [])
     mine = range(world.rank, MICRO_BATCHES, world.size)
@@ -297,7 +296,6 @@ def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, b
         world=world,
         ds_config=zero_config(1),
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
-        expert_parallel_size=1,
     )
     terms = engine.evaluate(micro_batches(spec, 0)[-1])
     return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
@@ -401,7 +399,6 @@ def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
         world=world,
         ds_config=load_ds_config(name),
         make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-        expert_parallel_size=1,
     )
     batches = micro_batches(spec, 0)
     engine.train_step(
@@ -438,7 +435,6 @@ def blocks_kept(world: World) -> tuple[list[int], int]:
             world=world,
             ds_config=zero_config(1),
             make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
-            expert_parallel_size=1,
         )
     return kept, sum(parameter.nbytes for parameter in model.parameters())
 

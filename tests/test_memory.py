@@ -146,7 +146,6 @@ def held_by_engine(
         world=world,
         ds_config=ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-        expert_parallel_size=parallel_size,
     )
     batch = full_batch(spec)
     engine.train_step(

@@ -94,7 +94,6 @@ def make_engine(
         world=world,
         ds_config=config,
         make_optimizer=optimizer,
-        expert_parallel_size=parallel_size,
     )
 
 

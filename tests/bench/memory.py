@@ -151,7 +151,6 @@ def train(case: Case, world: World) -> int:
         world=world,
         ds_config=case.ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-        expert_parallel_size=model.expert_parallel_size,
     )
     words = LENGTH - TAGS
     batch = random_batch(

@@ -167,7 +167,6 @@ def engine(spec: ModelSpec, dtype: torch.dtype, world: World) -> Engine:
         world=world,
         ds_config=load_ds_config(DS_CONFIGS[dtype]),
         make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-        expert_parallel_size=1,
     )
 
 
