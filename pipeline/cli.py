@@ -187,10 +187,9 @@ def _add_filter_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
 
 
 def _is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
@@ -479,18 +478,14 @@ def _filter_command(options: argparse.Namespace) -> int:
     decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     module: Any = importlib.import_module("pipeline.translate")
-    try:
-        module.filter_lines(
-            checkpoint,
-            decoding=decoding,
-            source=options.source,
-            target=options.target,
-            lines=_input_lines(),
-            write=_write_line,
-        )
-    except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+    module.filter_lines(
+        checkpoint,
+        decoding=decoding,
+        source=options.source,
+        target=options.target,
+        lines=_input_lines(),
+        write=_write_line,
+    )
     return 0
 
 
@@ -546,7 +541,7 @@ def _describe_command(options: argparse.Namespace) -> int:
     parameters: dict[str, int] = module.count_parameters(
         recipe.model,
         vocabulary_size=vocabulary_size,
-        num_groups=options.groups or _num_groups(recipe),
+        num_groups=_num_groups(recipe, options.groups),
     )
     settings = recipe.model_dump(mode="json")
     if options.json:
@@ -568,15 +563,22 @@ def _describe_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _num_groups(recipe: Recipe) -> int:
-    """Language groups of the model's router; 0 where it has none.
+def _num_groups(recipe: Recipe, asked: int | None) -> int:
+    """Language groups of the model's router, as asked for or the recipe's; 0 where it has none.
 
     Raises:
-        ConfigError: the recipe leaves the number to the groups artifact.
+        ConfigError: the recipe has none and some were asked for, or leaves the number to the
+            groups artifact and none was asked for.
     """
     moe = recipe.model.moe
     if moe is None or moe.decoder_router != "language_group":
+        if asked is not None:
+            raise ConfigError(
+                f"Recipe {recipe.name!r} does not route by language group: leave --groups out."
+            )
         return 0
+    if asked is not None:
+        return asked
     if moe.num_groups is None:
         raise ConfigError(
             f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
@@ -597,7 +599,7 @@ def _memory_command(options: argparse.Namespace) -> int:
     estimate = module.estimate(
         recipe,
         vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
-        num_groups=options.groups or _num_groups(recipe),
+        num_groups=_num_groups(recipe, options.groups),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
         device=options.device,
@@ -666,7 +668,12 @@ def _average(options: argparse.Namespace) -> None:
 def _guarded(name: str, action: Callable[[], int]) -> int:
     """Run a command; errors that a user can mend become one line and an exit code."""
     try:
-        return action()
+        code = action()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except Interrupted as error:
         reason = str(error) or "stopped as asked"
         _say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")

@@ -95,12 +95,18 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+    for key in ("zero_optimization", "bf16", "data_types"):
+        if not isinstance(config.get(key, {}), Mapping):
+            raise ConfigError(
+                f"The ds_config's {key} is {json.dumps(config[key])}: write an object, "
+                f'"{key}": {{...}}.'
+            )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {stage}: use 1 or 2; stage 0 computes a wrong "
-            "gradient norm with experts, and stage 3 cannot hold DeepSpeed's expert-parallel "
-            "groups."
+            f"The ds_config asks for ZeRO stage {json.dumps(stage)}: use 1 or 2; stage 0 computes "
+            "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
+            "expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 1 and config.get("bf16", {}).get("enabled") and accumulates_in == "fp32":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -57,13 +58,7 @@ def merge_ds_config(
             ranks that does not divide the micro-batches.
     """
     check_ds_config(ds_config)
-    zero = dict(ds_config["zero_optimization"])
-    for key in zero:
-        if key not in DeepSpeedZeroConfig.model_fields:
-            known = tuple(DeepSpeedZeroConfig.model_fields)
-            raise ConfigError(
-                f"The ds_config's zero_optimization has an unknown key {key!r}{hint(key, known)}"
-            )
+    zero = _checked_zero(ds_config["zero_optimization"])
     if world_size == 1:
         zero["contiguous_gradients"] = False
     elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
@@ -80,6 +75,30 @@ def merge_ds_config(
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000_000,
     }
+
+
+def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``zero_optimization`` of a ds_config without what is left to DeepSpeed ("auto")."""
+    known = DeepSpeedZeroConfig.model_fields
+    for key in zero:
+        if key not in known:
+            raise ConfigError(
+                "The ds_config's zero_optimization has an unknown key "
+                f"{key!r}{hint(key, tuple(known))}"
+            )
+        extra = known[key].json_schema_extra
+        if isinstance(extra, dict) and extra.get("deprecated"):
+            raise ConfigError(
+                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up: "
+                f"set {extra['new_param']} instead."
+            )
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("zero_optimization", *first["loc"])))
+        raise ConfigError(f"The ds_config's {where} is wrong: {first['msg']}.") from error
+    return {key: value for key, value in zero.items() if value != "auto"}
 
 
 def accumulation_steps(recipe: Recipe, *, world_size: int) -> int:
@@ -246,7 +265,9 @@ class Engine:
                 values = reader.read(
                     what=what, tensor=entry.name, start=piece.start, length=piece.length
                 )
-                target = flat if what == "master" else state.setdefault(what, _zeros(flat))
+                if what != "master" and what not in state:
+                    state[what] = _zeros(flat)
+                target = flat if what == "master" else state[what]
                 target.data[piece.flat].copy_(values)
             state["step"] = torch.tensor(float(update), device=flat.device)
 

@@ -301,7 +301,7 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
         if a.shape != b.shape:
             continue
         compared += 1
-        if not torch.equal(a.double(), b.double()):
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True):
             values.append(_tensor_difference(name, a.double(), b.double()))
     return CheckpointDifference(
         settings=tuple(_setting_changes(read_spec(first), read_spec(second))),

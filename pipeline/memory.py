@@ -28,6 +28,7 @@ from pipeline.engine import merge_ds_config
 from pipeline.errors import ConfigError
 from pipeline.losses import LOSS_ROWS
 from pipeline.model.dispatch import expert_capacity
+from pipeline.model.experts import slice_step
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, has_experts
@@ -48,9 +49,6 @@ ALIGNMENT = 2
 DEFAULT_BUCKET = 500_000_000
 CPU_RUNTIME = 160 * 2**20
 """Code and scratch memory of the kernels training is the first to use; measured, torch 2.13."""
-
-MEAN_SPARE_ROWS = 4
-"""Per expert, on CPU: half a step of :func:`~pipeline.model.experts.slice_length`."""
 
 CPU_KEPT_FREE_ALONE, CPU_KEPT_FREE_AMONG_RANKS = 0.22, 0.4
 """Share that the C library adds by keeping freed memory: 0.04 to 0.32 as measured on one rank, and
@@ -91,11 +89,13 @@ class MemoryEstimate:
         return self.device_bytes + self.host_bytes
 
     def table(self) -> list[tuple[str, int]]:
-        """(part, bytes) of the peak phase, then of the host, then the sums."""
+        """(part, bytes) of the peak phase and their sum, then of the host and theirs."""
         peak = self.phases[self.peak_phase]
         rows = [(part, size) for part, size in peak.items() if size]
         rows.append((f"{self.device}, at its peak ({self.peak_phase})", self.device_bytes))
         rows += [(f"host: {part}", size) for part, size in self.host.items()]
+        if self.host:
+            rows.append(("host", self.host_bytes))
         return rows
 
     def to_json(self) -> dict[str, Any]:
@@ -516,7 +516,8 @@ def _moe_bytes(
     tokens, value, rates = batch.tokens, batch.value, batch.regularization
     rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
     routes = _routes(moe, tokens)
-    routes += MEAN_SPARE_ROWS * moe.num_experts if batch.device == "cpu" else 0
+    if batch.device == "cpu":  # the mean number of spare rows
+        routes += moe.num_experts * slice_step(routes // moe.num_experts) // 2
     on_cuda_gelu = batch.device == "cuda" and model.activation == "gelu"
     hidden = routes * model.feed_forward_width * value * (2 if on_cuda_gelu else 1)
     gathers_again = batch.device == "cpu" and not batch.is_spread

@@ -600,10 +600,15 @@ def exclusive(path: Path, *, what: str) -> Iterator[None]:
     """Hold the lock file ``path``; the kernel gives it up when the process ends, however it ends.
 
     Raises:
-        ArtifactError: another process holds it; the message says which.
+        ArtifactError: another process holds it, the message says which; or it cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _locked(path, what=what)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, what=what)
+    except OSError as error:
+        raise ArtifactError(
+            f"{what} cannot be written ({error.strerror or error}): choose another folder."
+        ) from error
     try:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         owner = f"process {os.getpid()} on {socket.gethostname()} since {now}"

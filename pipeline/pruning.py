@@ -123,8 +123,8 @@ def read_routing(checkpoint: Artifact, spec: ModelSpec) -> RoutingStatistics:
     if not checkpoint.has(ROUTING_FILE):
         raise ArtifactError(
             f"{checkpoint.directory} has no {ROUTING_FILE}, so it is not known which experts serve "
-            "which language: run its training stage again, or fine-tune it, with this version of "
-            "mmnmt, which counts that when it validates."
+            "which language: training counts that when it validates, so name a checkpoint of a "
+            "training stage, or fine-tune this one."
         )
     routing = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
     num_experts = spec.model.moe.num_experts if spec.model.moe else 0

@@ -56,7 +56,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """The M micro-batches of one update, in order, and where the next update begins."""
+    """The M micro-batches of one update, and where the next update begins."""
 
     micro_batches: tuple[MicroBatch, ...]
     next_cursor: tuple[int, int]
@@ -131,7 +131,7 @@ class Planner:
             window, first = window + 1, 0
 
     def window(self, window: int) -> list[MicroBatch]:
-        """All micro-batches of a window, in training order; a multiple of M of them."""
+        """All micro-batches of a window, update after update; a multiple of M of them."""
         pair, reverse, line = self._draw(window)
         lengths = self._lengths[self._offset[pair] + line]
         source = np.where(reverse == 1, lengths[:, 1], lengths[:, 0])

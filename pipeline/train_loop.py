@@ -127,7 +127,7 @@ class TrainingRun:
         self._clock = time.monotonic() - self.progress.seconds
 
     def _rehearse(self) -> None:
-        """Run the largest batch of the next window once, so that memory runs out now or never."""
+        """Run the largest batch of the next window once: if memory runs out, let it be now."""
         if self.progress.update < self.recipe.training.updates:
             window = self.data.planner.window(self.progress.cursor[0])
             largest = max(window, key=lambda batch: batch.num_tokens)

@@ -528,6 +528,43 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     assert json.loads(capsys.readouterr().out)["parameters"]["groups"] == 4
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_processes_that_is_none_is_named(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["memory", "--recipe", "demo_moe", "--processes", number])
+    assert f"'{number}' is not a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
+    """The pipe is closed before the first line is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli", "recipes"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.EXIT_BROKEN_PIPE, b"")
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "mean")
+    assert cli.main(["checkpoint", "average", str(tmp_path), "--out", out]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"mmnmt checkpoint average: {out} cannot be written (")
+    assert said.count("\n") == 1
+
+
 def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -554,6 +591,10 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
         ["weights", "1,610,612,736", "1.50"],
         ["in", "all", "2,147,483,648", "2.00"],
     ]
+    assert cli.main([*arguments, "--groups", "3"]) == EXIT_USER_ERROR
+    assert "does not route by language group" in capsys.readouterr().err
+    with bench.recipe_path.open("a") as recipe:
+        recipe.write('\n[model.moe]\ndecoder_router = "language_group"\n')
     sizes = ["--vocabulary", "99", "--groups", "3"]
     assert (
         cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--device", "cpu", "--json"]) == 0

@@ -345,6 +345,17 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
         ),
+        ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
+        ({"zero_optimization": None}, ["zero_optimization is null"]),
+        ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "use 1 or 2"]),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}},
+            ["zero_optimization.offload_optimizer is wrong"],
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+            ["'cpu_offload'", "set offload_optimizer instead"],
+        ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -355,6 +366,11 @@ def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
         merge({**zero_config(1), **addition})
     for word in words:
         assert word in str(caught.value)
+
+
+def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
+    left = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    assert "reduce_bucket_size" not in merge(left)["zero_optimization"]
 
 
 def test_gradients_are_gathered_in_buffers_only_where_ranks_share_them() -> None:

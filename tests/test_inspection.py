@@ -174,6 +174,21 @@ def test_checkpoints_of_the_same_values_are_identical_however_they_are_cut(
     assert found.lines() == [f"identical: {count} tensors, settings and tokenizer"]
 
 
+def test_a_checkpoint_with_values_that_are_not_numbers_is_identical_to_itself(
+    tmp_path: Path,
+) -> None:
+    name = next(iter(weights_of(tiny_model(SPEC))))
+    shape = weights_of(tiny_model(SPEC))[name].shape
+    a, b = (
+        make_checkpoint(
+            tmp_path / side, tiny_model(SPEC), change=set_to(name, torch.full(shape, value))
+        )
+        for side, value in (("a", torch.nan), ("b", 1.0))
+    )
+    assert diff(a, a).identical
+    assert [entry.name for entry in diff(a, b).values] == [name]
+
+
 def test_values_that_differ_are_measured_per_tensor(tmp_path: Path) -> None:
     name, bias = "decoder.layers.1.feed_forward.experts.3.up.weight", "decoder.final_norm.bias"
     values = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))

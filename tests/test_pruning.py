@@ -273,7 +273,7 @@ def test_a_checkpoint_without_routing_statistics_is_refused_with_the_remedy(
     tmp_path: Path,
 ) -> None:
     whole = make_checkpoint(tmp_path / "whole", tiny_model(SPEC))
-    with pytest.raises(ArtifactError, match=r"whole has no routing.json.*fine-tune it"):
+    with pytest.raises(ArtifactError, match=r"whole has no routing.json.*fine-tune this one"):
         prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
     dense = make_checkpoint(tmp_path / "dense", tiny_model(tiny_spec()))
     with pytest.raises(ConfigError, match="dense has no experts to prune"):

@@ -1,7 +1,10 @@
 """Work on several threads: every piece once, failures and modes of autograd carried over."""
 
+import signal
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from threading import Barrier, current_thread, main_thread
 
 import pytest
 import torch
@@ -20,12 +23,30 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+def on_every_thread(work: Callable[[], None]) -> Callable[[int], None]:
+    """Pieces, three of them, that wait for each other: no thread can do two."""
+    meeting = Barrier(3)
+
+    def piece(_: int) -> None:
+        meeting.wait(timeout=30)
+        work()
+
+    return piece
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=12))
 def test_every_piece_with_a_cost_is_done_once(costs: list[int]) -> None:
     done: list[int] = []
     side_by_side(done.append, costs)
     assert Counter(done) == Counter(i for i, cost in enumerate(costs) if cost > 0)
+
+
+def test_small_pieces_are_spread_over_all_threads() -> None:
+    seen: list[str] = []
+    side_by_side(on_every_thread(lambda: seen.append(current_thread().name)), [1, 1, 1])
+    assert len(seen) == 3
+    assert Counter(seen)[main_thread().name] == 1
 
 
 def test_a_small_piece_has_one_thread_and_a_large_one_has_all() -> None:
@@ -58,13 +79,51 @@ def test_what_a_piece_raises_is_raised_and_the_threads_are_as_before(failing: li
     assert len(done) == 4
 
 
+def test_what_a_helper_raises_is_raised() -> None:
+    def work() -> None:
+        if current_thread() is not main_thread():
+            raise ValueError("on a helper")
+
+    with pytest.raises(ValueError, match="on a helper"):
+        side_by_side(on_every_thread(work), [1, 1, 1])
+
+
+def test_after_an_interruption_the_next_call_waits_for_its_own_pieces() -> None:
+    def slow_on_helpers() -> None:
+        if current_thread() is not main_thread():
+            time.sleep(0.5)
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side(on_every_thread(slow_on_helpers), [1, 1, 1])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    done: list[None] = []
+
+    def note() -> None:
+        slow_on_helpers()
+        done.append(None)
+
+    side_by_side(on_every_thread(note), [1, 1, 1])
+    assert len(done) == 3
+
+
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_pieces_run_without_autograd_and_in_the_callers_mode(is_inference: bool) -> None:
     seen: list[tuple[bool, bool]] = []
     with torch.inference_mode(is_inference):
         side_by_side(
-            lambda _: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())),
-            [1] * 6,
+            on_every_thread(
+                lambda: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            ),
+            [1, 1, 1],
         )
+    assert len(seen) == 3
     assert {mode for _, mode in seen} == {is_inference}
     assert not any(grad for grad, _ in seen)

@@ -85,10 +85,15 @@ def slice_length(count: int) -> int:
 
     oneDNN generates code for every new shape, which takes as long as a small product, so that
     slices as long as experts happen to get would have it do so at every step. The next multiple of
-    8, and of about a 48th of the count, means few shapes and few rows without use.
+    a step means few shapes and few rows without use.
     """
-    step = max(8, 1 << max(count.bit_length() - 6, 0))
+    step = slice_step(count)
     return -(-count // step) * step
+
+
+def slice_step(count: int) -> int:
+    """8, or about a 48th of the count."""
+    return max(8, 1 << max(count.bit_length() - 6, 0))
 
 
 def grouped_feed_forward(

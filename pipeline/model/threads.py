@@ -15,6 +15,8 @@ from threading import Thread
 import torch
 
 Work = Callable[[], None]
+Done = SimpleQueue[BaseException | None]
+"""What each helper raised, or None, once it has done its work."""
 
 WORTH_OTHER_THREADS = 2**25
 """Multiply-adds from which waking other threads pays, as measured."""
@@ -49,46 +51,43 @@ def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
 def _on_single_threads(work: Work, threads: int) -> None:
     """Call ``work()`` once per thread, this one included, its operators confined to that thread."""
     helpers = _helpers(threads)
+    done: Done = SimpleQueue()  # of this call alone: interrupted, it may end before the helpers
     is_inference = torch.is_inference_mode_enabled()
     for helper in helpers:
-        helper.start(work, is_inference=is_inference)
+        helper.start(work, done, is_inference=is_inference)
     torch.set_num_threads(1)
     try:
         work()
     finally:
         torch.set_num_threads(threads)
-        failures = [failure for helper in helpers if (failure := helper.result())]
+        failures = [failure for _ in helpers if (failure := done.get())]
     if failures:
         raise failures[0]
 
 
 class _Helper:
-    """A thread that waits for work, woken by one queue and awaited by another."""
+    """A thread that waits for work, and says when it is done and what went wrong."""
 
     def __init__(self) -> None:
-        self._todo: SimpleQueue[tuple[Work, bool]] = SimpleQueue()
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Work, Done, bool]] = SimpleQueue()
         Thread(target=self._serve, name="expert", daemon=True).start()
 
-    def start(self, work: Work, *, is_inference: bool) -> None:
-        self._todo.put((work, is_inference))
-
-    def result(self) -> BaseException | None:
-        """Wait for the work; what it raised."""
-        return self._done.get()
+    def start(self, work: Work, done: Done, *, is_inference: bool) -> None:
+        self._todo.put((work, done, is_inference))
 
     def _serve(self) -> None:
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)  # a thread starts with autograd on, whatever its caller does
         while True:
-            work, is_inference = self._todo.get()
+            work, done, is_inference = self._todo.get()
+            failure: BaseException | None = None
             try:
                 with torch.inference_mode() if is_inference else nullcontext():
                     work()
-                self._done.put(None)
             except BaseException as error:  # raised where the result is awaited
-                self._done.put(error)
-            del work
+                failure = error
+            done.put(failure)
+            del work, done, failure
 
 
 @cache
