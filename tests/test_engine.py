@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline import engine as engine_module
 from pipeline.batches import Batch
+from pipeline.checkpoint import PieceReader
 from pipeline.config import (
     BatchesConfig,
     LossConfig,
@@ -459,3 +460,38 @@ def test_an_engine_on_cpu_has_the_memory_of_flattened_gradients_kept(pool1: Proc
     [(kept, gradients)] = pool1.run(blocks_kept)
     assert len(kept) == 1
     assert gradients <= kept[0] < gradients + 64  # ZeRO pads to whole units of alignment
+
+
+def moments_made(world: World) -> tuple[int, int]:
+    """Tensors of the whole partition that resuming makes, and optimizer groups."""
+    connect(world)
+    engine = Engine(
+        build_model(SPECS["moe"]),
+        make_recipe(SPECS["moe"].model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: make_optimizer(groups, OptimizerConfig()),
+    )
+    made = []
+
+    class Zeros(PieceReader):
+        def __init__(self) -> None:
+            """No files."""
+
+        def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:  # noqa: ARG002
+            return torch.zeros(length)
+
+    def zeros(flat: Tensor) -> Tensor:
+        made.append(flat)
+        return torch.zeros_like(flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_zeros", zeros)
+        engine.load_optimizer_pieces(Zeros(), update=1)
+    return len(made), len({id(flat) for flat in made})
+
+
+def test_resuming_makes_every_moment_once_and_not_for_every_tensor(pool1: ProcessPool) -> None:
+    [(made, groups)] = pool1.run(moments_made)
+    assert groups > 0
+    assert made == 2 * groups
