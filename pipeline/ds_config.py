@@ -28,6 +28,15 @@ MACHINE_KEYS = (
 )
 """What a ds_config may say; all else belongs to the recipe or would be ignored."""
 
+SECTIONS = (
+    *("zero_optimization", "bf16", "data_types"),
+    *("comms_logger", "csv_monitor", "tensorboard", "wandb"),
+)
+"""Those of them that are objects."""
+
+ACCUMULATION_TYPES = ("fp32", "bf16")
+"""In what gradients are accumulated; in the model's own dtype where nothing is said."""
+
 RECIPE_KEYS = {
     "train_batch_size": "batches.tokens and batches.micro_batches",
     "train_micro_batch_size_per_gpu": "batches.tokens",
@@ -95,7 +104,7 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
-    for key in ("zero_optimization", "bf16", "data_types"):
+    for key in SECTIONS:
         if not isinstance(config.get(key, {}), Mapping):
             raise ConfigError(
                 f"The ds_config's {key} is {json.dumps(config[key])}: write an object, "
@@ -109,6 +118,11 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             "expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulates_in not in (None, *ACCUMULATION_TYPES):
+        raise ConfigError(
+            f"The ds_config's data_types.grad_accum_dtype is {json.dumps(accumulates_in)}: use "
+            f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
+        )
     if stage == 1 and config.get("bf16", {}).get("enabled") and accumulates_in == "fp32":
         raise ConfigError(
             "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from process_pool import ProcessPool
 from safetensors.torch import load_file
+from stored_checkpoints import Weights, make_checkpoint
 from tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from pipeline.checkpoint import (
     read_spec,
     read_tensor,
     read_tokenizer,
-    write_model_files,
     write_pieces,
     write_weights,
 )
@@ -37,7 +37,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.optim import make_optimizer
 from pipeline.run_directory import RunDirectory
-from pipeline.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
+from pipeline.tokenizer import load_tokenizer
 from pipeline.weights import initialize_weights, named_slices
 
 MICRO_BATCHES = 4
@@ -289,34 +289,21 @@ def test_progress_survives_json(progress: Progress) -> None:
 # ---------------------------------------------------------------- weights
 
 
-def make_checkpoint(
-    directory: Path, model: Transformer, *, leave_out: str = "", dtype: torch.dtype | None = None
-) -> Artifact:
-    description = TokenizerDescription(
-        kind="bytes", languages=model.spec.languages, language_token_scheme="underscores"
-    )
-    tokenizer_dir = directory.parent / "tokenizer"
-    tokenizer_dir.mkdir(exist_ok=True)
-    write_tokenizer(tokenizer_dir, description=description, model=None)
-    tensors = [
-        (entry.name, entry.value if dtype is None else entry.value.to(dtype))
-        for entry in named_slices(model)
-        if entry.name != leave_out
-    ]
-    with new_artifact(
-        directory, kind="checkpoint", stage="pretrain", config={}, inputs={}
-    ) as writer:
-        for part in range(2):
-            write_weights(writer.directory / "weights", tensors[part::2], part=part)
-        write_model_files(writer, spec=model.spec, tokenizer_dir=tokenizer_dir)
-    return open_artifact(directory, kind="checkpoint")
+def saved_checkpoint(directory: Path, model: Transformer, *, leave_out: str = "") -> Artifact:
+    """A checkpoint of all tensors but one."""
+
+    def change(weights: Weights) -> Weights:
+        return {name: value for name, value in weights.items() if name != leave_out}
+
+    return open_artifact(make_checkpoint(directory, model, change=change), kind="checkpoint")
 
 
 def test_a_checkpoint_alone_gives_back_model_shape_and_tokenizer(tmp_path: Path) -> None:
     model = tiny_model(SPEC)
-    saved = make_checkpoint(tmp_path / "checkpoint", model)
+    saved = saved_checkpoint(tmp_path / "checkpoint", model)
     assert read_spec(saved) == SPEC
-    assert read_tokenizer(saved).fingerprint == load_tokenizer(tmp_path / "tokenizer").fingerprint
+    tokenizer = load_tokenizer(tmp_path / "tokenizer of checkpoint")
+    assert read_tokenizer(saved).fingerprint == tokenizer.fingerprint
     loaded = load_model(saved)
     batch = random_batch(SPEC, sentences=3, seed=1)
     assert torch.equal(loaded.eval()(batch).logits_LV, model.eval()(batch).logits_LV)
@@ -334,7 +321,7 @@ def local_names_and_sums(world: World, directory: Path) -> dict[str, float]:
 
 def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) -> None:
     model = tiny_model(SPEC)
-    make_checkpoint(tmp_path / "checkpoint", model)
+    saved_checkpoint(tmp_path / "checkpoint", model)
     expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
     first, second = pool2.run(local_names_and_sums, tmp_path / "checkpoint")
     assert first | second == expected
@@ -356,13 +343,13 @@ def test_files_stay_within_their_size_and_keep_the_order_of_tensors(
 
 def test_a_missing_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
     lost = "decoder.layers.1.feed_forward.experts.2.down.weight"
-    saved = make_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC), leave_out=lost)
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC), leave_out=lost)
     with pytest.raises(CheckpointError, match=r"has no tensor 'decoder.layers.1.*experts.2.down"):
         load_model(saved)
 
 
 def test_a_tensor_of_another_shape_is_an_error_that_names_both_shapes(tmp_path: Path) -> None:
-    saved = make_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     wider = build_model(SPEC.model_copy(update={"vocabulary_size": 41}))
     with pytest.raises(
         CheckpointError,
@@ -381,7 +368,7 @@ def test_a_damaged_value_is_an_error_that_names_file_and_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifacts, "CHUNK_BYTES", 4096)
-    saved = make_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     name = "weights/part-00001-000.safetensors"
     path = saved.file(name)
     assert path.stat().st_size > 3 * 4096
@@ -414,7 +401,7 @@ def test_a_damaged_file_is_an_error_that_names_it_whatever_part_is_damaged(
 def test_a_file_is_compared_with_its_digest_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = make_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     verified: list[Path] = []
     monkeypatch.setattr(checkpoint, "verify_file", lambda path, _record: verified.append(path))
     files = TensorFiles(saved, "weights/")

@@ -347,6 +347,8 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
             ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
         ),
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
+        ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "use fp32 or bf16"]),
         ({"zero_optimization": None}, ["zero_optimization is null"]),
         ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "use 1 or 2"]),
         (
