@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from pipeline.artifacts import Artifact, ArtifactWriter, new_artifact
+from pipeline.artifacts import Artifact, ArtifactWriter
 from pipeline.config import CleanConfig
 from pipeline.corpus import Split, iterate_lines, languages, line_counts, text_name
 from pipeline.errors import DataError
@@ -70,14 +70,7 @@ class PairResult:
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus = call.artifacts["corpus"]
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
         tasks = pair_tasks(corpus, writer, config=call.recipe.clean)
         results = list(track(clean_all(tasks, call.processes), label="clean", total=len(tasks)))

@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.checkpoint import read_tensor
 from pipeline.config import GroupsConfig
 from pipeline.corpus import languages, line_counts
@@ -63,14 +63,7 @@ def run(call: StageCall) -> None:
             grouping = by_paper(languages(shards), extend=config.extend)
         case "embeddings":
             grouping = by_embeddings(shards, call.artifacts.get("checkpoint"), config=config)
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         writer.write_json(GROUPS_NAME, groups_document(grouping))
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO, get_args
 
 from data_prep.cldr import Phrase, check_languages, make_phrases
-from pipeline.artifacts import ArtifactWriter, new_artifact
+from pipeline.artifacts import ArtifactWriter
 from pipeline.config import CorpusConfig
 from pipeline.corpus import Split, pair_name, text_name
 from pipeline.errors import ConfigError, DataError
@@ -87,14 +87,7 @@ def run(call: StageCall) -> None:
     """Bring raw text into the layout that all later stages read."""
     config = call.recipe.corpus
     tally = Tally()
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         if config.source == "cldr":
             import_phrases(config, writer, tally=tally)
         else:

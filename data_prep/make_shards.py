@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.corpus import iterate_lines, languages, line_counts, text_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.progress import track
@@ -60,14 +60,7 @@ def run(call: StageCall) -> None:
     corpus, tokenizer_dir = call.artifacts["corpus"], call.artifacts["tokenizer"].directory
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         jobs = pair_jobs(
             corpus,
             tokenizer=tokenizer,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.config import Recipe
 from pipeline.corpus import line_counts
 from pipeline.mixture import MIXTURE_NAME, temperature_probabilities
@@ -33,14 +33,7 @@ def run(call: StageCall) -> None:
     )
     sentences = expected_sentences(recipe, probabilities, tokens_per_sentence(shards))
     shares = pair_shares(counts, probabilities, sentences=sentences)
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         pairs = {pair: asdict(share) for pair, share in shares.items()}
         writer.write_json(MIXTURE_NAME, {"pairs": pairs, "expected_sentences": sentences})
         writer.statistics |= {"expected_sentences": sentences, "table": table(shares)}

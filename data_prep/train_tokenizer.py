@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.config import TokenizerConfig
 from pipeline.corpus import iterate_lines, languages, line_counts, text_name
 from pipeline.errors import ConfigError, DataError
@@ -63,14 +63,7 @@ def run(call: StageCall) -> None:
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
     )
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         model = None
         if config.kind == "sentencepiece":
             sample = draw_sample(corpus, config=config)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +89,8 @@ class Manifest(_Frozen):
     files: dict[str, FileRecord]
     statistics: dict[str, Any]
     run: RunRecord
+    summary: tuple[str, ...] = ()
+    """What the stage read, kept, dropped and set aside, in one to five lines for people."""
 
     @property
     def digest(self) -> str:
@@ -159,10 +161,15 @@ class Artifact:
 
 @dataclass
 class ArtifactWriter:
-    """An artifact under construction: files go below ``directory``, figures into ``statistics``."""
+    """An artifact under construction: files go below ``directory``, figures into ``statistics``.
+
+    ``summary`` takes one to five lines: what was read, kept, dropped by which rule, set aside
+    where. The command line prints them when the stage is done, reports repeat them.
+    """
 
     directory: Path
     statistics: dict[str, Any] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
 
     def path(self, name: str) -> Path:
         """Path for a new file; its parent folders are made."""
@@ -302,18 +309,23 @@ def new_artifact(
     config: Mapping[str, Any],
     inputs: Mapping[str, InputRecord],
     overwrite: bool = False,
+    clock: float | None = None,
     wall_seconds: float | None = None,
 ) -> Iterator[ArtifactWriter]:
     """Build an artifact; it appears at ``out_dir`` when the block ends without an error.
 
     The statistics must be JSON; files are hashed and synced before the manifest is written.
-    ``wall_seconds`` is given where the work was not done within the block.
+
+    Args:
+        clock: ``time.monotonic()`` when the work began; None: when the block is entered.
+        wall_seconds: how long the work took, where a clock of this process cannot tell.
     """
     refuse_to_overwrite(out_dir, overwrite=overwrite)
     temporary_dir = out_dir.parent / f".{out_dir.name}.unfinished"
     shutil.rmtree(temporary_dir, ignore_errors=True)
     temporary_dir.mkdir(parents=True)
-    started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+    clock = time.monotonic() if clock is None else clock
+    started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - clock)
     writer = ArtifactWriter(temporary_dir)
     try:
         yield writer
@@ -324,7 +336,8 @@ def new_artifact(
             config=config,
             inputs=inputs,
             run=RunRecord(
-                started=started, wall_seconds=wall_seconds or round(time.monotonic() - clock, 3)
+                started=started.isoformat(timespec="seconds"),
+                wall_seconds=wall_seconds or round(time.monotonic() - clock, 3),
             ),
         )
         replace_directory(temporary_dir, out_dir)
@@ -375,6 +388,7 @@ def seal_artifact(
         files=dict(sorted(files.items())),
         statistics=writer.statistics,
         run=run,
+        summary=tuple(writer.summary),
     )
     manifest_path = writer.directory / MANIFEST_NAME
     manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")

@@ -353,7 +353,16 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
         )
     with _stop_by_signal(), _alone(call.out_dir) if _rank() == 0 else nullcontext():
         importlib.import_module(stage.module).run(call)
+    if _rank() == 0:
+        _say_summary(call)
     return 0
+
+
+def _say_summary(call: StageCall) -> None:
+    """What the stage says of its result, on standard output."""
+    manifest = read_manifest(call.out_dir)
+    for line in manifest.summary if manifest else ():
+        _say(f"mmnmt {call.stage.name}: {line}")
 
 
 def _alone(out_dir: Path) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipeline.artifacts import Artifact, ArtifactWriter, InputRecord, new_artifact, read_manifest
+from pipeline.artifacts import Artifact, ArtifactWriter, InputRecord, read_manifest
 from pipeline.corpus import (
     hypotheses_name,
     iterate_lines,
@@ -81,14 +81,7 @@ def run(call: StageCall) -> None:
     corpus, systems = call.artifacts["corpus"], call.many("systems")
     profiles = describe_directions(corpus, thresholds=call.recipe.training.resource_thresholds)
     check_systems(systems, corpus=corpus, profiles=profiles)
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         evaluation = score_systems(call, profiles=profiles, writer=writer)
         history = trace_history(systems)
         samples = choose_samples(corpus, systems, profiles=profiles, call=call)

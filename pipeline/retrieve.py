@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.corpus import (
     Direction,
     Hypothesis,
@@ -46,14 +46,7 @@ def run(call: StageCall) -> None:
     """Translate every test line of every direction by its nearest training neighbour."""
     corpus = call.artifacts["corpus"]
     lines: dict[str, int] = {}
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         for direction in track(directions(corpus, "test"), label="retrieve"):
             hypotheses = [Hypothesis(text) for text in retrieve(corpus, direction)]
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)

@@ -5,12 +5,14 @@ This table is all that plans, the command line and launchers know of a stage. Th
 exactly one new artifact.
 """
 
+import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts import Artifact, InputRecord, Kind
+from pipeline.artifacts import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
 from pipeline.config import Recipe
 
 
@@ -59,6 +61,27 @@ class StageCall:
     processes: int = 1
     ds_config: Path | None = None
     overwrite: bool = False
+    clock: float = field(default_factory=time.monotonic, compare=False)
+    """When the stage began, in seconds of the monotonic clock."""
+
+    def new_artifact(
+        self, *, wall_seconds: float | None = None
+    ) -> AbstractContextManager[ArtifactWriter]:
+        """The stage's output, built within the block (:func:`pipeline.artifacts.new_artifact`).
+
+        Its wall time counts from the beginning of the call, unless the stage knows of earlier
+        attempts and says how long all of them took.
+        """
+        return new_artifact(
+            self.out_dir,
+            kind=self.stage.makes,
+            stage=self.stage.name,
+            config=self.config,
+            inputs=self.records,
+            overwrite=self.overwrite,
+            clock=self.clock,
+            wall_seconds=wall_seconds,
+        )
 
     def many(self, name: str) -> dict[str, Artifact]:
         """The artifacts of an input that takes several, by name, in the order given."""

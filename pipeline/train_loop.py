@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact
+from pipeline.artifacts import ArtifactWriter, open_artifact
 from pipeline.checkpoint import (
     PieceReader,
     Progress,
@@ -313,15 +313,7 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         best = open_artifact(run_directory.best_dir, kind="checkpoint")
-        with new_artifact(
-            call.out_dir,
-            kind=call.stage.makes,
-            stage=call.stage.name,
-            config=call.config,
-            inputs=call.records,
-            overwrite=call.overwrite,
-            wall_seconds=self.progress.seconds,
-        ) as writer:
+        with call.new_artifact(wall_seconds=self.progress.seconds) as writer:
             for name in best.names():
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))

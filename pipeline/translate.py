@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.config import DecodingConfig
 from pipeline.corpus import (
@@ -205,14 +205,7 @@ def publish(call: StageCall, done: DoneLines) -> None:
     """Write the artifact from the ranks' files, and remove them."""
     corpus = call.artifacts["corpus"]
     found = done.by_direction()
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         counts = line_counts(corpus, "test")
         for direction in directions(corpus, "test"):
             lines = found.get(str(direction), {})

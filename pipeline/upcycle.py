@@ -7,7 +7,7 @@ decoder; makes a checkpoint and its receipt (``receipt.json``).
 import sys
 from collections.abc import Mapping
 
-from pipeline.artifacts import Artifact, new_artifact
+from pipeline.artifacts import Artifact
 from pipeline.checkpoint import (
     TensorFiles,
     read_spec,
@@ -37,14 +37,7 @@ def run(call: StageCall) -> None:
     plan = plan_assembly(spec, sources, config)
     directories = {part: checkpoints[part].directory.name for part in checkpoints}
     print("\n".join(receipt_lines(plan, {part: directories.get(part, "") for part in PARTS})))
-    with new_artifact(
-        call.out_dir,
-        kind=call.stage.makes,
-        stage=call.stage.name,
-        config=call.config,
-        inputs=call.records,
-        overwrite=call.overwrite,
-    ) as writer:
+    with call.new_artifact() as writer:
         write_weights(writer.directory / "weights", assemble(plan, spec, sources, config))
         tokenizer_dir = checkpoints["embeddings"].directory / "tokenizer"
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)

@@ -368,7 +368,6 @@ def test_the_digest_depends_neither_on_time_nor_on_place(
     monkeypatch.setattr(artifacts, "datetime", clock)
     second = make(tmp_path / "other" / "name", inputs={"raw": moved}, wall_seconds=2.0)
     assert first.manifest.run != second.manifest.run
-    assert second.manifest.run.started.startswith("2001-01-01")
     assert first.digest == second.digest
     assert first.manifest.key == second.manifest.key
 
