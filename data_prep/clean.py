@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from pipeline.artifacts import Artifact, ArtifactWriter
 from pipeline.config import CleanConfig
-from pipeline.corpus import Split, iterate_lines, languages, line_counts, text_name
+from pipeline.corpus import Split, iterate_lines, languages, line_counts, pair_counts, text_name
 from pipeline.errors import DataError
 from pipeline.progress import track
 from pipeline.stages import StageCall
@@ -219,7 +219,7 @@ class Judge:
 
 def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, object]:
     """Lines per pair and split; characters and dropped lines of the training text per pair."""
-    pairs = {pair: dict(counts) for pair, counts in corpus.statistics["pairs"].items()}
+    pairs = {pair: dict(counts) for pair, counts in pair_counts(corpus).items()}
     for result in results:
         pairs[result.pair]["train"] = result.lines
     return {

@@ -62,12 +62,16 @@ def read_json_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[dict[str, 
     Raises:
         ArtifactError: names the first line that is none.
     """
-    for number, line in enumerate(_lines(path, remedy=remedy), start=1):
-        what = f"Line {number} of {path}"
-        record = parse_json(line, what=what, error=ArtifactError, remedy=remedy)
-        if not isinstance(record, dict):
-            raise ArtifactError(f"{what} is no JSON object: {remedy}.")
-        yield record
+    for number, line in enumerate(byte_lines(path, remedy=remedy), start=1):
+        yield json_object(line, what=f"Line {number} of {path}", remedy=remedy)
+
+
+def json_object(content: bytes, *, what: str, remedy: str = RESTORE) -> dict[str, Any]:
+    """Parse one JSON object; ArtifactError begins with ``what``."""
+    record = parse_json(content, what=what, error=ArtifactError, remedy=remedy)
+    if not isinstance(record, dict):
+        raise ArtifactError(f"{what} is no JSON object: {remedy}.")
+    return record
 
 
 def read_bytes(
@@ -110,7 +114,12 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
     return document
 
 
-def _lines(path: Path, *, remedy: str) -> Iterator[bytes]:
+def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
+    """Lines of bounded length, each with the ``\\n`` that ends it.
+
+    Raises:
+        ArtifactError: the file cannot be read, or a line is longer.
+    """
     try:
         with path.open("rb") as stream:
             while line := stream.readline(MAX_JSON_BYTES + 1):

@@ -20,6 +20,8 @@ MAX_FINDINGS = 3
 """Wrong settings that one refusal names."""
 _SHOWN = 40
 """Characters of a value that a refusal repeats."""
+_LONGEST = 300
+"""Characters of another library's message that a refusal repeats."""
 
 
 class Settings(BaseModel):
@@ -140,6 +142,12 @@ def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[
             ]
             found = tables[0] if tables else found
     return tuple(found.model_fields)
+
+
+def one_line(error: Exception) -> str:
+    """What an error of another library says, without line breaks."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def shown(value: object) -> str:
