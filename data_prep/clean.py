@@ -23,7 +23,15 @@ from typing import Literal, get_args
 
 from pipeline.artifacts import Artifact, ArtifactWriter
 from pipeline.config import CleanConfig
-from pipeline.corpus import Split, iterate_lines, languages, line_counts, pair_counts, text_name
+from pipeline.corpus import (
+    Split,
+    aligned_lines,
+    iterate_lines,
+    languages,
+    line_counts,
+    pair_counts,
+    text_name,
+)
 from pipeline.errors import DataError
 from pipeline.progress import track
 from pipeline.stages import StageCall
@@ -237,7 +245,7 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
 
 
 def _aligned_lines(task: PairTask) -> Iterator[tuple[str, str]]:
-    return zip(*(iterate_lines(path) for path in task.sources), strict=True)
+    return aligned_lines(*task.sources)
 
 
 def _digest(text: str) -> bytes:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,9 +213,7 @@ def verify_file(path: Path, record: FileRecord) -> None:
         raise ArtifactError(
             f"{path} has {path.stat().st_size} bytes, its manifest says {record.size}: {remedy}."
         )
-    for index, (found, expected) in enumerate(
-        zip(file_record(path).chunks, record.chunks, strict=True)
-    ):
+    for index, (found, expected) in enumerate(zip_longest(file_record(path).chunks, record.chunks)):
         if found != expected:
             raise ArtifactError(
                 f"{path} is damaged in chunk {index} (64 MiB each): its digest differs from the "

@@ -10,7 +10,6 @@ Reads a corpus with its references and one translations artifact per system. Mak
 - ``report.md`` and ``report.html``.
 """
 
-import json
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from pipeline.corpus import (
     read_hypotheses,
     read_lines,
 )
+from pipeline.documents import read_json_lines
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import language
 from pipeline.metrics import (
@@ -361,24 +361,32 @@ def _read_curve(name: str, translations: Artifact) -> Curve | None:
     if checkpoint is None or not checkpoint.has("metrics.jsonl"):
         return None
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
-    for line in iterate_lines(checkpoint.file("metrics.jsonl")):
-        entry = json.loads(line)
-        # A loss that was not finite stands as null.
-        if entry["kind"] in points and entry["loss"] is not None:
-            resources = entry.get("resources", {})
-            points[entry["kind"]].append(
-                CurvePoint(
-                    update=entry["update"],
-                    seconds=entry["seconds"],
-                    loss=entry["loss"],
-                    resources={
-                        group: loss for group, loss in resources.items() if loss is not None
-                    },
-                )
-            )
+    for entry in read_json_lines(checkpoint.file("metrics.jsonl")):
+        point = _point(entry)
+        if point is not None and entry.get("kind") in ("train", "validation"):
+            points[entry["kind"]].append(point)
     return Curve(
         system=name, training=tuple(points["train"]), validation=tuple(points["validation"])
     )
+
+
+def _point(entry: Mapping[str, Any]) -> CurvePoint | None:
+    """A line of metrics as a point; None without a loss: one that was not finite is null."""
+    update, seconds, loss = (entry.get(name) for name in ("update", "seconds", "loss"))
+    if not isinstance(update, int) or not _is_number(seconds) or not _is_number(loss):
+        return None
+    resources = entry.get("resources")
+    found = resources if isinstance(resources, dict) else {}
+    return CurvePoint(
+        update=update,
+        seconds=seconds,
+        loss=loss,
+        resources={group: value for group, value in found.items() if _is_number(value)},
+    )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 # Samples

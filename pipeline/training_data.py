@@ -9,7 +9,7 @@ from pipeline.artifacts import Artifact
 from pipeline.batches import Batch, Example, collate
 from pipeline.config import BatchesConfig
 from pipeline.corpus import Direction, Split, line_counts
-from pipeline.errors import ConfigError
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.sampling import (
     SOURCE_EXTRA,
     TARGET_EXTRA,
@@ -35,7 +35,7 @@ class SplitData:
     def __init__(
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._directory = tokenizer, shards.directory
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
         ]
@@ -61,10 +61,21 @@ class SplitData:
         return int(max(sides, default=0)) + max(SOURCE_EXTRA, TARGET_EXTRA)
 
     def batch(self, plan: MicroBatch) -> Batch:
-        """Read and assemble the sentences of a plan."""
+        """Read and assemble the sentences of a plan.
+
+        Raises:
+            ArtifactError: the shards hold ids that their tokenizer does not have.
+        """
         rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
         examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
-        return collate(examples, eos_id=self._tokenizer.eos_id)
+        batch = collate(examples, eos_id=self._tokenizer.eos_id)
+        largest = max(int(batch.source_N.max()), int(batch.target_N.max()))
+        if largest >= self._tokenizer.size:
+            raise ArtifactError(
+                f"{self._directory} has the token id {largest:,}, and its tokenizer has "
+                f"{self._tokenizer.size:,} ids: run make_shards again."
+            )
+        return batch
 
     def _example(self, index: int, reverse: int, line: int) -> Example:
         pair = self._pairs[index]
@@ -145,4 +156,10 @@ class TrainingData:
 def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:
     first, second = name.split("-")
     sides = (open_shard(shards, split, name, first), open_shard(shards, split, name, second))
+    counted = line_counts(shards, split)[name]
+    if {len(side) for side in sides} != {counted}:
+        raise ArtifactError(
+            f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
+            f"{split}/{name}, its statistics say {counted:,}: run make_shards again."
+        )
     return _Pair(name, (first, second), sides)

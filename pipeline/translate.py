@@ -192,7 +192,7 @@ class DoneLines:
 
     def _begin(self, identity: str) -> None:
         path = self.directory / "identity.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == identity:
+        if path.is_file() and path.read_bytes() == identity.encode():
             return
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
