@@ -348,12 +348,13 @@ def _diff(shelf: Shelf, directory: Path, _: Path) -> None:
 
 
 def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    inputs = {part: open_artifact(directory, kind="checkpoint") for part in upcycle.PARTS}
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    inputs: dict[str, Artifact] = dict.fromkeys(upcycle.PARTS, checkpoint)
     inputs["groups"] = shelf.open("groups")
     upcycle.run(stage_call("upcycle", scratch / "out", inputs))
 
 
-def _embeddings(shelf: Shelf, directory: Path, _: Path) -> None:
+def _embeddings(_: Shelf, directory: Path, __: Path) -> None:
     checkpoint = open_artifact(directory, kind="checkpoint")
     group_languages.language_embeddings(checkpoint, LANGUAGES)
 
@@ -375,19 +376,19 @@ def _average_states(shelf: Shelf, directory: Path, scratch: Path) -> None:
     average_states(scratch / "of.run", last=1, out_dir=scratch / "out")
 
 
-def _evaluate(shelf: Shelf, corpus: Artifact, translations: Artifact, scratch: Path) -> None:
+def _evaluate(corpus: Artifact, translations: Artifact, scratch: Path) -> None:
     inputs = {"corpus": corpus, "systems/one": translations}
     evaluate.run(stage_call("evaluate", scratch / "out", inputs))
 
 
 def _evaluate_system(shelf: Shelf, directory: Path, scratch: Path) -> None:
     translations = open_artifact(directory, kind="translations")
-    _evaluate(shelf, shelf.open("corpus"), translations, scratch)
+    _evaluate(shelf.open("corpus"), translations, scratch)
 
 
 def _evaluate_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
     corpus = open_artifact(directory, kind="corpus")
-    _evaluate(shelf, corpus, shelf.open("translations"), scratch)
+    _evaluate(corpus, shelf.open("translations"), scratch)
 
 
 def _curves(shelf: Shelf, directory: Path, scratch: Path) -> None:
