@@ -318,6 +318,16 @@ class TrainingRun:
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.statistics.update(best.statistics, updates=self.progress.update)
+            writer.summary += self._summary()
+
+    def _summary(self) -> list[str]:
+        progress, training = self.progress, self.data.train_lines
+        return [
+            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
+            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
+            f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
+            f"{progress.best_perplexity:.3f}, is the lowest",
+        ]
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._clock, 3)

@@ -5,6 +5,7 @@ decoder; makes a checkpoint and its receipt (``receipt.json``).
 """
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 from pipeline.artifacts import Artifact
@@ -43,6 +44,9 @@ def run(call: StageCall) -> None:
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
         writer.write_json("receipt.json", [vars(entry) for entry in plan])
         writer.statistics["tensors"] = len(plan)
+        rules = Counter(entry.rule for entry in plan)
+        counts = ", ".join(f"{count:,} {rule}" for rule, count in sorted(rules.items()))
+        writer.summary.append(f"{len(plan):,} tensors: {counts}; each one's source in receipt.json")
 
 
 def target_spec(call: StageCall, checkpoints: Mapping[Part, Artifact]) -> ModelSpec:

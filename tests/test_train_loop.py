@@ -459,6 +459,10 @@ def test_the_checkpoint_is_the_one_of_the_lowest_validation_perplexity(
     saved = open_artifact(tmp_path / "model", kind="checkpoint")
     assert saved.statistics["update"] == best["update"]
     assert saved.statistics["perplexity"] == best["perplexity"]
+    trained, kept = saved.manifest.summary
+    assert trained.startswith(f"{UPDATES} updates on ")
+    assert kept.startswith(f"kept the weights of update {best['update']}, ")
+    assert f"{best['perplexity']:.3f}" in kept
     losses = losses_by_hand(tmp_path / "model", inputs)
     total, labels = (sum(each) for each in zip(*losses.values(), strict=True))
     assert total / labels == pytest.approx(best["loss"], rel=1e-5)
