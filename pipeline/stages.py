@@ -225,6 +225,11 @@ STAGES: dict[str, Stage] = {
             inputs={
                 "corpus": Input("corpus", "references"),
                 "systems": Input("translations", "NAME=DIR, one per system", many=True),
+                "training": Input(
+                    "corpus",
+                    "what the systems were trained on, where the references' has test sets alone",
+                    required=False,
+                ),
             },
             parallel="workers",
         ),

@@ -86,6 +86,7 @@ class TrainingRun:
         self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
+        self._earlier_seconds = 0.0
         self._interval = _Interval()
 
     def run(self) -> None:
@@ -124,6 +125,7 @@ class TrainingRun:
                 self._interval = _Interval(self.progress.interval)
         if self.world.rank == 0:
             self.metrics.truncate_after(self.progress.update)
+        self._earlier_seconds = self.progress.seconds
         self._clock = time.monotonic() - self.progress.seconds
 
     def _rehearse(self) -> None:
@@ -313,7 +315,10 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         best = open_artifact(run_directory.best_dir, kind="checkpoint")
-        with call.new_artifact(wall_seconds=self.progress.seconds) as writer:
+        # What earlier attempts had done when they were stopped, and all of this one: loading, the
+        # last validation and writing too, which the curves' clock leaves out.
+        wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
+        with call.new_artifact(wall_seconds=wall_seconds) as writer:
             for name in best.names():
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
@@ -356,7 +361,7 @@ class _Interval:
         return values
 
     def finish(self) -> dict[str, object]:
-        """Means over all ranks since the last call, and the rate; starts anew."""
+        """Means over all ranks since the last call, the rate and the tokens; starts anew."""
         cross_entropy, balance, labels, seconds = self.over_ranks()
         self._sums.zero_()
         self.note = f"loss {cross_entropy / labels:.3f}"
@@ -364,6 +369,7 @@ class _Interval:
             "loss": cross_entropy / labels,
             "balance": balance / labels,
             "tokens_per_second": labels / max(seconds, 1e-9),
+            "target_tokens": round(labels),
         }
 
 

@@ -25,7 +25,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model", "losses", "optim", "weights", "routing_statistics"),
     (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
-        *("metrics", "charts", "report", "report_html", "memory"),
+        *("directions", "bleu_chrf", "language_accuracy", "scores", "averages", "scoring"),
+        *(
+            "significance",
+            "lineage",
+            "budgets",
+            "history",
+            "tables",
+            "budget_table",
+            "samples",
+            "caveats",
+        ),
+        *("html_parts", "charts", "curves", "page_tables", "page", "markdown", "memory"),
     ),
     ("train_loop",),
     (

@@ -1,0 +1,53 @@
+"""Directions stand in the family that the training corpus puts them in."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.directions import describe_directions, find_pivot
+
+
+def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
+    with new_artifact(
+        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
+    ) as writer:
+        writer.statistics["pairs"] = pairs
+    return open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "pivot"),
+    [
+        ({"de-en", "en-fr", "en-zh"}, "en"),
+        ({"de-fr", "fr-zh"}, "fr"),
+        ({"de-en", "en-fr", "de-fr"}, None),
+        ({"de-en"}, "en"),
+        ({"de-fr"}, None),
+        (set(), None),
+    ],
+)
+def test_the_pivot_is_the_language_of_every_training_pair(
+    pairs: set[str], pivot: str | None
+) -> None:
+    assert find_pivot(pairs) == pivot
+
+
+def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair(
+    tmp_path: Path,
+) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "en-fr": {"train": 3, "test": 2},
+        "de-fr": {"train": 0, "test": 1},
+        "en-yi": {"train": 5},
+    }
+    profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
+    assert {str(one.direction): (one.family, one.resource, one.test_lines) for one in profiles} == {
+        "de-en": ("into_pivot", "high", 2),
+        "de-fr": ("zero_shot", None, 1),
+        "en-de": ("out_of_pivot", "high", 2),
+        "en-fr": ("out_of_pivot", "low", 2),
+        "fr-de": ("zero_shot", None, 1),
+        "fr-en": ("into_pivot", "low", 2),
+    }
