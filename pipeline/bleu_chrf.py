@@ -24,7 +24,8 @@ LANGUAGE_TOKENIZERS = {
     "ja": ("ja-mecab", "char"),
     "ko": ("ko-mecab", "char"),
 }
-"""Target language → sacreBLEU tokenizers, the first that loads is taken; all others: 13a."""
+"""Target language, in any script → sacreBLEU tokenizers, the first that loads is taken; all others:
+13a."""
 
 
 def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
@@ -33,7 +34,8 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
     Raises:
         ConfigError: none of the tokenizers can be loaded.
     """
-    wanted = LANGUAGE_TOKENIZERS.get(language, ("13a",)) if option == "per-language" else (option,)
+    usual = LANGUAGE_TOKENIZERS.get(language.split("_")[0], ("13a",))
+    wanted = usual if option == "per-language" else (option,)
     failure: Exception | None = None
     for name in wanted:
         try:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pipeline.artifacts import Artifact
-from pipeline.corpus import Direction, Resource, directions, line_counts, resource_of
+from pipeline.corpus import (
+    Direction,
+    Resource,
+    directions,
+    emptied_pairs,
+    line_counts,
+    resource_of,
+)
 
 Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "emptied", "unknown"]
 """Trained towards the pivot, away from it, trained without it, and not trained at all: zero-shot,
@@ -86,10 +93,3 @@ def describe_directions(
         )
         for direction in directions(corpus, "test")
     ]
-
-
-def emptied_pairs(corpus: Artifact) -> set[str]:
-    """Pairs that had training lines, of which cleaning left none."""
-    dropped: dict[str, dict[str, int]] = corpus.statistics.get("dropped", {})
-    left = line_counts(corpus, "train")
-    return {pair for pair, rules in dropped.items() if pair not in left and any(rules.values())}

@@ -1,5 +1,6 @@
 """Directions stand in the family that the training corpus puts them in."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.directions import describe_directions, find_pivot
 
 
-def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
+def corpus(
+    tmp_path: Path, pairs: dict[str, dict[str, int]], *, emptied: Sequence[str] = ()
+) -> Artifact:
     with new_artifact(
         tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
     ) as writer:
-        writer.statistics["pairs"] = pairs
+        writer.statistics |= {"pairs": pairs, "emptied": list(emptied)}
     return open_artifact(tmp_path / "corpus", kind="corpus")
 
 
@@ -51,3 +54,22 @@ def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair
         "fr-de": ("zero_shot", None, 1),
         "fr-en": ("into_pivot", "low", 2),
     }
+
+
+def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "de-fr": {"test": 1},
+        "en-fr": {"train": 0, "test": 1},
+    }
+    made = corpus(tmp_path, pairs, emptied=["en-fr"])
+    profiles = describe_directions(made, thresholds=(3, 9))
+    assert {str(one.direction): one.family for one in profiles} == {
+        "de-en": "into_pivot",
+        "en-de": "out_of_pivot",
+        "de-fr": "zero_shot",
+        "fr-de": "zero_shot",
+        "en-fr": "emptied",
+        "fr-en": "emptied",
+    }
+    assert {one.resource for one in profiles if one.family == "emptied"} == {None}
