@@ -31,6 +31,7 @@ from pipeline.corpus import (
     iterate_lines,
     languages,
     line_counts,
+    pair_counts,
     text_name,
 )
 from pipeline.errors import DataError
@@ -276,7 +277,7 @@ class Judge:
 
 def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, object]:
     """Lines per pair and split; characters and dropped lines of the training text per pair."""
-    pairs = {pair: dict(counts) for pair, counts in corpus.statistics["pairs"].items()}
+    pairs = {pair: dict(counts) for pair, counts in pair_counts(corpus).items()}
     for result in results:
         pairs[result.pair]["train"] = result.lines
     return {

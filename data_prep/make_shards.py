@@ -19,7 +19,14 @@ from typing import Literal
 import numpy as np
 
 from pipeline.artifacts import Artifact
-from pipeline.corpus import emptied_pairs, iterate_lines, languages, line_counts, text_name
+from pipeline.corpus import (
+    emptied_pairs,
+    iterate_lines,
+    languages,
+    line_counts,
+    pair_counts,
+    text_name,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.progress import track
 from pipeline.shards import TOKENIZER_FOLDER, ShardWriter
@@ -116,7 +123,7 @@ def pair_jobs(
             tokenizer=tokenizer,
             max_tokens=max_tokens,
         )
-        for pair in corpus.statistics["pairs"]
+        for pair in pair_counts(corpus)
     ]
     return sorted(jobs, key=lambda job: (-sum(job.lines.values()), job.pair))
 

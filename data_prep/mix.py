@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 from pipeline.artifacts import Artifact
 from pipeline.config import Recipe
-from pipeline.corpus import emptied_pairs, line_counts
+from pipeline.corpus import emptied_pairs, line_counts, pair_counts
+from pipeline.errors import ArtifactError
 from pipeline.mixture import MIXTURE_NAME, temperature_probabilities
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
@@ -46,7 +47,13 @@ def tokens_per_sentence(shards: Artifact) -> dict[str, float]:
 
     The two are end-of-sentence and a language token. Batches count the longer side, padding aside.
     """
-    tokens: dict[str, dict[str, int]] = shards.statistics["tokens"]
+    tokens = pair_counts(shards, "tokens")
+    silent = [pair for pair in line_counts(shards, "train") if not tokens.get(pair)]
+    if silent:
+        raise ArtifactError(
+            f"The statistics of {shards.directory} do not say how many tokens {silent[0]} has: run "
+            "make_shards again."
+        )
     return {
         pair: max(tokens[pair].values()) / count + 2
         for pair, count in line_counts(shards, "train").items()

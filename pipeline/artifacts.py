@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from pipeline.documents import read_bytes, read_json
 from pipeline.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
@@ -147,7 +148,8 @@ class Artifact:
         return sorted(name for name in self.manifest.files if name.startswith(prefix))
 
     def read_json(self, name: str) -> Any:
-        return json.loads(self.file(name).read_text(encoding="utf-8"))
+        """What a JSON file holds; ArtifactError where it is broken, too large or too deep."""
+        return read_json(self.file(name))
 
     def verify(self, names: list[str] | None = None) -> None:
         """Compare files with their digests (all of them, or those named).
@@ -257,7 +259,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
             f"{path} is not a manifest of this version ({error.error_count()} problems): remove "

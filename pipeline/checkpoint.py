@@ -9,12 +9,14 @@ on any number of ranks, picks the pieces that overlap what it needs. Nothing is 
 is gathered on one rank.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,13 +27,57 @@ from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
+from pipeline.settings import describe_validation, one_line, shown
 from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
-from pipeline.weights import named_slices
+from pipeline.weights import named_slices, num_parameters
 
 PART_FOLDERS = ("weights", "optimizer")
 """Folders of an artifact in which every rank writes files of its own."""
 SHARD_BYTES = 1024 * 1024 * 1024
 MODEL_FILE = "model.json"
+PROGRESS_FILE = "progress.json"
+MAX_LACKING = 2
+"""A model of more than this many times the values that its files hold is not theirs."""
+MAX_DIGITS = 19
+"""Of a place within a tensor."""
+
+
+FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
+"""What safetensors 0.8 raises for a damaged file or for a type of values that torch lacks."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What the header of a safetensors file says of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16."""
+    file: str
+
+
+def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
+    """Headers of the tensors in the files that start with ``prefix``; no values are read.
+
+    Raises:
+        CheckpointError: a file is missing or has no readable header.
+    """
+    for file in artifact.names(prefix):
+        path = artifact.file(file)
+        try:
+            with safe_open(path, framework="pt") as stream:
+                for name in sorted(stream.keys()):
+                    entry = stream.get_slice(name)
+                    yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
+        except _UNREADABLE as error:
+            verify_file(path, artifact.manifest.files[file])
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
+                "or run its stage again."
+            ) from error
 
 
 class TensorFiles:
@@ -42,21 +88,8 @@ class TensorFiles:
         self._file_of: dict[str, str] = {}
         self._verified: set[str] = set()
         self._file_names = artifact.names(prefix)
-        for name in self._file_names:
-            self._file_of.update(dict.fromkeys(self._tensor_names(name), name))
-
-    def _tensor_names(self, file_name: str) -> list[str]:
-        """Names in one file's header; what is damaged is named before anything else fails on it."""
-        path = self.artifact.file(file_name)
-        try:
-            with safe_open(path, framework="pt") as stream:
-                names: list[str] = stream.keys()
-            return names
-        except (OSError, SafetensorError) as error:
-            verify_file(path, self.artifact.manifest.files[file_name])
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors ({error}): run its stage again."
-            ) from error
+        for header in tensor_headers(artifact, prefix):
+            self._file_of[header.name] = header.file
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
@@ -66,10 +99,30 @@ class TensorFiles:
         self.artifact.verify(self._file_names)
 
     def read(self, name: str) -> Tensor:
-        """One tensor; the digest of its file is checked the first time the file is used.
+        """One tensor of finite numbers.
 
         Raises:
-            CheckpointError: there is no tensor of that name.
+            CheckpointError: there is no tensor of that name, or it has values that are no numbers.
+        """
+        tensor = self.read_as_stored(name)
+        if tensor.dtype not in FLOATING_TYPES:
+            raise CheckpointError(
+                f"{self.artifact.directory}: tensor {name} has the type {tensor.dtype}, where "
+                "floating-point numbers are wanted: run its stage again."
+            )
+        # The sum is one pass without a copy; only where it overflows is every value looked at.
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{self.artifact.directory}: tensor {name} has values that are not finite numbers: "
+                "name another checkpoint, or train this one again with a lower learning rate."
+            )
+        return tensor
+
+    def read_as_stored(self, name: str) -> Tensor:
+        """One tensor, whatever its values; its file's digest is checked when it is first used.
+
+        Raises:
+            CheckpointError: there is no tensor of that name, or it cannot be read.
         """
         if name not in self._file_of:
             self.verify()  # a damaged header may have lost the name
@@ -82,8 +135,13 @@ class TensorFiles:
         if file_name not in self._verified:
             verify_file(path, self.artifact.manifest.files[file_name])
             self._verified.add(file_name)
-        with safe_open(path, framework="pt") as stream:
-            tensor: Tensor = stream.get_tensor(name)
+        try:
+            with safe_open(path, framework="pt") as stream:
+                tensor: Tensor = stream.get_tensor(name)
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{path}: tensor {name} cannot be read ({one_line(error)}): run its stage again."
+            ) from error
         return tensor
 
 
@@ -104,8 +162,44 @@ def open_checkpoint(directory: Path) -> Artifact:
 
 
 def read_spec(checkpoint: Artifact) -> ModelSpec:
-    """The model's shape as stated when it was first made."""
-    return ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
+    """The model's shape as stated when it was first made.
+
+    Nothing of that size is allocated before the files are known to be of about that size; which
+    tensor is missing of one that lacks a few is said when it is read.
+
+    Raises:
+        CheckpointError: model.json holds something else, or asks for far more than the files hold.
+    """
+    path = checkpoint.file(MODEL_FILE)
+    try:
+        spec = ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
+        ) from error
+    wanted = num_parameters(spec)
+    held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
+    if wanted > MAX_LACKING * held:
+        raise CheckpointError(
+            f"{path} asks for {wanted:,} parameters, and the files under weights hold {held:,} "
+            "values: name a checkpoint whose files belong together."
+        )
+    return spec
+
+
+def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
+    """Raises CheckpointError where a checkpoint's model was not made for a tokenizer."""
+    spec = read_spec(checkpoint)
+    for what, of_model, of_tokenizer in (
+        ("ids", spec.vocabulary_size, tokenizer.size),
+        ("padding", spec.pad_id, tokenizer.pad_id),
+        ("languages", spec.languages, tokenizer.languages),
+    ):
+        if of_model != of_tokenizer:
+            raise CheckpointError(
+                f"The model and the tokenizer of {checkpoint.directory} do not belong together "
+                f"({what}: {shown(of_model)} and {shown(of_tokenizer)}): run its stage again."
+            )
 
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:
@@ -209,8 +303,8 @@ class PieceReader:
         self._files = TensorFiles(state, "optimizer/")
         self._pieces: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for key in self._files.names():
-            what, tensor, start = key.rsplit(":", 2)
-            self._pieces.setdefault((what, tensor), []).append((int(start), key))
+            what, tensor, start = split_key(key, state)
+            self._pieces.setdefault((what, tensor), []).append((start, key))
         for pieces in self._pieces.values():
             pieces.sort()
         self._cached: tuple[str, Tensor] = ("", torch.empty(0))
@@ -242,33 +336,63 @@ class PieceReader:
 
     def _piece(self, key: str) -> Tensor:
         if self._cached[0] != key:
-            self._cached = (key, self._files.read(key))
+            self._cached = (key, self._files.read(key).flatten())
         return self._cached[1]
+
+
+def split_key(key: str, state: Artifact) -> tuple[str, str, int]:
+    """What a piece is of, its tensor, and where it starts (:attr:`Piece.key`)."""
+    what, _, place = key.partition(":")
+    tensor, _, start = place.rpartition(":")
+    if not (what and tensor and start.isascii() and start.isdecimal() and len(start) < MAX_DIGITS):
+        raise CheckpointError(
+            f"{state.directory} has a piece named {shown(key)!r}, which is none of a training "
+            "state: resume from an earlier one."
+        )
+    return what, tensor, int(start)
+
+
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sum = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a training run stands: all that resuming needs beside tensors."""
 
-    update: int = 0
-    cursor: tuple[int, int] = (0, 0)
+    update: Whole = 0
+    cursor: tuple[Whole, Whole] = (0, 0)
     """Where the batch plan goes on: (window, step within the window)."""
-    validated: int = 0
+    validated: Whole = 0
     """Last update that was validated."""
-    best_perplexity: float | None = None
-    best_update: int | None = None
-    seconds: float = 0.0
-    interval: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    best_perplexity: Sum | None = None
+    best_update: Whole | None = None
+    seconds: Seconds = 0.0
+    interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=4)] = (0.0, 0.0, 0.0, 0.0)
     """Sums over all ranks since the last line of metrics: see ``train_loop``."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self))
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Progress":
-        window, step = values["cursor"]
-        interval = tuple(values["interval"])
-        return cls(**{**values, "cursor": (window, step), "interval": interval})
+    def from_json(cls, values: Any) -> "Progress":
+        """Raises ValidationError where the values are none of a run."""
+        return TypeAdapter(cls).validate_python(values)
+
+
+def read_progress(state: Artifact) -> Progress:
+    """Where the run of a training state stands; CheckpointError where its file says otherwise."""
+    path = state.file(PROGRESS_FILE)
+    try:
+        return Progress.from_json(state.read_json(PROGRESS_FILE))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
+        raise CheckpointError(
+            f"{path} does not say where a run stands ({where}: {first['msg']}): resume from an "
+            "earlier state."
+        ) from error
 
 
 def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> list[str]:

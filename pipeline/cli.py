@@ -8,6 +8,7 @@ options and "already done" come at once.
 import argparse
 import importlib
 import json
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,16 @@ from pipeline.artifacts import (
     read_manifest,
     refuse_to_overwrite,
 )
-from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
+from pipeline.config import (
+    MAX_EXPERTS,
+    MAX_GROUPS,
+    MAX_STATES,
+    MAX_VOCABULARY,
+    DecodingConfig,
+    Recipe,
+    load_recipe,
+    recipe_names,
+)
 from pipeline.distributed import default_signal, is_launched, leave, rank_of
 from pipeline.ds_config import ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import (
@@ -38,7 +48,7 @@ from pipeline.errors import (
     Interrupted,
     UserError,
 )
-from pipeline.launch import launch
+from pipeline.launch import MAX_PROCESSES, launch
 from pipeline.plan import (
     dry_run,
     exclusive,
@@ -51,10 +61,16 @@ from pipeline.plan import (
     text_table,
     why_not_done,
 )
+from pipeline.settings import shown
 from pipeline.stages import STAGES, Stage, StageCall
 
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
+
+MAX_RANKS = 10**5
+"""Ranks of an estimate, which run elsewhere."""
+_DIGITS = 20
+"""Longer numbers are out of every range."""
 
 DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
 """What ``mmnmt translate`` as a filter uses when no checkpoint is named."""
@@ -155,7 +171,7 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
     if stage.parallel != "no":
         parser.add_argument(
             "--processes",
-            type=_positive,
+            type=_count(MAX_PROCESSES),
             default=1,
             metavar="N",
             help="processes on this machine (a launcher's own ranks come first)",
@@ -186,10 +202,31 @@ def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
+def _count(most: int) -> Callable[[str], int]:
+    """A type of options: whole numbers from 1 to ``most``."""
+
+    def read(text: str) -> int:
+        digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "0"
+        if not 1 <= int(digits) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)!r} is not a whole number from 1 to {most:,}"
+            )
+        return int(digits)
+
+    return read
+
+
+def _share(text: str) -> float:
+    """A type of options: numbers of more than 0 and at most 1."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)!r} is not a number of more than 0 and at most 1"
+        )
+    return share
 
 
 def _is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
@@ -262,7 +299,10 @@ def _add_plan_options(parser: argparse.ArgumentParser, *, verb: str) -> None:
             "--dry-run", action="store_true", help="say what would run and why, and start nothing"
         )
         parser.add_argument(
-            "--processes", type=_positive, metavar="N", help="overrule the plan's, for every stage"
+            "--processes",
+            type=_count(MAX_PROCESSES),
+            metavar="N",
+            help="overrule the plan's, for every stage",
         )
 
 
@@ -270,13 +310,13 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
     parser.add_argument(
         "--vocabulary",
-        type=_positive,
+        type=_count(MAX_VOCABULARY),
         metavar="V",
         help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
     )
     parser.add_argument(
         "--groups",
-        type=_positive,
+        type=_count(MAX_GROUPS),
         metavar="G",
         help="language groups of the router (default: the recipe's num_groups)",
     )
@@ -285,7 +325,7 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--processes", type=_positive, required=True, metavar="N", help="ranks of the run"
+        "--processes", type=_count(MAX_RANKS), required=True, metavar="N", help="ranks of the run"
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
@@ -318,7 +358,9 @@ def _add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
 def _add_average_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
     parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
-    parser.add_argument("--last", type=_positive, metavar="N", help="how many of its states")
+    parser.add_argument(
+        "--last", type=_count(MAX_STATES), metavar="N", help="how many of its states"
+    )
 
 
 def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
@@ -326,10 +368,12 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
         "--languages", nargs="+", required=True, metavar="CODE", help="target languages to keep"
     )
     number = parser.add_mutually_exclusive_group(required=True)
-    number.add_argument("--experts", type=_positive, metavar="K", help="experts kept per layer")
+    number.add_argument(
+        "--experts", type=_count(MAX_EXPERTS), metavar="K", help="experts kept per layer"
+    )
     number.add_argument(
         "--keep-mass",
-        type=float,
+        type=_share,
         metavar="SHARE",
         help="as few experts as keep this share of the routes of every layer",
     )

@@ -6,35 +6,47 @@ settings are laid over what stands before it. Where files lie, how many processe
 machine they run on are not settings of a recipe (see ``plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
-import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
+from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt"]
 
-
-class Settings(BaseModel):
-    """Frozen settings that refuse unknown names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+Seed = Annotated[int, whole(0, 2**63 - 1)]
+Lines = Annotated[int, whole(0, 10**12)]
+Updates = Annotated[int, whole(1, 10**9)]
+BatchTokens = Annotated[int, whole(1, 10**8)]
+Layers = Annotated[int, whole(1, 1000)]
+Temperature = Annotated[float, number(above=0, most=float("inf"))]
+"""1: proportional; inf: uniform."""
+DropRate = Annotated[float, number(least=0, below=1)]
+LossWeight = Annotated[float, number(least=0, most=1000)]
+CapacityFactor = Annotated[float, number(above=0, most=1000)]
+MAX_VOCABULARY = 10**7
+MAX_EXPERTS = 2**14
+MAX_GROUPS = 10**4
+MAX_STATES = 10**6
+MAX_POSITION_VALUES = 2**30
+"""Width times positions: 4 GiB of sinusoids."""
 
 
 class CldrConfig(Settings):
     """How many localised phrases to make from Unicode CLDR (``data_prep/cldr.py``)."""
 
     pivot: str = "en"
-    train_pairs: dict[str, int] = Field(default_factory=dict)
+    train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
     """Language → number of training phrases paired with the pivot."""
     zero_shot: tuple[str, ...] = ()
     """Languages between which there are test phrases but no training phrases."""
-    valid_phrases: int = 100
-    test_phrases: int = 200
-    seed: int = 1
+    valid_phrases: Annotated[int, whole(0, 10**9)] = 100
+    test_phrases: Annotated[int, whole(0, 10**9)] = 200
+    seed: Seed = 1
 
 
 class CorpusConfig(Settings):
@@ -44,11 +56,11 @@ class CorpusConfig(Settings):
     cldr: CldrConfig = CldrConfig()
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
-    max_train_lines: int | None = None
+    max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
     """Keep at most this many training lines per pair, the first ones."""
-    max_valid_lines: int | None = None
-    max_test_lines: int | None = None
-    max_line_bytes: int = Field(default=2**20, ge=1)
+    max_valid_lines: Lines | None = None
+    max_test_lines: Lines | None = None
+    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
     """Longer lines are no sentences: they go to the quarantine, and are never held in memory."""
     swapped_sides: Literal["refuse", "accept"] = "refuse"
     """What becomes of a pair of files each of which is in the language of the other: an error, or
@@ -58,8 +70,8 @@ class CorpusConfig(Settings):
 class CleanConfig(Settings):
     """clean: rules for training lines. Validation and test lines are never dropped."""
 
-    max_characters: int = 2000
-    max_length_ratio: float = 4.0
+    max_characters: Annotated[int, whole(1, 10**9)] = 2000
+    max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
     drop_control_characters: bool = True
     drop_copies: bool = True
@@ -75,15 +87,15 @@ class TokenizerConfig(Settings):
     """train_tokenizer."""
 
     kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
-    vocabulary_size: int = 64000
+    vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
     """Pieces, specials included, language tokens not."""
     model_type: Literal["unigram", "bpe"] = "unigram"
-    character_coverage: float = 1.0
+    character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
     """Less garbles Chinese."""
-    sampling_temperature: float = Field(default=5.0, gt=0)
-    sample_lines: int = 10_000_000
+    sampling_temperature: Temperature = 5.0
+    sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
     """Lines drawn for training, over all languages."""
-    seed: int = 1
+    seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
 
@@ -91,7 +103,7 @@ class TokenizerConfig(Settings):
 class ShardsConfig(Settings):
     """make_shards."""
 
-    max_tokens: int = 1000
+    max_tokens: BatchTokens = 1000
     """Longer training sentences (either side, in tokens) are left out and counted; with tags and
     end-of-sentence they must fit model.max_positions and batches.tokens."""
 
@@ -99,17 +111,17 @@ class ShardsConfig(Settings):
 class MixtureConfig(Settings):
     """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs."""
 
-    sampling_temperature: float = Field(default=5.0, gt=0)
+    sampling_temperature: Temperature = 5.0
 
 
 class GroupsConfig(Settings):
     """group_languages (mmnmt.md §4)."""
 
     method: Literal["typology", "embeddings", "paper"] = "embeddings"
-    max_group_share: float = Field(default=15 / 56, gt=0, le=1)
+    max_group_share: Annotated[float, number(above=0, most=1)] = 15 / 56
     """T_max as a share of the corpus: groups merge only while their joint size stays below it."""
     pivot: str = "en"
-    extend: dict[str, int] = Field(default_factory=dict)
+    extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
     """Additions to the paper's table, language → group 1 to 4."""
 
 
@@ -123,43 +135,46 @@ class LanguagesConfig(Settings):
 class MoEConfig(Settings):
     """Mixture-of-experts feed-forwards (mmnmt.md §2)."""
 
-    num_experts: int = Field(default=32, ge=1)
-    top_k: int = Field(default=2, ge=1)
-    every: int = Field(default=2, ge=1)
+    num_experts: Annotated[int, whole(1, MAX_EXPERTS)] = 32
+    top_k: Annotated[int, whole(1, MAX_EXPERTS)] = 2
+    every: Layers = 2
     """Every n-th layer of encoder and decoder has experts: layers n, 2n, … counted from 1."""
     decoder_router: Literal["token", "language_group"] = "token"
     """The encoder always routes by token."""
-    num_groups: int | None = None
+    num_groups: Annotated[int, whole(2, MAX_GROUPS)] | None = None
     """Expected number of language groups; None: whatever the groups artifact has."""
     combine_weights: Literal["renormalized", "probability"] = "renormalized"
     """Kept probabilities made to sum 1, or as they are (Switch, with top_k = 1)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
-    capacity_factor: float = Field(default=1.25, gt=0)
+    capacity_factor: CapacityFactor = 1.25
     """Slots per expert in training = ceil(capacity_factor · top_k · tokens / num_experts)."""
     batch_prioritized: bool = True
     """Slots go by descending top probability; otherwise by position."""
-    evaluation_capacity_factor: float | None = None
+    evaluation_capacity_factor: CapacityFactor | None = None
     """None: evaluation and decoding drop nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.top_k > self.num_experts:
-            raise ValueError(f"top_k {self.top_k} exceeds num_experts {self.num_experts}")
+            raise ValueError(
+                f"top_k {self.top_k} exceeds num_experts {self.num_experts}: lower it, or have "
+                "more experts"
+            )
         return self
 
 
 class ModelConfig(Settings):
     """The encoder–decoder Transformer of the fairseq / Hugging Face M2M-100 family."""
 
-    encoder_layers: int = 12
-    decoder_layers: int = 12
-    width: int = 1024
-    feed_forward_width: int = 4096
-    num_heads: int = 8
+    encoder_layers: Layers = 12
+    decoder_layers: Layers = 12
+    width: Annotated[int, whole(1, 2**16)] = 1024
+    feed_forward_width: Annotated[int, whole(1, 2**20)] = 4096
+    num_heads: Annotated[int, whole(1, 2**12)] = 8
     norm: Literal["pre", "post"] = "pre"
     activation: Literal["relu", "gelu"] = "relu"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
-    max_positions: int = 1024
+    max_positions: Annotated[int, whole(4, 2**20)] = 1024
     scale_embedding: bool = True
     """Multiply embeddings by sqrt(width)."""
     embedding_norm: bool = False
@@ -168,78 +183,107 @@ class ModelConfig(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.num_heads:
-            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+            raise ValueError(
+                f"width {self.width} is not a multiple of num_heads {self.num_heads}: change one "
+                "of them"
+            )
+        if self.width * self.max_positions > MAX_POSITION_VALUES:
+            raise ValueError(
+                f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
+                f"{MAX_POSITION_VALUES:,}: lower one of them"
+            )
         return self
 
 
 class BatchesConfig(Settings):
     """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
 
-    micro_batches: int = Field(default=32, ge=1)
+    micro_batches: Annotated[int, whole(1, 10**6)] = 32
     """M: micro-batches per update over all ranks; the number of ranks must divide it."""
-    tokens: int = Field(default=4096, ge=1)
+    tokens: BatchTokens = 4096
     """Per micro-batch: the larger of its padded source and target tokens stays within this."""
-    window_steps: int = Field(default=32, ge=1)
+    window_steps: Annotated[int, whole(1, 10**6)] = 32
     """About this many updates are drawn at once and sorted by length."""
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
     tag_scheme: TagScheme = "src-tgt"
-    evaluation_tokens: int = 4096
+    evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
 
 
 class OptimizerConfig(Settings):
     """Adam and its schedule (mmnmt.md §6)."""
 
-    learning_rate: float = 2e-4
-    final_learning_rate: float = 1e-5
+    learning_rate: Annotated[float, number(above=0, most=10)] = 2e-4
+    final_learning_rate: Annotated[float, number(least=0, most=10)] = 1e-5
+    """Where polynomial decay ends."""
     schedule: Literal["polynomial", "inverse_sqrt"] = "polynomial"
-    warmup_updates: int = 4000
-    betas: tuple[float, float] = (0.9, 0.98)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.5
+    warmup_updates: Annotated[int, whole(0, 10**9)] = 4000
+    betas: tuple[DropRate, DropRate] = (0.9, 0.98)
+    epsilon: Annotated[float, number(above=0, most=1)] = 1e-8
+    weight_decay: Annotated[float, number(least=0, most=10)] = 0.0
+    clip_norm: Annotated[float, number(least=0, most=10**6)] = 0.5
+    """Largest norm of the gradient; 0: it is not clipped."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.schedule == "polynomial" and self.final_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"final_learning_rate {self.final_learning_rate} exceeds learning_rate "
+                f"{self.learning_rate}: lower it, the rate decays"
+            )
+        return self
 
 
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    balance_weight: float = 0.1
+    label_smoothing: DropRate = 0.0
+    balance_weight: LossWeight = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
-    router_z_weight: float = Field(default=0.0, ge=0)
+    router_z_weight: LossWeight = 0.0
     """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
 
 
 class TrainingConfig(Settings):
     """pretrain and finetune."""
 
-    updates: int = Field(default=100_000, ge=1)
-    seed: int = 1
-    dropout: float = Field(default=0.3, ge=0, lt=1)
-    attention_dropout: float = Field(default=0.1, ge=0, lt=1)
-    moe_dropout: float | None = Field(default=None, ge=0, lt=1)
+    updates: Updates = 100_000
+    seed: Seed = 1
+    dropout: DropRate = 0.3
+    attention_dropout: DropRate = 0.1
+    moe_dropout: DropRate | None = None
     """Dropout on the output of MoE layers; None: as everywhere (NLLB raises it there)."""
-    expert_output_masking: float = Field(default=0.0, ge=0, lt=1)
+    expert_output_masking: DropRate = 0.0
     """Probability that a token loses the output of one of its experts; the rest is scaled up, so
     that evaluation needs no correction (NLLB §6.2)."""
-    router_jitter: float = Field(default=0.0, ge=0, lt=1)
+    router_jitter: DropRate = 0.0
     """Router inputs are multiplied by U(1 - jitter, 1 + jitter) (Switch Transformer §2.2)."""
-    expert_parallel_size: int = Field(default=1, ge=1)
+    expert_parallel_size: Annotated[int, whole(1, 2**14)] = 1
     """Ranks that share one copy of the experts; must divide their number. A world it does not
     divide uses the greatest common divisor. It changes memory and speed, not the result."""
-    validate_every: int = 1000
-    checkpoint_every: int = 1000
-    keep_last: int = Field(default=1, ge=1)
+    validate_every: Updates = 1000
+    checkpoint_every: Updates = 1000
+    keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
     """Training states kept besides the weights of the best validation perplexity."""
-    resource_thresholds: tuple[int, int] = (200_000, 500_000)
+    resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
     """Pairs: low ≤ first, high ≥ second, medium between (mmnmt.md §5)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        low, high = self.resource_thresholds
+        if low >= high:
+            raise ValueError(
+                f"resource_thresholds [{low}, {high}] do not ascend: a pair of up to the first "
+                "number of lines is low, one of the second or more is high"
+            )
+        return self
 
 
 class LoggingConfig(Settings):
     """What is written about a run; changes nothing in its result."""
 
-    every: int = 100
+    every: Updates = 100
     """Updates between two lines of metrics."""
 
 
@@ -254,28 +298,38 @@ class UpcyclingConfig(Settings):
     """upcycle: dense feed-forwards become experts (mmnmt.md §3)."""
 
     method: Literal["elementwise", "per_neuron", "noise"] = "elementwise"
-    mask_ratio: float = Field(default=0.1, ge=0, lt=1)
+    mask_ratio: DropRate = 0.1
     """Share of each expert's parameters (or hidden neurons) set to zero; 0 copies."""
-    noise_std: float = Field(default=0.01, ge=0)
+    noise_std: Annotated[float, number(least=0, most=1000)] = 0.01
     """Standard deviation of method ``noise``, relative to the tensor's own."""
     graft_group_routers: Literal["copy", "fresh"] = "copy"
     """Group routers over a token router: copies of it leave the function unchanged."""
-    seed: int = 1
+    seed: Seed = 1
 
 
 class DecodingConfig(Settings):
     """Beam search (mmnmt.md §7)."""
 
-    beam_size: int = Field(default=5, ge=1)
-    length_penalty: float = 1.0
-    max_length_ratio: float = 2.0
-    max_extra_length: int = 10
+    beam_size: Annotated[int, whole(1, 1000)] = 5
+    length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0
+    """Scores are divided by length to this power: more than 0 favours long hypotheses."""
+    max_length_ratio: Annotated[float, number(least=0, most=1000)] = 2.0
+    max_extra_length: Annotated[int, whole(0, 2**20)] = 10
     """A hypothesis has at most max_length_ratio · source tokens + max_extra_length tokens."""
-    tokens: int = 4096
+    tokens: BatchTokens = 4096
     """Source tokens × beam_size of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Whose rule ends a sentence and normalises scores; see ``decoding.py``."""
     precision: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_length_ratio == 0 and self.max_extra_length == 0:
+            raise ValueError(
+                "max_length_ratio and max_extra_length are both 0, so that no hypothesis could "
+                "have a token: raise one of them"
+            )
+        return self
 
 
 class EvaluationConfig(Settings):
@@ -283,7 +337,7 @@ class EvaluationConfig(Settings):
 
     bleu_tokenizer: Literal["per-language", "13a", "flores200"] = "per-language"
     language_accuracy: bool = True
-    seed: int = 1
+    seed: Seed = 1
     """Seed of langdetect."""
 
 
@@ -309,6 +363,35 @@ class Recipe(Settings):
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> Self:
+        warmup, updates = self.optimizer.warmup_updates, self.training.updates
+        if self.optimizer.schedule == "polynomial" and warmup >= updates:
+            raise ValueError(
+                f"optimizer.warmup_updates {warmup:,} is not below training.updates {updates:,}, "
+                "so that the learning rate would only rise: lower it, or train longer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        """Of what is to be trained; a stored model of such a shape can still be used."""
+        model, moe = self.model, self.model.moe
+        if moe is None:
+            return self
+        if moe.every > max(model.encoder_layers, model.decoder_layers):
+            raise ValueError(
+                f"model.moe.every {moe.every} exceeds the numbers of layers, so that no layer "
+                "would have experts: lower it, or leave [model.moe] out"
+            )
+        if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
+            raise ValueError(
+                "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
+                "always 1, and the router learns nothing from the translations; set it to "
+                '"probability", or top_k to 2'
+            )
+        return self
 
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
         """The named sections as plain JSON, for manifests and stage keys."""
@@ -341,7 +424,7 @@ def load_recipe(name: str) -> Recipe:
     try:
         return Recipe.model_validate({**merged, "name": name})
     except ValidationError as error:
-        raise ConfigError(f"Recipe {name!r}: {describe_validation(error)}") from error
+        raise ConfigError(f"Recipe {name!r}: {describe_validation(error, Recipe)}") from error
 
 
 def merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
@@ -354,25 +437,6 @@ def merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def describe_validation(error: ValidationError) -> str:
-    """pydantic's findings as one sentence: where, and what is wrong."""
-    findings = [
-        f"{'.'.join(str(part) for part in finding['loc']) or 'settings'}: {finding['msg']}"
-        for finding in error.errors()
-    ]
-    return "; ".join(findings) + "."
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file; ConfigError says where it is broken."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-
-
 def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
     if name in seen:
         raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle: remove one parent.")
@@ -380,16 +444,17 @@ def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
     parent = document.pop("parent", None)
     if parent is None:
         return document
-    return merge(_with_parents(str(parent), seen=(*seen, name)), document)
+    if not isinstance(parent, str):
+        raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
+    return merge(_with_parents(parent, seen=(*seen, name)), document)
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         return read_toml(Path(name))
-    path = resources.files("pipeline") / "recipes" / f"{name}.toml"
-    if not path.is_file():
+    if name not in recipe_names():
         raise ConfigError(
             f"There is no recipe {name!r}: choose one of {', '.join(recipe_names())}, "
             "or give the path of a .toml file."
         )
-    return read_toml(Path(str(path)))
+    return read_toml(Path(str(resources.files("pipeline") / "recipes" / f"{name}.toml")))

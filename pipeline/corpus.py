@@ -9,12 +9,17 @@ the order of the corpus's test lines.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts import Artifact
+from pipeline.documents import RESTORE, read_json_lines
+from pipeline.errors import ArtifactError
+from pipeline.settings import shown
 
 Split = Literal["train", "valid", "test"]
 
@@ -48,10 +53,45 @@ class Hypothesis:
     truncated: bool = False
 
 
+_HYPOTHESIS = TypeAdapter(Hypothesis)
+
+
+def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, int]]:
+    """Pair → what is counted → how many, as the statistics of an artifact have it under a name.
+
+    Of a corpus or shards, ``pairs`` has the lines of every split; of shards, ``tokens`` has the
+    training tokens of every language.
+
+    Raises:
+        ArtifactError: the statistics do not say, or something else.
+    """
+    table = artifact.statistics.get(name)
+    if not isinstance(table, dict):
+        _refuse_statistics(artifact, f"have no table {name!r}")
+    for pair, counts in table.items():
+        first, _, second = pair.partition("-")
+        if not first or not second or "-" in second or first >= second:
+            _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
+        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+            _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
+    return dict(sorted(table.items()))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
+    raise ArtifactError(
+        f"The statistics of {artifact.directory} {problem}: run stage "
+        f"{artifact.manifest.stage!r} again."
+    )
+
+
 def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
     """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
-    pairs: dict[str, dict[str, int]] = artifact.statistics["pairs"]
-    return {name: counts[split] for name, counts in sorted(pairs.items()) if counts.get(split)}
+    pairs = pair_counts(artifact)
+    return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
 
 
 def emptied_pairs(artifact: Artifact) -> set[str]:
@@ -75,7 +115,7 @@ def resource_of(training_lines: int, *, thresholds: tuple[int, int]) -> Resource
 
 def languages(artifact: Artifact) -> list[str]:
     """All languages of a corpus or shards artifact, sorted."""
-    return sorted({code for name in artifact.statistics["pairs"] for code in name.split("-")})
+    return sorted({code for name in pair_counts(artifact) for code in name.split("-")})
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:
@@ -93,10 +133,19 @@ def text_name(split: Split, pair: str, language: str) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file without their ``\\n``; no other character ends a line."""
-    with path.open(encoding="utf-8", newline="\n") as stream:
-        for line in stream:
-            yield line.removesuffix("\n")
+    """Lines of a text file without their ``\\n``; no other character ends a line.
+
+    Raises:
+        ArtifactError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="\n") as stream:
+            for line in stream:
+                yield line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path} is not UTF-8 ({error.reason}): {RESTORE}.") from error
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {RESTORE}.") from error
 
 
 def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
@@ -116,6 +165,25 @@ def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
 
 
 def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:
-    """Hypotheses of one direction, in the order of the corpus's test lines."""
+    """Hypotheses of one direction, in the order of the corpus's test lines.
+
+    Raises:
+        ArtifactError: names the line that is no hypothesis.
+    """
     path = translations.file(hypotheses_name(direction))
-    return [Hypothesis(**json.loads(line)) for line in iterate_lines(path)]
+    return [
+        hypothesis_of(record, what=f"Line {number} of {path}")
+        for number, record in enumerate(read_json_lines(path), start=1)
+    ]
+
+
+def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
+    """A hypothesis from its JSON; ArtifactError begins with ``what``."""
+    try:
+        return _HYPOTHESIS.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(shown(str(part)) for part in first["loc"])
+        raise ArtifactError(
+            f"{what} is no hypothesis ({where}: {first['msg']}): {RESTORE}."
+        ) from error

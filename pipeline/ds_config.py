@@ -6,12 +6,14 @@ offload, buckets, monitors. Batch sizes, optimizer, schedule and clipping are th
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pipeline.documents import read_json
 from pipeline.errors import ConfigError
+from pipeline.hints import hint
+from pipeline.settings import shown
 
 MACHINE_KEYS = (
     "zero_optimization",
@@ -28,11 +30,30 @@ MACHINE_KEYS = (
 )
 """What a ds_config may say; all else belongs to the recipe or would be ignored."""
 
-SECTIONS = (
-    *("zero_optimization", "bf16", "data_types"),
-    *("comms_logger", "csv_monitor", "tensorboard", "wandb"),
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "zero_optimization": (),
+    "bf16": (
+        *("enabled", "immediate_grad_update", "check_grad_overflow"),
+        *("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    ),
+    "data_types": ("grad_accum_dtype",),
+    "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+    "csv_monitor": ("enabled", "output_path", "job_name"),
+    "tensorboard": ("enabled", "output_path", "job_name"),
+    "wandb": ("enabled", "group", "team", "project"),
+}
+"""Those of them that are objects, and what they may have; of ``zero_optimization`` DeepSpeed is
+asked when the engine is built, since that list is long and its own."""
+
+SWITCHES = (
+    *("enabled", "immediate_grad_update", "check_grad_overflow"),
+    *("bf16_master_weights_and_grads", "bf16_optimizer_states", "prof_all", "verbose", "debug"),
 )
-"""Those of them that are objects."""
+"""Keys of the sections that are true or false."""
+
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+MAX_BUCKET = 10**12
+"""Values of a bucket, whose memory ZeRO allocates."""
 
 ACCUMULATION_TYPES = ("fp32", "bf16")
 """In what gradients are accumulated; in the model's own dtype where nothing is said."""
@@ -61,11 +82,10 @@ def ds_config_path(name_or_path: str) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    if name_or_path.endswith(".json"):
-        path = Path(name_or_path)
-    else:
+    path = Path(name_or_path)
+    if name_or_path in ds_config_names():
         path = Path(str(resources.files("ds_configs") / f"{name_or_path}.json"))
-    if not path.is_file():
+    if not path.suffix == ".json" or not path.is_file():
         raise ConfigError(
             f"There is no ds_config {name_or_path!r}: choose one of "
             f"{', '.join(ds_config_names())}, or give the path of a .json file."
@@ -80,10 +100,7 @@ def load_ds_config(name_or_path: str) -> dict[str, Any]:
         ConfigError: no such file, not a JSON object, or a key that the recipe owns.
     """
     path = ds_config_path(name_or_path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error}): correct it.") from error
+    document = read_json(path, error=ConfigError, remedy="correct it")
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no JSON object: write {{...}} with DeepSpeed's keys.")
     check_ds_config(document)
@@ -104,23 +121,19 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
-    for key in SECTIONS:
-        if not isinstance(config.get(key, {}), Mapping):
-            raise ConfigError(
-                f"The ds_config's {key} is {json.dumps(config[key])}: write an object, "
-                f'"{key}": {{...}}.'
-            )
+    for key, known in SECTIONS.items():
+        _check_section(key, config.get(key, {}), known=known)
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (1, 2):
+    if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {json.dumps(stage)}: use 1 or 2; stage 0 computes "
+            f"The ds_config asks for ZeRO stage {_shown(stage)}: use 1 or 2; stage 0 computes "
             "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
             "expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if accumulates_in not in (None, *ACCUMULATION_TYPES):
         raise ConfigError(
-            f"The ds_config's data_types.grad_accum_dtype is {json.dumps(accumulates_in)}: use "
+            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}: use "
             f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
         )
     if stage == 1 and config.get("bf16", {}).get("enabled") and accumulates_in == "fp32":
@@ -131,7 +144,29 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
         )
 
 
-def hint(key: str, known: Sequence[str]) -> str:
-    """``: did you mean …?``, or what there is to choose from."""
-    close = get_close_matches(key, known, n=1)
-    return f": did you mean {close[0]!r}?" if close else f": it may have {', '.join(known)}."
+def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'The ds_config\'s {name} is {_shown(section)}: write an object, "{name}": {{...}}.'
+        )
+    for key, value in section.items():
+        if known and key not in known:
+            raise ConfigError(
+                f"The ds_config's {name} has an unknown key {key!r}{hint(key, known)}"
+            )
+        if known and key in SWITCHES and not isinstance(value, bool):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(value)}: use true or false."
+            )
+    for key in BUCKETS if name == "zero_optimization" else ():
+        size = section.get(key, 1)
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(size)}: choose a whole number from 1 to "
+                f"{MAX_BUCKET:,}."
+            )
+
+
+def _shown(value: object) -> str:
+    return shown(json.dumps(value))

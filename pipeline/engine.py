@@ -34,9 +34,10 @@ from pipeline.batches import Batch  # noqa: E402
 from pipeline.checkpoint import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed import World  # noqa: E402
-from pipeline.ds_config import check_ds_config, hint  # noqa: E402
+from pipeline.ds_config import check_ds_config  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.gradient_order import GradientOrder, depends_on_order  # noqa: E402
+from pipeline.hints import hint  # noqa: E402
 from pipeline.losses import LossTerms, translation_loss  # noqa: E402
 from pipeline.model.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.experts import Experts  # noqa: E402

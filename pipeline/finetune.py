@@ -4,7 +4,7 @@ Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The 
 the checkpoint's; the recipe decides how it is trained.
 """
 
-from pipeline.checkpoint import load_model, read_spec, read_tokenizer
+from pipeline.checkpoint import load_model, read_spec, read_tokenizer, refuse_other_tokenizer
 from pipeline.distributed import distributed_world, leave
 from pipeline.engine import connect, expert_parallel_group
 from pipeline.errors import ConfigError
@@ -33,7 +33,9 @@ def run(call: StageCall) -> None:
 def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
     """Raises ConfigError where recipe or shards are of another model than the checkpoint."""
     checkpoint, shards = call.artifacts["checkpoint"], call.artifacts["shards"]
-    if read_tokenizer(checkpoint).fingerprint != fingerprint:
+    tokenizer = read_tokenizer(checkpoint)
+    refuse_other_tokenizer(checkpoint, tokenizer)
+    if tokenizer.fingerprint != fingerprint:
         raise ConfigError(
             f"The tokenizers of {checkpoint.directory} and {shards.directory} differ: make the "
             "shards with the checkpoint's tokenizer."

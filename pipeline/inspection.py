@@ -3,19 +3,29 @@
 Nothing is written. Weights are read one tensor at a time, so that a model need not fit in memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.artifacts import Artifact, open_artifact, read_manifest, verify_file
-from pipeline.checkpoint import MODEL_FILE, TensorFiles, open_checkpoint, read_spec, read_tokenizer
-from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.checkpoint import (
+    MODEL_FILE,
+    PROGRESS_FILE,
+    TensorFiles,
+    TensorHeader,
+    open_checkpoint,
+    read_progress,
+    read_spec,
+    read_tokenizer,
+    split_key,
+    tensor_headers,
+)
+from pipeline.errors import ArtifactError
 from pipeline.model.describe import count_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.plan import text_table
@@ -40,36 +50,6 @@ def open_any(directory: Path) -> Artifact:
 
 
 # ---------------------------------------------------------------- inspect
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """What the header of a safetensors file says of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    """As safetensors writes it: F32, BF16."""
-    file: str
-
-
-def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
-    """Headers of the tensors in the files that start with ``prefix``; no values are read.
-
-    Raises:
-        CheckpointError: a file is missing or has no readable header.
-    """
-    for file in artifact.names(prefix):
-        try:
-            with safe_open(artifact.file(file), framework="pt") as stream:
-                for name in sorted(stream.keys()):
-                    entry = stream.get_slice(name)
-                    yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{artifact.directory / file} cannot be read ({error}): restore it from a copy or "
-                "run its stage again."
-            ) from error
 
 
 def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
@@ -100,11 +80,11 @@ def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
             headers = list(tensor_headers(artifact, "weights/"))
             found |= _inspect_model(read_spec(artifact), headers)
         case "training_state":
-            artifact.verify(["progress.json"])
+            artifact.verify([PROGRESS_FILE])
             headers = list(tensor_headers(artifact, "optimizer/"))
             found |= {
-                "progress": artifact.read_json("progress.json"),
-                "pieces": _inspect_pieces(headers),
+                "progress": read_progress(artifact).to_json(),
+                "pieces": _inspect_pieces(headers, artifact),
             }
     if tensors:
         found["tensors"] = [vars(header) for header in headers]
@@ -124,13 +104,13 @@ def _inspect_model(spec: ModelSpec, headers: Iterable[TensorHeader]) -> dict[str
     }
 
 
-def _inspect_pieces(headers: Iterable[TensorHeader]) -> dict[str, dict[str, int]]:
+def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[str, dict[str, int]]:
     """Per kind of value: pieces, tensors, values covered, and values missing between pieces."""
     ranges: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for header in headers:
-        what, tensor, start = header.name.rsplit(":", 2)
-        stop = int(start) + int(np.prod(header.shape))
-        ranges.setdefault(what, {}).setdefault(tensor, []).append((int(start), stop))
+        what, tensor, start = split_key(header.name, state)
+        stop = start + math.prod(header.shape)
+        ranges.setdefault(what, {}).setdefault(tensor, []).append((start, stop))
     described = {}
     for what, by_tensor in sorted(ranges.items()):
         covered = sum(_covered(found) for found in by_tensor.values())
@@ -295,7 +275,7 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
     values: list[TensorDifference] = []
     compared = 0
     for name in track(sorted(first_names & second_names), label="diff"):
-        a, b = first_files.read(name), second_files.read(name)
+        a, b = first_files.read_as_stored(name), second_files.read_as_stored(name)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             shapes.append(f"{name}: {_form(a)} → {_form(b)}")
         if a.shape != b.shape:

@@ -22,6 +22,9 @@ from pipeline.errors import EXIT_RUN_AGAIN
 GRACE_SECONDS = 15.0
 """Between asking the surviving ranks to end and killing them."""
 
+MAX_PROCESSES = 1024
+"""More on one machine is a slip of the pen."""
+
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 

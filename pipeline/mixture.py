@@ -2,12 +2,16 @@
 
 import math
 from collections.abc import Mapping
+from typing import NoReturn
 
 from pipeline.artifacts import Artifact
 from pipeline.corpus import languages, line_counts
-from pipeline.errors import DataError
+from pipeline.errors import ArtifactError, DataError
+from pipeline.settings import shown
 
 MIXTURE_NAME = "mixture.json"
+SUM_TOLERANCE = 1e-6
+"""Of probabilities that were written with all their digits."""
 
 
 def lines_per_language(artifact: Artifact) -> dict[str, int]:
@@ -47,6 +51,24 @@ def temperature_probabilities(
 
 
 def read_mixture(artifact: Artifact) -> dict[str, float]:
-    """Pair → probability that a sentence pair drawn for training is of this pair."""
-    pairs: dict[str, dict[str, float]] = artifact.read_json(MIXTURE_NAME)["pairs"]
-    return {name: float(entry["probability"]) for name, entry in sorted(pairs.items())}
+    """Pair → probability that a sentence pair drawn for training is of this pair.
+
+    Raises:
+        ArtifactError: the file holds something else, or the probabilities do not sum to 1.
+    """
+    document = artifact.read_json(MIXTURE_NAME)
+    pairs = document.get("pairs") if isinstance(document, dict) else None
+    found: dict[str, float] = {}
+    for name, entry in sorted(pairs.items()) if isinstance(pairs, dict) else ():
+        probability = entry.get("probability") if isinstance(entry, dict) else None
+        if not isinstance(probability, int | float) or not 0 <= probability <= 1:
+            _refuse(artifact, f"gives pair {shown(name)!r} no probability from 0 to 1")
+        found[name] = float(probability)
+    total = math.fsum(found.values())
+    if not math.isclose(total, 1, abs_tol=SUM_TOLERANCE):
+        _refuse(artifact, f"has probabilities that sum to {total:g}, not to 1")
+    return found
+
+
+def _refuse(artifact: Artifact, problem: str) -> NoReturn:
+    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}: run stage 'mix' again.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field, ValidationError
 
@@ -30,10 +30,13 @@ from pipeline.artifacts import (
     read_manifest,
     stage_key,
 )
-from pipeline.config import Recipe, Settings, describe_validation, load_recipe, read_toml
+from pipeline.config import Recipe, load_recipe
+from pipeline.documents import read_toml
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.launch import StopRequests, describe_exit, launch
+from pipeline.hints import hint
+from pipeline.launch import MAX_PROCESSES, StopRequests, describe_exit, launch
+from pipeline.settings import Settings, describe_validation, whole
 from pipeline.stages import STAGES, Input, Stage
 
 MAX_RERUNS = 3
@@ -55,8 +58,8 @@ class PlanStage(Settings):
     inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     """Input → stage name, or ``$`` and the name of one of the plan's inputs; where the stage takes
     many, a table of name → stage name."""
-    processes: int = Field(default=1, ge=1)
-    threads: int = Field(default=1, ge=1)
+    processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
+    threads: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """OMP_NUM_THREADS of each process."""
     ds_config: str = "cpu_fp32"
     """For stages that train."""
@@ -105,7 +108,7 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
         path = Path(name_or_path)
     else:
         path = Path(str(resources.files("pipeline") / "plans" / f"{name_or_path}.toml"))
-        if not path.is_file():
+        if name_or_path not in plan_names():
             raise ConfigError(
                 f"There is no plan {name_or_path!r}: choose one of {', '.join(plan_names())}, "
                 "or give the path of a .toml file."
@@ -113,7 +116,7 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
     try:
         plan = Plan.model_validate({"name": path.stem, **read_toml(path)})
     except ValidationError as error:
-        raise ConfigError(f"Plan {name_or_path!r}: {describe_validation(error)}") from error
+        raise ConfigError(f"Plan {name_or_path!r}: {describe_validation(error, Plan)}") from error
     for name in plan.stages:
         _check_stage(plan, name, table=table)
     stage_order(plan)
@@ -147,7 +150,9 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     if not name.replace("_", "").replace("-", "").isalnum():
         raise ConfigError(f"{where}: it names a folder, so use letters, digits, - and _ only.")
     if planned.run not in table:
-        raise ConfigError(f"{where}: there is no stage {planned.run!r}: one of {', '.join(table)}.")
+        raise ConfigError(
+            f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
+        )
     stage = table[planned.run]
     if stage.sections and not planned.recipe:
         raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
@@ -161,8 +166,7 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     for key, source in planned.inputs.items():
         if key not in stage.inputs:
             raise ConfigError(
-                f"{where}: {planned.run} has no input {key!r}: it reads "
-                f"{', '.join(stage.inputs) or 'nothing'}."
+                f"{where}: {planned.run} has no input {key!r}{hint(key, [*stage.inputs])}"
             )
         _check_input(plan, source, wanted=stage.inputs[key], where=f"{where}, {key}", table=table)
 
@@ -368,8 +372,7 @@ def place_plan(
     unknown = [name for name in given if name not in plan.inputs]
     if unknown:
         raise ConfigError(
-            f"Plan {plan.name!r} has no input {unknown[0]!r}: it wants "
-            f"{', '.join(plan.inputs) or 'none'}."
+            f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
         )
     place = out_dir or Path("runs") / plan.name
     tasks = []

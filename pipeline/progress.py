@@ -15,9 +15,12 @@ from typing import Any, Self, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from pipeline.documents import byte_lines, json_object
+
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 15.0
+_REMEDY = "remove that line, or the file"
 
 
 def track(
@@ -163,21 +166,32 @@ class JsonLines:
         """
         if not self.path.is_file():
             return
-        kept = [line for line in self._complete_lines() if _update_of(line) <= update]
         temporary = self.path.with_name(f".{self.path.name}.unfinished")
-        with temporary.open("w", encoding="utf-8", newline="\n") as stream:
-            stream.writelines(line + "\n" for line in kept)
+        with temporary.open("wb") as stream:
+            for line, record in self._complete():
+                if _update_of(record) <= update:
+                    stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(self.path)
 
-    def _complete_lines(self) -> list[str]:
-        return self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records, without a last line that a killed run left incomplete.
+
+        Raises:
+            ArtifactError: names the line that is none.
+        """
+        return (record for _, record in self._complete())
+
+    def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number, line in enumerate(byte_lines(self.path, remedy=_REMEDY), start=1):
+            if line.endswith(b"\n"):
+                what = f"Line {number} of {self.path}"
+                yield line, json_object(line, what=what, remedy=_REMEDY)
 
 
-def _update_of(line: str) -> float:
-    """The line's update; -∞ where it has none: such records are always kept."""
-    record: dict[str, Any] = json.loads(line)
+def _update_of(record: Mapping[str, Any]) -> float:
+    """The record's update; -∞ where it has none: such records are always kept."""
     update = record.get("update")
     return update if isinstance(update, int) else -math.inf
 

@@ -126,7 +126,13 @@ def read_routing(checkpoint: Artifact, spec: ModelSpec) -> RoutingStatistics:
             "which language: training counts that when it validates, so name a checkpoint of a "
             "training stage, or fine-tune this one."
         )
-    routing = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
+    try:
+        routing = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
+    except ValueError as error:
+        raise ArtifactError(
+            f"{checkpoint.file(ROUTING_FILE)} holds no routing statistics ({error}): run its "
+            "training stage again."
+        ) from error
     num_experts = spec.model.moe.num_experts if spec.model.moe else 0
     shape = (len(moe_layer_names(spec)), len(routing.languages), num_experts)
     if routing.layers != moe_layer_names(spec) or routing.routed_LGE.shape != shape:

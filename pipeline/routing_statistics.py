@@ -63,15 +63,44 @@ class RoutingStatistics:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        return cls(
-            layers=tuple(values["layers"]),
-            languages=tuple(values["languages"]),
-            tokens_LG=np.array(values["tokens"]),
-            entropy_LG=np.array(values["entropy"]),
-            routed_LGE=np.array(values["routed"]),
-            kept_LGE=np.array(values["kept"]),
+    def from_json(cls, values: Any) -> Self:
+        """Raises ValueError where values are missing, of other shapes, or not counts."""
+        if not isinstance(values, dict):
+            raise ValueError("no table")
+        statistics = cls(
+            layers=_names(values, "layers"),
+            languages=_names(values, "languages"),
+            tokens_LG=_counts(values, "tokens"),
+            entropy_LG=_counts(values, "entropy"),
+            routed_LGE=_counts(values, "routed"),
+            kept_LGE=_counts(values, "kept"),
         )
+        shape = (len(statistics.layers), len(statistics.languages))
+        routed_shape = statistics.routed_LGE.shape
+        if (
+            {statistics.tokens_LG.shape, statistics.entropy_LG.shape, routed_shape[:2]} != {shape}
+            or len(routed_shape) != 3
+            or statistics.kept_LGE.shape != routed_shape
+        ):
+            raise ValueError("the shapes of the counts differ")
+        return statistics
+
+
+def _names(values: dict[str, Any], name: str) -> tuple[str, ...]:
+    found = values.get(name)
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        raise ValueError(f"{name} is no list of names")
+    return tuple(found)
+
+
+def _counts(values: dict[str, Any], name: str) -> npt.NDArray[np.float64]:
+    try:
+        counts = np.array(values.get(name), dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is no table of numbers") from error
+    if not (counts >= 0).all() or np.isinf(counts).any():
+        raise ValueError(f"{name} has numbers that are no counts")
+    return counts
 
 
 def moe_layer_names(spec: ModelSpec) -> tuple[str, ...]:

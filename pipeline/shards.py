@@ -20,6 +20,10 @@ from pipeline.errors import ArtifactError
 
 TOKENIZER_FOLDER = "tokenizer"
 
+_HEADER_BYTES = 128
+_HEADER_START = b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': ("
+"""How numpy begins a file of one dimension of whole numbers: format 1.0, 118 bytes of text."""
+
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
@@ -58,7 +62,7 @@ class Shard:
 
 
 def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:
-    """Map one side of a pair into memory; nothing but its offsets' header is read.
+    """Map one side of a pair into memory; only its offsets are read.
 
     The digests are not compared here: ``artifact.verify(list(shard_names(…)))`` reads all of it.
 
@@ -68,7 +72,7 @@ def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Sh
     tokens_name, offsets_name = shard_names(split, pair, language)
     tokens_path, offsets_path = artifact.file(tokens_name), artifact.file(offsets_name)
     try:
-        offsets = np.asarray(np.load(offsets_path, mmap_mode="r", allow_pickle=False))
+        offsets = _map_offsets(offsets_path)
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
         raise ArtifactError(
@@ -76,6 +80,24 @@ def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Sh
             f"{artifact.manifest.stage!r} again."
         ) from error
     return Shard(_map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1])), offsets)
+
+
+def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
+    """Where sentences begin; ValueError unless they are whole numbers that ascend from 0.
+
+    The header is not parsed by numpy, which would take what it says of types and sizes for granted.
+    """
+    with path.open("rb") as stream:
+        header = stream.read(_HEADER_BYTES)
+    size = path.stat().st_size - len(header)
+    if not header.startswith(_HEADER_START) or size < 8 or size % 8:
+        raise ValueError("the offsets are not as make_shards writes them")
+    offsets = np.asarray(np.memmap(path, dtype="<i8", mode="r", offset=len(header)))
+    if header[len(_HEADER_START) :].split(b",")[0] != b"%d" % len(offsets):
+        raise ValueError("the offsets are cut off")
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError("the offsets do not ascend from 0")
+    return offsets
 
 
 def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:

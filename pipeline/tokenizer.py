@@ -8,7 +8,6 @@ is text.
 """
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from sentencepiece import SentencePieceProcessor
 
 from pipeline.artifacts import to_json
 from pipeline.config import TagScheme
+from pipeline.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
 
@@ -29,6 +29,9 @@ TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME)
 
 SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 """Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
+
+MAX_MODEL_BYTES = 2**28
+"""A SentencePiece model of a million pieces has about 25 MB."""
 
 LanguageTokenScheme = Literal["underscores", "angle"]
 
@@ -264,7 +267,7 @@ def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
     target_dir.mkdir(parents=True, exist_ok=True)
     kind = _read_description(source_dir).kind
     for name in TOKENIZER_FILES if kind == "sentencepiece" else (DESCRIPTION_NAME,):
-        shutil.copyfile(source_dir / name, target_dir / name)
+        (target_dir / name).write_bytes(_read(source_dir / name))
 
 
 def _description_bytes(description: TokenizerDescription) -> bytes:
@@ -284,10 +287,6 @@ def _read_description(directory: Path) -> TokenizerDescription:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ArtifactError(
-            f"{path} cannot be read ({error.strerror}): a tokenizer needs it; restore it from a "
-            "copy or train the tokenizer again."
-        ) from error
+    remedy = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
+    limit = MAX_MODEL_BYTES if path.name == MODEL_NAME else MAX_JSON_BYTES
+    return read_bytes(path, limit=limit, remedy=remedy)

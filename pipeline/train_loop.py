@@ -10,8 +10,10 @@ import torch
 
 from pipeline.artifacts import ArtifactWriter, open_artifact
 from pipeline.checkpoint import (
+    PROGRESS_FILE,
     PieceReader,
     Progress,
+    read_progress,
     write_model_files,
     write_pieces,
     write_weights,
@@ -119,7 +121,7 @@ class TrainingRun:
     def _resume(self) -> None:
         state = self.run_directory.resume_from(overwrite=self.call.overwrite)
         if state is not None:
-            self.progress = Progress.from_json(state.read_json("progress.json"))
+            self.progress = read_progress(state)
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
             if self.world.rank == 0:
                 self._interval = _Interval(self.progress.interval)
@@ -270,7 +272,7 @@ class TrainingRun:
         def write(writer: ArtifactWriter) -> None:
             write_pieces(writer.directory / "optimizer", copied, part=self.world.rank)
             if self.world.rank == 0:
-                writer.write_json("progress.json", progress.to_json())
+                writer.write_json(PROGRESS_FILE, progress.to_json())
                 writer.statistics["update"] = progress.update
 
         self.run_directory.write(

@@ -16,20 +16,21 @@ from typing import Any
 import torch
 
 from pipeline.artifacts import Artifact
-from pipeline.checkpoint import load_model, read_spec, read_tokenizer
+from pipeline.checkpoint import load_model, read_spec, read_tokenizer, refuse_other_tokenizer
 from pipeline.config import DecodingConfig
 from pipeline.corpus import (
     Direction,
     Hypothesis,
     directions,
     hypotheses_name,
+    hypothesis_of,
     line_counts,
     read_lines,
     write_hypotheses,
 )
 from pipeline.decoding import Source, beam_search
 from pipeline.distributed import StopFlag, World, distributed_world, leave, wait_for_all
-from pipeline.errors import ConfigError, Interrupted
+from pipeline.errors import ArtifactError, ConfigError, Interrupted
 from pipeline.languages import nearest_codes
 from pipeline.model.transformer import Transformer
 from pipeline.progress import JsonLines, Progress
@@ -85,6 +86,7 @@ class Translator:
     def __init__(self, checkpoint: Artifact, config: DecodingConfig) -> None:
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
+        refuse_other_tokenizer(checkpoint, self.tokenizer)
         self.scheme = read_spec(checkpoint).tag_scheme
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,7 +186,8 @@ class DoneLines:
         found: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
-            found.setdefault(direction, {})[line] = Hypothesis(**record)
+            what = f"Translation {line} of {direction} in {self.directory}"
+            found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
         return found
 
     def _begin(self, identity: str) -> None:
@@ -197,8 +200,12 @@ class DoneLines:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.directory.glob("rank-*.jsonl")):
-            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-                yield json.loads(line)
+            for record in JsonLines(path).read():
+                if not {"direction", "line"} <= record.keys():
+                    raise ArtifactError(
+                        f"{path} has a line that no translation stands in: remove {self.directory}."
+                    )
+                yield record
 
 
 def publish(call: StageCall, done: DoneLines) -> None:

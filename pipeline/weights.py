@@ -65,6 +65,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     return {entry.name: entry.value.shape for entry in named_slices(model)}
 
 
+def num_parameters(spec: ModelSpec) -> int:
+    """How many parameters a model has, allocating nothing."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def initialize_weights(model: Transformer, *, seed: int) -> None:
     """Set every parameter of this rank to its initial value, which depends on its name alone."""
     for entry in named_slices(model):

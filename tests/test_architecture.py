@@ -18,7 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_TOOLS = ("inspection", "averaging", "pruning")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("allocator", "errors", "seeds", "progress", "config", "scripts", "summary"),
+    (
+        "allocator",
+        "errors",
+        "seeds",
+        "hints",
+        "documents",
+        "settings",
+        "progress",
+        "config",
+        "scripts",
+        "summary",
+    ),
     ("artifacts", "languages", "distributed", "ds_config"),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
     ("batches", "training_data", "plan"),

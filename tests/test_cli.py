@@ -53,7 +53,7 @@ class Bench:
         self.calls: list[StageCall] = []
         self.action: Callable[[StageCall], None] = _build
         self.recipe_path = folder / "recipe.toml"
-        self.recipe_path.write_text("[training]\nupdates = 10\n")
+        self.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nupdates = 10\n")
 
     def run(self, call: StageCall) -> None:
         self.calls.append(call)
@@ -213,7 +213,7 @@ def test_another_result_in_the_output_folder_is_refused_with_what_differs(
 ) -> None:
     bench.read()
     bench.train()
-    bench.recipe_path.write_text("[training]\nupdates = 20\n")
+    bench.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nupdates = 20\n")
     assert bench.train() == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert "(training.updates: 10 → 20)" in said
@@ -534,7 +534,7 @@ def test_a_number_of_processes_that_is_none_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         cli.main(["memory", "--recipe", "demo_moe", "--processes", number])
-    assert f"'{number}' is not a whole number from 1 on" in capsys.readouterr().err
+    assert f"'{number}' is not a whole number from 1 to " in capsys.readouterr().err
 
 
 def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:

@@ -300,7 +300,14 @@ def strip(tokens: list[int]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("source_tokens", "ratio", "extra", "expected"),
-    [(7, 2.0, 10, 24), (7, 1.5, 0, 10), (7, 0.0, 0, 1), (100, 2.0, 10, 60), (7, 0.0, 3, 3)],
+    [
+        (7, 2.0, 10, 24),
+        (7, 1.5, 0, 10),
+        (7, 0.0, 1, 1),
+        (7, 0.1, 0, 1),
+        (100, 2.0, 10, 60),
+        (7, 0.0, 3, 3),
+    ],
 )
 def test_the_length_limit_follows_the_source_within_the_models_positions(
     source_tokens: int, ratio: float, extra: int, expected: int

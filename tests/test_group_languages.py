@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
@@ -344,9 +345,9 @@ def test_the_paper_s_table_takes_additions(tmp_path: Path) -> None:
     assert read_groups(group(tmp_path / "more", extended, counts=counts))["tl"] == 0
 
 
-def test_an_addition_to_no_group_of_the_paper_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 to 4"):
-        group(tmp_path, GroupsConfig(method="paper", extend={"tl": 5}))
+def test_an_addition_to_no_group_of_the_paper_is_refused() -> None:
+    with pytest.raises(ValidationError, match="1 to 4"):
+        GroupsConfig(method="paper", extend={"tl": 5})
 
 
 def test_groups_with_gaps_are_refused(tmp_path: Path) -> None:

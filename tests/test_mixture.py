@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_prep import mix
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.config import BatchesConfig, MixtureConfig, Recipe, TrainingConfig
+from pipeline.config import BatchesConfig, MixtureConfig, OptimizerConfig, Recipe, TrainingConfig
 from pipeline.errors import DataError
 from pipeline.mixture import lines_per_language, read_mixture, temperature_probabilities
 from pipeline.stages import STAGES, StageCall
@@ -34,6 +34,7 @@ def mixture(tmp_path: Path, *, sampling_temperature: float = 2.0) -> Artifact:
         name="test",
         mixture=MixtureConfig(sampling_temperature=sampling_temperature),
         batches=BatchesConfig(micro_batches=8, tokens=100),
+        optimizer=OptimizerConfig(warmup_updates=5),
         training=TrainingConfig(updates=50),
     )
     stage = STAGES["mix"]

@@ -89,6 +89,9 @@ RECIPE = """
 max_train_lines = 5
 [shards]
 max_tokens = 16
+[optimizer]
+warmup_updates = 1
+
 [training]
 updates = 10
 """

@@ -3,21 +3,45 @@
 It is fixed when a model is first made and travels in its checkpoint from then on.
 """
 
-from pipeline.config import ModelConfig, Settings, TagScheme
+from typing import Annotated, Self
+
+from pydantic import model_validator
+
+from pipeline.config import ModelConfig, TagScheme
 from pipeline.errors import ConfigError
+from pipeline.settings import Settings, whole
 
 
 class ModelSpec(Settings):
     """All that is needed to build a model, with no other file at hand."""
 
     model: ModelConfig
-    vocabulary_size: int
-    pad_id: int
+    vocabulary_size: Annotated[int, whole(1, 2**31 - 1)]
+    pad_id: Annotated[int, whole(0, 2**31 - 1)]
     languages: tuple[str, ...]
     """Index = the language index of batches."""
     language_groups: tuple[int, ...] | None = None
     """Group of each language, for a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.pad_id >= self.vocabulary_size:
+            raise ValueError(
+                f"pad_id {self.pad_id} lies beyond vocabulary_size {self.vocabulary_size}"
+            )
+        if not self.languages or len(set(self.languages)) < len(self.languages):
+            raise ValueError("languages must be one or more, each named once")
+        groups, moe = self.language_groups, self.model.moe
+        if groups is None and moe is not None and moe.decoder_router == "language_group":
+            raise ValueError("decoder_router is language_group, but there are no language_groups")
+        if groups is not None and (
+            len(groups) != len(self.languages) or set(groups) != set(range(len(set(groups))))
+        ):
+            raise ValueError(
+                "language_groups must give every language a group, numbered from 0 without gaps"
+            )
+        return self
 
     @property
     def num_groups(self) -> int:

@@ -1,0 +1,157 @@
+"""Documents: TOML and JSON files, bounded in size and depth before they are believed.
+
+A recipe, a plan, a model's shape or a manifest may come from anywhere. A small file can make a
+parser take gigabytes, minutes, or the whole of Python's stack; each of that is one sentence here.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeline.errors import ArtifactError, ConfigError, UserError
+
+MAX_TOML_BYTES = 2**20
+"""A recipe or plan of a hundred languages has a few KiB."""
+MAX_TOML_DOTS = 32
+"""Dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
+parts of a dotted key, a key of 16 KiB takes 7 seconds."""
+MAX_JSON_BYTES = 2**24
+"""The largest documents of ours are routing statistics: 5 MB with 200 languages, 128 experts."""
+MAX_DEPTH = 64
+"""Tables within tables: settings nest 4 deep."""
+RESTORE = "restore it from a copy or run its stage again"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
+    """
+    content = read_bytes(path, limit=MAX_TOML_BYTES, error=ConfigError, remedy="shorten it")
+    try:
+        text = content.decode("utf-8")
+        if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
+            raise ConfigError(
+                f"{path} has a line with more than {MAX_TOML_DOTS} dots: nest tables less deeply."
+            )
+        document = tomllib.loads(text)
+    except RecursionError as error:
+        _refuse_depth(path, ConfigError, error)
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
+        raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
+    _check_depth(document, path=path, error=ConfigError)
+    return document
+
+
+def read_json(path: Path, *, error: type[UserError] = ArtifactError, remedy: str = RESTORE) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        UserError: of the given type: it cannot be read, is too large or too deep, or is broken.
+    """
+    content = read_bytes(path, error=error, remedy=remedy)
+    return parse_json(content, what=str(path), error=error, remedy=remedy)
+
+
+def read_json_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
+    """The objects of a file that has one in every line.
+
+    Raises:
+        ArtifactError: names the first line that is none.
+    """
+    for number, line in enumerate(byte_lines(path, remedy=remedy), start=1):
+        yield json_object(line, what=f"Line {number} of {path}", remedy=remedy)
+
+
+def json_object(content: bytes, *, what: str, remedy: str = RESTORE) -> dict[str, Any]:
+    """Parse one JSON object; ArtifactError begins with ``what``."""
+    record = parse_json(content, what=what, error=ArtifactError, remedy=remedy)
+    if not isinstance(record, dict):
+        raise ArtifactError(f"{what} is no JSON object: {remedy}.")
+    return record
+
+
+def read_bytes(
+    path: Path,
+    *,
+    limit: int = MAX_JSON_BYTES,
+    error: type[UserError] = ArtifactError,
+    remedy: str = RESTORE,
+) -> bytes:
+    """A whole file that is no longer than ``limit`` bytes.
+
+    Raises:
+        UserError: of the given type: it cannot be read, or is longer.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(limit + 1)
+    except OSError as problem:
+        raise error(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+    if len(content) > limit:
+        raise error(f"{path} is larger than {limit:,} bytes, which no such file is: {remedy}.")
+    return content
+
+
+def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str) -> Any:
+    """Parse JSON; NaN and infinities, which it cannot hold, are refused.
+
+    Raises:
+        UserError: of the given type: too deep, or broken; ``what`` begins the sentence.
+    """
+    try:
+        document = json.loads(content, parse_constant=_refuse_constant)
+        if b"\\ud" in content.lower():  # half a surrogate pair can be neither printed nor stored
+            json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError as problem:
+        _refuse_depth(what, error, problem)
+    except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
+        raise error(f"{what} is not valid JSON ({problem}): {remedy}.") from problem
+    _check_depth(document, path=what, error=error)
+    return document
+
+
+def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
+    """Lines of bounded length, each with the ``\\n`` that ends it.
+
+    Raises:
+        ArtifactError: the file cannot be read, or a line is longer.
+    """
+    try:
+        with path.open("rb") as stream:
+            while line := stream.readline(MAX_JSON_BYTES + 1):
+                if len(line) > MAX_JSON_BYTES:
+                    raise ArtifactError(
+                        f"{path} has a line of more than {MAX_JSON_BYTES:,} bytes: {remedy}."
+                    )
+                yield line
+    except OSError as problem:
+        raise ArtifactError(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_depth(document: object, *, path: Path | str, error: type[UserError]) -> None:
+    """Level by level: what is checked for its depth must not be walked by recursion."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [
+            entry
+            for value in level
+            if isinstance(value, dict | list)
+            for entry in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    _refuse_depth(path, error, None)
+
+
+def _refuse_depth(path: Path | str, error: type[UserError], problem: Exception | None) -> NoReturn:
+    raise error(
+        f"{path} nests more than {MAX_DEPTH} levels deep: write it without such nesting."
+    ) from problem

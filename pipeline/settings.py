@@ -1,0 +1,159 @@
+"""Settings: frozen tables whose numbers have ranges, and refusals that say what may stand there."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+
+from pipeline.hints import hint
+
+MAX_FINDINGS = 3
+"""Wrong settings that one refusal names."""
+_SHOWN = 40
+"""Characters of a value that a refusal repeats."""
+_LONGEST = 300
+"""Characters of another library's message that a refusal repeats."""
+
+
+class Settings(BaseModel):
+    """Frozen settings that refuse unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# ---------------------------------------------------------------- ranges
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``low`` to ``high``; an open end does not belong to them."""
+
+    low: float
+    high: float
+    open_low: bool = False
+    open_high: bool = False
+    whole: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        """NaN lies in no range."""
+        above = number > self.low if self.open_low else number >= self.low
+        below = number < self.high if self.open_high else number <= self.high
+        return above and below
+
+    @property
+    def words(self) -> str:
+        """``a whole number from 1 to 1,000``, ``a number of more than 0 and at most 1``."""
+        kind = "a whole number" if self.whole else "a number"
+        low = f"of more than {_figure(self.low)}" if self.open_low else f"from {_figure(self.low)}"
+        if math.isinf(self.high) and not self.open_high:
+            return f"{kind} {low} on, inf included"
+        if self.open_high:
+            return f"{kind} {low} and less than {_figure(self.high)}"
+        if self.open_low:
+            return f"{kind} {low} and at most {_figure(self.high)}"
+        return f"{kind} {low} to {_figure(self.high)}"
+
+    def validate(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        """The number as its field's type; ValueError with the range in words for all else."""
+        if not isinstance(value, bool | str | bytes):
+            try:
+                number = handler(value)
+            except (ValidationError, OverflowError):
+                number = math.nan
+            if number in self:
+                return number
+        raise ValueError(f"choose {self.words}")
+
+
+def whole(low: int, high: int) -> WrapValidator:
+    """Whole numbers from ``low`` to ``high``, for ``Annotated[int, whole(1, 10)]``."""
+    return WrapValidator(Range(low, high, whole=True).validate)
+
+
+def number(
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> WrapValidator:
+    """Numbers from ``least`` (or more than ``above``) to ``most`` (or less than ``below``)."""
+    low, high = (above if least is None else least), (below if most is None else most)
+    assert low is not None
+    assert high is not None
+    within = Range(low, high, open_low=least is None, open_high=most is None)
+    return WrapValidator(within.validate)
+
+
+def _figure(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:g}"
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def describe_validation(error: ValidationError, settings: type[Settings]) -> str:
+    """pydantic's first findings as one sentence: where, what stands there, what may stand there."""
+    findings = error.errors(include_url=False)
+    described = [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+    if len(findings) > MAX_FINDINGS:
+        described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
+    return "; ".join(described).rstrip(".") + "."
+
+
+def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> str:
+    location: tuple[str | int, ...] = finding["loc"]
+    where = ".".join(shown(str(part)) for part in location)
+    match finding["type"]:
+        case "extra_forbidden":
+            known = _names_at(settings, location[:-1])
+            return f"there is no setting {where!r}{hint(str(location[-1]), known)}"
+        case "missing":
+            return f"{where} is missing: set it"
+        case "value_error" if isinstance(finding["input"], BaseModel | dict):
+            return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
+        case "value_error":
+            return f"{where} is {shown(finding['input'])}: {finding['ctx']['error']}"
+    return f"{where} is {shown(finding['input'])}: {finding['msg']}"
+
+
+def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[str, ...]:
+    """Names of the settings of the table that lies at a location below ``settings``."""
+    found: Any = settings
+    for part in location:
+        if isinstance(found, type) and issubclass(found, Settings):
+            found = found.model_fields[str(part)].annotation
+        else:
+            found = get_args(found)[-1]
+        if get_origin(found) in (UnionType, Union):
+            tables = [
+                entry
+                for entry in get_args(found)
+                if isinstance(entry, type) and issubclass(entry, Settings)
+            ]
+            found = tables[0] if tables else found
+    return tuple(found.model_fields)
+
+
+def one_line(error: Exception) -> str:
+    """What an error of another library says, without line breaks."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def shown(value: object) -> str:
+    """A value as a refusal repeats it: short, on one line."""
+    if isinstance(value, int) and value.bit_length() > 128:  # Python prints no 5,000 digits
+        return f"a number of {value.bit_length():,} bits"
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

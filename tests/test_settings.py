@@ -1,0 +1,275 @@
+"""Every number of every settings table has a range, and whoever leaves it is told which."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import pytest
+from pydantic import ValidationError
+
+from pipeline.config import Recipe, load_recipe
+from pipeline.errors import ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.plan import Plan
+from pipeline.settings import Settings, describe_validation, number, whole
+
+ABSURD = 10**30
+
+WRONG: Mapping[str, float] = {
+    "negative": -1,
+    "NaN": math.nan,
+    "infinite": math.inf,
+    "negative infinite": -math.inf,
+    "absurd": ABSURD,
+    "zero": 0,
+}
+
+ZERO_IS_SENSIBLE = {
+    "seed": "a name for a random choice like any other",
+    "valid_phrases": "no validation set",
+    "test_phrases": "no test set",
+    "max_valid_lines": "no validation set",
+    "max_test_lines": "no test set",
+    "final_learning_rate": "decays to nothing",
+    "warmup_updates": "no warm-up",
+    "betas": "no memory of earlier gradients",
+    "weight_decay": "none",
+    "clip_norm": "no clipping",
+    "label_smoothing": "none",
+    "balance_weight": "no balance loss",
+    "router_z_weight": "no z-loss",
+    "dropout": "none",
+    "attention_dropout": "none",
+    "moe_dropout": "none",
+    "expert_output_masking": "none",
+    "router_jitter": "none",
+    "resource_thresholds": "no pair is low",
+    "mask_ratio": "copies",
+    "noise_std": "copies",
+    "length_penalty": "scores are sums",
+    "max_length_ratio": "max_extra_length alone decides",
+    "max_extra_length": "max_length_ratio alone decides",
+    "pad_id": "an id like any other",
+    "language_groups": "groups are numbered from 0",
+}
+INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
+ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}
+NEGATIVE_IS_SENSIBLE = {"length_penalty": "favours short hypotheses"}
+CHECKED_TOGETHER = {"language_groups": "numbered without gaps, which bounds them"}
+
+BASES: dict[type[Settings], dict[str, Any]] = {
+    Recipe: {"name": "test"},
+    Plan: {"name": "test", "stages": {"a": {"run": "clean"}}},
+    ModelSpec: {"model": {}, "vocabulary_size": 9, "pad_id": 0, "languages": ["de", "en"]},
+}
+"""What is needed beside the number under test."""
+
+DICT_KEY = "a"
+
+
+@dataclass(frozen=True)
+class Numeric:
+    """Where a number lies: names of tables and settings, list indices as numbers."""
+
+    root: type[Settings]
+    path: tuple[str | int, ...]
+    whole: bool
+    values: int = 1
+    """Of a fixed-length list."""
+
+    @property
+    def setting(self) -> str:
+        return str(next(part for part in reversed(self.path) if part_names_a_setting(part)))
+
+    @property
+    def where(self) -> str:
+        return ".".join(map(str, self.path))
+
+    def document(self, value: object) -> dict[str, Any]:
+        """The settings with this number set, everything else as it may be."""
+        entry: Any = value
+        for index, part in reversed(list(enumerate(self.path))):
+            entry = (
+                [entry if i == part else i + 1 for i in range(self.values)]
+                if isinstance(part, int)
+                else {part: entry}
+            )
+            if index and self.path[index - 1] == "stages":
+                entry[DICT_KEY] = entry[DICT_KEY] | {"run": "clean"}
+        return {**BASES[self.root], **entry}
+
+
+def part_names_a_setting(part: str | int) -> bool:
+    return isinstance(part, str) and part != DICT_KEY
+
+
+def numbers_of(root: type[Settings]) -> Iterator[Numeric]:
+    for name, field in root.model_fields.items():
+        yield from _numbers(field.annotation, root, (name,), 1)
+
+
+def _numbers(
+    annotation: Any, root: type[Settings], path: tuple[str | int, ...], values: int
+) -> Iterator[Numeric]:
+    if annotation in (int, float):
+        yield Numeric(root, path, annotation is int, values)
+    elif isinstance(annotation, type) and issubclass(annotation, Settings):
+        for name, field in annotation.model_fields.items():
+            yield from _numbers(field.annotation, root, (*path, name), values)
+    elif get_origin(annotation) in (Union, UnionType):
+        for entry in get_args(annotation):
+            yield from _numbers(entry, root, path, values)
+    elif get_origin(annotation) is dict:
+        yield from _numbers(get_args(annotation)[1], root, (*path, DICT_KEY), values)
+    elif get_origin(annotation) is tuple:
+        entries = get_args(annotation)
+        count = len([entry for entry in entries if entry is not ...])
+        for index in range(count):
+            yield from _numbers(entries[index], root, (*path, index), count)
+    elif hasattr(annotation, "__metadata__"):  # Annotated
+        yield from _numbers(get_args(annotation)[0], root, path, values)
+
+
+NUMBERS = [entry for root in BASES for entry in numbers_of(root)]
+
+
+def is_sensible(entry: Numeric, kind: str) -> bool:
+    match kind:
+        case "zero":
+            return entry.setting in ZERO_IS_SENSIBLE
+        case "infinite":
+            return entry.setting in INFINITE_IS_SENSIBLE
+        case "negative":
+            return entry.setting in NEGATIVE_IS_SENSIBLE
+        case "absurd":
+            return entry.setting in ABSURD_IS_SENSIBLE
+    return False
+
+
+def refusal(entry: Numeric, value: object) -> str | None:
+    """The sentence that refuses a value; None where it is accepted."""
+    try:
+        entry.root.model_validate(entry.document(value))
+    except ValidationError as error:
+        return describe_validation(error, entry.root)
+    return None
+
+
+def test_the_sweep_finds_the_numbers_there_are() -> None:
+    found = {entry.where for entry in NUMBERS}
+    assert len(found) >= 70
+    assert found >= {
+        "training.updates",
+        "optimizer.betas.1",
+        "corpus.cldr.train_pairs.a",
+        "model.moe.evaluation_capacity_factor",
+        "stages.a.processes",
+        "vocabulary_size",
+    }
+    names = {entry.setting for entry in NUMBERS}
+    for allowed in (
+        *(ZERO_IS_SENSIBLE, INFINITE_IS_SENSIBLE, ABSURD_IS_SENSIBLE),
+        *(NEGATIVE_IS_SENSIBLE, CHECKED_TOGETHER),
+    ):
+        assert set(allowed) <= names, "an exception for a setting that no longer exists"
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("entry", NUMBERS, ids=lambda entry: entry.where)
+def test_a_number_out_of_range_is_refused_with_its_name_and_range(
+    entry: Numeric, kind: str
+) -> None:
+    said = refusal(entry, WRONG[kind])
+    if is_sensible(entry, kind):
+        return
+    assert said is not None, f"{entry.where} accepts {WRONG[kind]}"
+    assert "\n" not in said
+    if entry.setting in CHECKED_TOGETHER:
+        assert entry.setting in said
+        return
+    assert entry.where in said
+    kind_of_number = "a whole number" if entry.whole else "a number"
+    assert f"choose {kind_of_number} " in said, said
+
+
+@pytest.mark.parametrize("entry", NUMBERS, ids=lambda entry: entry.where)
+def test_text_and_truth_values_are_no_numbers(entry: Numeric) -> None:
+    if entry.setting not in CHECKED_TOGETHER:
+        values: tuple[object, ...] = ("5", True, [], {}, "x" * 10_000, 1 << 20_000)
+        for value in values:
+            said = refusal(entry, value)
+            assert said is not None, value
+            assert len(said) < 300
+
+
+def test_ranges_are_told_in_words() -> None:
+    class Example(Settings):
+        count: Any = 1
+
+    cases = {
+        whole(1, 10_000): "a whole number from 1 to 10,000",
+        number(least=0, below=1): "a number from 0 and less than 1",
+        number(above=0, most=1): "a number of more than 0 and at most 1",
+        number(least=-2.5, most=1): "a number from -2.5 to 1",
+    }
+    for validator, words in cases.items():
+        with pytest.raises(ValueError, match=f"^choose {words}$"):
+            validator.func("no number", lambda value: value)  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[model]\nwidth = 10\nnum_heads = 4", "width 10 is not a multiple of num_heads 4"),
+        ("[model]\nwidth = 65536\nmax_positions = 1000000", "width 65,536 times max_positions"),
+        ("[model.moe]\nnum_experts = 2\ntop_k = 3", "top_k 3 exceeds num_experts 2"),
+        ("[model]\nencoder_layers = 2\ndecoder_layers = 3\n[model.moe]\nevery = 4", "moe.every 4"),
+        ("[model.moe]\ntop_k = 1", "the router learns nothing"),
+        ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
+        ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
+        ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),
+        ("[decoding]\nmax_length_ratio = 0\nmax_extra_length = 0", "no hypothesis could have"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(
+    text: str, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(str(path))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model.moe]\ntop_k = 1\ncombine_weights = "probability"',
+        "[model.moe]\ntop_k = 1\nnum_experts = 1",
+        '[optimizer]\nlearning_rate = 1e-6\nschedule = "inverse_sqrt"',
+        '[optimizer]\nschedule = "inverse_sqrt"\n[training]\nupdates = 10',
+        "[mixture]\nsampling_temperature = inf",
+        "[optimizer]\nwarmup_updates = 0\n[training]\nupdates = 1",
+    ],
+)
+def test_settings_that_work_together_are_accepted(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    load_recipe(str(path))
+
+
+def test_a_stored_model_of_a_shape_one_would_not_train_can_still_be_described() -> None:
+    spec = {**BASES[ModelSpec], "model": {"moe": {"num_experts": 4, "top_k": 1}}}
+    assert ModelSpec.model_validate(spec).model.moe is not None
+
+
+def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("[loss]\n" + "".join(f"k{i} = 1\n" for i in range(1000)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"and 997 more\.$") as caught:
+        load_recipe(str(path))
+    assert len(str(caught.value)) < 500
