@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.artifacts import Artifact
 from pipeline.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
+from pipeline.manifest import describe_name
 from pipeline.settings import shown
 
 Split = Literal["train", "valid", "test"]
@@ -70,7 +71,8 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
         _refuse_statistics(artifact, f"have no table {name!r}")
     for pair, counts in table.items():
         first, _, second = pair.partition("-")
-        if not first or not second or "-" in second or first >= second:
+        is_name = "/" not in pair and not any(map(describe_name, (first, second)))
+        if not is_name or "-" in second or first >= second:
             _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
             _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")

@@ -43,6 +43,11 @@ class Stage:
     trains: bool = False
     """Takes a ds_config."""
 
+    @property
+    def keeps_work(self) -> bool:
+        """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
+        return self.parallel == "ranks"
+
 
 @dataclass(frozen=True)
 class StageCall:

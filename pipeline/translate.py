@@ -6,7 +6,6 @@ done again after an interruption.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,24 +15,33 @@ from typing import Any
 import torch
 
 from pipeline.artifacts import Artifact
-from pipeline.checkpoint import load_model, read_spec, read_tokenizer, refuse_other_tokenizer
+from pipeline.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.config import DecodingConfig
 from pipeline.corpus import (
     Direction,
     Hypothesis,
     directions,
     hypotheses_name,
-    hypothesis_of,
     line_counts,
     read_lines,
     write_hypotheses,
 )
 from pipeline.decoding import Source, beam_search
-from pipeline.distributed import StopFlag, World, distributed_world, leave, wait_for_all
-from pipeline.errors import ArtifactError, ConfigError, Interrupted
+from pipeline.distributed import (
+    StopFlag,
+    World,
+    distributed_world,
+    from_rank_zero,
+    leave,
+    wait_for_all,
+)
+from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
 from pipeline.languages import nearest_codes
 from pipeline.model.transformer import Transformer
+from pipeline.places import claim_run_folder, remove_files, run_dir
 from pipeline.progress import JsonLines, Progress
+from pipeline.run_directory import describe_change
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
 from pipeline.tokenizer import Tokenizer, tags
 
@@ -54,7 +62,9 @@ def run(call: StageCall) -> None:
     """Translate every test line of the corpus in both directions of its pair."""
     corpus = call.artifacts["corpus"]
     with distributed_world() as world, StopFlag() as stop:
-        translator = Translator(call.artifacts["checkpoint"], call.recipe.decoding)
+        checkpoint = call.artifacts["checkpoint"]
+        check_together(checkpoint, checkpoint.names())
+        translator = Translator(checkpoint, call.recipe.decoding)
         done = DoneLines(call, world)
         todo = [job for job in all_jobs(corpus) if (str(job.direction), job.line) not in done.keys]
         batches = translator.cut(todo)
@@ -86,7 +96,6 @@ class Translator:
     def __init__(self, checkpoint: Artifact, config: DecodingConfig) -> None:
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
-        refuse_other_tokenizer(checkpoint, self.tokenizer)
         self.scheme = read_spec(checkpoint).tag_scheme
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,13 +171,16 @@ class DoneLines:
     """What the ranks have translated so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
-        self.directory = call.out_dir.parent / f"{call.out_dir.name}.run"
-        identity = json.dumps(
-            [call.config, {name: record.digest for name, record in call.records.items()}]
-        )
+        self.directory = run_dir(call.out_dir)
+        problem: str | None = None
         if world.rank == 0:
-            self._begin(identity)
-        wait_for_all()
+            try:
+                self._begin(call)
+            except (UserError, OSError) as error:
+                problem = str(error)
+        problem = from_rank_zero(problem)
+        if problem:
+            raise ArtifactError(problem)
         self.records = list(self._read())
         self.keys = {(record["direction"], record["line"]) for record in self.records}
         wait_for_all()
@@ -186,26 +198,37 @@ class DoneLines:
         found: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
-            what = f"Translation {line} of {direction} in {self.directory}"
-            found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
+            found.setdefault(direction, {})[line] = Hypothesis(**record)
         return found
 
-    def _begin(self, identity: str) -> None:
+    def _begin(self, call: StageCall) -> None:
+        """Go on with what is there, if it was translated with the same settings and inputs."""
+        digests = {name: record.digest for name, record in call.records.items()}
+        text = json.dumps([call.config, digests])
+        identity = _identity_of(text)
+        claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == identity:
+        before = _identity_of(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        change = describe_change(before, identity)
+        if change is None:
             return
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        path.write_text(identity, encoding="utf-8")
+        if before and not call.overwrite:
+            raise ArtifactError(
+                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                "on with those, name another --out, or pass --overwrite to begin anew."
+            )
+        self.remove()
+        claim_run_folder(self.directory, work="translation")
+        path.write_text(text, encoding="utf-8")
+
+    def remove(self) -> None:
+        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        remove_files(self.directory, ("rank-*.jsonl", ".rank-*.jsonl.unfinished", "identity.json"))
 
     def _read(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.directory.glob("rank-*.jsonl")):
-            for record in JsonLines(path).read():
-                if not {"direction", "line"} <= record.keys():
-                    raise ArtifactError(
-                        f"{path} has a line that no translation stands in: remove {self.directory}."
-                    )
-                yield record
+            for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+                yield json.loads(line)
 
 
 def publish(call: StageCall, done: DoneLines) -> None:
@@ -225,7 +248,16 @@ def publish(call: StageCall, done: DoneLines) -> None:
             truncated=sum(hypothesis.truncated for hypothesis in every),
             directions={name: len(lines) for name, lines in sorted(found.items())},
         )
-    shutil.rmtree(done.directory)
+    done.remove()
+
+
+def _identity_of(text: str) -> dict[str, object]:
+    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    try:
+        settings, inputs = json.loads(text)
+    except (ValueError, TypeError):
+        return {}
+    return {"settings": settings, "inputs": inputs}
 
 
 def filter_lines(
