@@ -34,10 +34,10 @@ from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,
     ConfigError,
-    DataError,
     Interrupted,
     UserError,
 )
+from pipeline.incoming_lines import IncomingLines
 from pipeline.launch import launch
 from pipeline.plan import (
     dry_run,
@@ -486,28 +486,19 @@ def _filter_command(options: argparse.Namespace) -> int:
         )
     decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
-    module: Any = importlib.import_module("pipeline.translate")
-    module.filter_lines(
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
+    module: Any = importlib.import_module("pipeline.line_filter")
+    counts = module.filter_lines(
         checkpoint,
         decoding=decoding,
         source=options.source,
         target=options.target,
-        lines=_input_lines(),
+        lines=IncomingLines(sys.stdin.fileno()),
         write=_write_line,
+        say=lambda text: _say_once(f"mmnmt translate: {text}"),
     )
-    return 0
-
-
-def _input_lines() -> Iterator[str]:
-    """Lines of standard input without their line feed; nothing else ends a line."""
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.removesuffix(b"\n").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"Line {number} of standard input is not UTF-8 ({error.reason} at byte "
-                f"{error.start}): convert it first."
-            ) from error
+    return EXIT_USER_ERROR if counts.unreadable else 0
 
 
 def _write_line(text: str) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_TOOLS = ("inspection", "averaging", "pruning")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("allocator", "errors", "seeds", "progress", "config"),
+    ("allocator", "errors", "seeds", "progress", "config", "sentences", "incoming_lines"),
     ("artifacts", "languages", "distributed", "ds_config"),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
     ("batches", "training_data", "plan"),
@@ -27,9 +27,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
         *("metrics", "charts", "report", "report_html", "memory"),
     ),
-    ("train_loop",),
+    ("train_loop", "translator"),
     (
         *("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
+        "line_filter",
         *CHECKPOINT_TOOLS,
     ),
     ("cli",),
