@@ -48,6 +48,11 @@ class CorpusConfig(Settings):
     """Keep at most this many training lines per pair, the first ones."""
     max_valid_lines: int | None = None
     max_test_lines: int | None = None
+    max_line_bytes: int = Field(default=2**20, ge=1)
+    """Longer lines are no sentences: they go to the quarantine, and are never held in memory."""
+    swapped_sides: Literal["refuse", "accept"] = "refuse"
+    """What becomes of a pair of files each of which is in the language of the other: an error, or
+    a line of the summary."""
 
 
 class CleanConfig(Settings):
@@ -59,6 +64,8 @@ class CleanConfig(Settings):
     drop_control_characters: bool = True
     drop_copies: bool = True
     """Source equal to target."""
+    drop_swapped: bool = True
+    """Lines each side of which is in the script of the other, of languages with two scripts."""
     drop_duplicates: bool = True
     drop_held_out_overlap: bool = True
     """Training lines one side of which is, letters and digits folded, a valid or test line."""
@@ -104,6 +111,13 @@ class GroupsConfig(Settings):
     pivot: str = "en"
     extend: dict[str, int] = Field(default_factory=dict)
     """Additions to the paper's table, language → group 1 to 4."""
+
+
+class LanguagesConfig(Settings):
+    """What a recipe knows of languages beyond the registry (``pipeline/languages.py``)."""
+
+    family: dict[str, str] = Field(default_factory=dict)
+    """Language → family, ``{ chr = "Iroquoian" }``; goes before the registry's."""
 
 
 class MoEConfig(Settings):
@@ -284,6 +298,7 @@ class Recipe(Settings):
     shards: ShardsConfig = ShardsConfig()
     mixture: MixtureConfig = MixtureConfig()
     groups: GroupsConfig = GroupsConfig()
+    languages: LanguagesConfig = LanguagesConfig()
     model: ModelConfig = ModelConfig()
     batches: BatchesConfig = BatchesConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -152,7 +152,7 @@ STAGES: dict[str, Stage] = {
             module="data_prep.group_languages",
             makes="groups",
             help="language groups by family, by family and embeddings, or the paper's table",
-            sections=("groups",),
+            sections=("groups", "languages"),
             inputs={
                 "shards": Input("shards", "for the corpus sizes"),
                 "checkpoint": Input(
