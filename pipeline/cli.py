@@ -208,7 +208,7 @@ def _check_required(
     """Stop with the usage where a needed option is missing (a filter needs fewer of them)."""
     given = vars(options)
     wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
-    wanted += ["recipe"] if stage.sections else []
+    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
     missing = [f"--{name}" for name in wanted if not given[name]]
     if missing:
         parser.error(f"the following options are required: {', '.join(missing)}")
@@ -377,7 +377,8 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         UserError: a recipe, ds_config or input that cannot be used.
     """
     given = vars(options)
-    recipe = load_recipe(options.recipe) if stage.sections else Recipe(name="defaults")
+    named = stage.sections and options.recipe
+    recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, Path] = {}
     for name, wanted in stage.inputs.items():

@@ -149,7 +149,7 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     if planned.run not in table:
         raise ConfigError(f"{where}: there is no stage {planned.run!r}: one of {', '.join(table)}.")
     stage = table[planned.run]
-    if stage.sections and not planned.recipe:
+    if stage.sections and stage.needs_recipe and not planned.recipe:
         raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
     missing = [
         key
@@ -517,7 +517,7 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     of others it is replaced.
     """
     arguments = [task.stage.name]
-    if task.stage.sections:
+    if task.stage.sections and task.recipe:
         arguments.append(f"--recipe={task.recipe}")
     for name, source in task.planned.inputs.items():
         option = f"--{name}"

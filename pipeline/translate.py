@@ -29,10 +29,8 @@ from pipeline.distributed import StopFlag, World, distributed_world, leave, wait
 from pipeline.errors import ArtifactError, ConfigError, Interrupted
 from pipeline.progress import JsonLines, Progress
 from pipeline.stages import StageCall
+from pipeline.summary import counted, listed
 from pipeline.translator import Job, Translator
-
-NAMED_DIRECTIONS = 8
-"""The summary names this many of the directions that were left out."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,8 @@ def select_directions(corpus: Artifact, *, checkpoint: Artifact) -> Selection:
     if not taken:
         raise ConfigError(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
-            f"({_listed(every)}): it knows {', '.join(sorted(known))}; name a corpus with two of "
-            "those."
+            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}; name a corpus "
+            "with two of those."
         )
     return Selection(tuple(taken), tuple(sorted({*every} - {*taken})))
 
@@ -204,31 +202,24 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
     """Say in the summary what the statistics count."""
     counts = writer.statistics
     writer.summary.append(
-        f"{counts['lines']:,} lines in {len(selection.taken)} directions translated; "
-        f"{counts['empty']:,} of the translations are empty"
+        f"{counted(counts['lines'], 'line')} in {counted(len(selection.taken), 'direction')} "
+        f"translated; {counts['empty']:,} of the translations are empty"
     )
     if counts["split"]:
         writer.summary.append(
-            f"{counts['split']:,} lines were too long for the model: translated in parts, which "
-            "were split at sentence ends where there are any, and joined again"
+            f"{counted(counts['split'], 'line')} too long for the model: translated in parts, "
+            "split at sentence ends where there are any, and joined again"
         )
     if counts["truncated"]:
         writer.summary.append(
-            f"{counts['truncated']:,} lines were truncated: a single character of theirs has more "
-            "tokens than the model takes"
+            f"{counted(counts['truncated'], 'line')} truncated: a single character has more tokens "
+            "than the model takes"
         )
     if selection.skipped:
         writer.summary.append(
-            f"{len(selection.skipped)} directions were left out, since the model does not know "
-            f"both of their languages: {_listed(selection.skipped)}"
+            f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
+            f"know both of their languages: {listed(map(str, selection.skipped))}"
         )
-
-
-def _listed(listed: Sequence[Direction]) -> str:
-    """The first few by name, the others by number."""
-    named = ", ".join(str(direction) for direction in listed[:NAMED_DIRECTIONS])
-    more = len(listed) - NAMED_DIRECTIONS
-    return f"{named} and {more} more" if more > 0 else named
 
 
 if __name__ == "__main__":

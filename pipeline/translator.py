@@ -5,6 +5,7 @@ and joined again (``sentences.py``); its hypothesis says so.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from pipeline.config import DecodingConfig
 from pipeline.corpus import Direction, Hypothesis
 from pipeline.decoding import Source, Translation, beam_search
 from pipeline.errors import ConfigError
-from pipeline.languages import canonical, nearest_codes
+from pipeline.languages import canonical, find_code, nearest_codes
 from pipeline.model.transformer import Transformer
 from pipeline.sentences import join_sentences, split_to_fit
 from pipeline.tokenizer import Tokenizer, tags
@@ -91,9 +92,12 @@ class Translator:
         Raises:
             ConfigError: the model does not know it; names the nearest of its codes.
         """
-        if spelling not in self._language and (code := _canonical(spelling)) in self._language:
-            return code
-        self.language(spelling)
+        if spelling in self._language:
+            return spelling
+        with suppress(ConfigError):  # a spelling of no language: said of this model's below
+            if code := find_code(spelling, self._language):
+                return code
+        self.language(spelling)  # says that there is no such language
         return spelling
 
     def _encode(self, text: str) -> list[int]:

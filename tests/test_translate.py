@@ -269,7 +269,7 @@ def test_the_summary_says_what_the_statistics_count(
     assert bench.run("out") == 0
     manifest = open_artifact(bench.directory / "out", kind="translations").manifest
     assert manifest.summary[0].startswith(f"{NUM_LINES} lines in 4 directions translated; ")
-    assert manifest.summary[1].startswith("1 lines were too long for the model")
+    assert manifest.summary[1].startswith("1 line too long for the model: ")
     assert len(manifest.summary) == 2
     said = capsys.readouterr().out
     assert all(f"mmnmt translate: {line}\n" in said for line in manifest.summary)
@@ -315,7 +315,7 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     assert translations.names("hypotheses") == [
         f"hypotheses/{name}.jsonl" for name in ("de-en", "de-fr", "en-de", "fr-de")
     ]
-    assert "2 directions were left out" in translations.manifest.summary[-1]
+    assert "2 directions left out" in translations.manifest.summary[-1]
     assert "de-zu, zu-de" in capsys.readouterr().out
 
 
@@ -338,7 +338,7 @@ def test_a_corpus_of_which_the_model_knows_no_direction_is_refused_in_one_senten
     assert other.run("out") == EXIT_USER_ERROR
     (said,) = capsys.readouterr().err.splitlines()
     assert "knows none of the 10 test directions" in said
-    assert "and 2 more" in said
+    assert "and 5 more" in said
     assert "it knows de, en, fr" in said
     assert not (bench.directory / "out").exists()
 
