@@ -1,9 +1,10 @@
 """Reading corpus and translations artifacts: which pairs, which directions, which lines.
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
-end with ``\\n`` and nothing else does. A pair is two codes in alphabetical order, ``de-en``; pairs
-that have no training lines are the zero-shot ones. Its statistics list
-``{"pairs": {pair: {split: lines}}}``. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
+end with ``\\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
+alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
+statistics list ``{"pairs": {pair: {split: lines}}}``, and as ``emptied`` the pairs that lost all
+their training lines. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
 the order of the corpus's test lines.
 """
 
@@ -54,6 +55,14 @@ def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
     """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
     pairs: dict[str, dict[str, int]] = artifact.statistics["pairs"]
     return {name: counts[split] for name, counts in sorted(pairs.items()) if counts.get(split)}
+
+
+def emptied_pairs(artifact: Artifact) -> set[str]:
+    """Pairs of a corpus or shards artifact that had training text of which nothing is left.
+
+    They are no zero-shot pairs. An artifact that does not say has none.
+    """
+    return set(artifact.statistics.get("emptied", ()))
 
 
 Resource = Literal["high", "medium", "low"]

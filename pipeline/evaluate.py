@@ -286,7 +286,7 @@ def _warnings(
                 "this corpus."
             )
     for code, tokenizer in tokenizers.items():
-        wanted = LANGUAGE_TOKENIZERS.get(code, (tokenizer,))
+        wanted = LANGUAGE_TOKENIZERS.get(code.split("_")[0], (tokenizer,))
         if call.recipe.evaluation.bleu_tokenizer == "per-language" and tokenizer != wanted[0]:
             found.append(
                 f"BLEU into {code}: tokenizer {tokenizer} stands in for {wanted[0]}, which cannot "

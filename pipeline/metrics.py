@@ -28,6 +28,7 @@ from pipeline.corpus import (
     Direction,
     Resource,
     directions,
+    emptied_pairs,
     line_counts,
     read_hypotheses,
     read_lines,
@@ -38,8 +39,9 @@ from pipeline.errors import ConfigError
 Counts = npt.NDArray[np.int32]
 Hits = npt.NDArray[np.bool_]
 
-Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot"]
-"""Trained towards the pivot, away from it, trained without it, and not trained at all."""
+Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "no_training_data"]
+"""Trained towards the pivot, away from it, trained without it, and not trained at all: because the
+corpus never had training text of the pair, or because none of it was left."""
 Group = Literal["all", Resource]
 BleuTokenizerOption = Literal["per-language", "13a", "flores200"]
 
@@ -51,7 +53,8 @@ LANGUAGE_TOKENIZERS = {
     "ja": ("ja-mecab", "char"),
     "ko": ("ko-mecab", "char"),
 }
-"""Target language → sacreBLEU tokenizers, the first that loads is taken; all others: 13a."""
+"""Target language, in any script → sacreBLEU tokenizers, the first that loads is taken; all others:
+13a."""
 
 PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}
 """langdetect profile → language code, where the two differ."""
@@ -67,7 +70,7 @@ class DirectionProfile:
     direction: Direction
     family: Family
     resource: Resource | None
-    """By the training lines of the pair; None for zero-shot."""
+    """By the training lines of the pair; None where it has none."""
     training_lines: int
     test_lines: int
 
@@ -88,12 +91,13 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
 def describe_directions(corpus: Artifact, *, thresholds: tuple[int, int]) -> list[DirectionProfile]:
     """All directions that have test lines, sorted, each with its family and resource group."""
     training, test = line_counts(corpus, "train"), line_counts(corpus, "test")
-    pivot = find_pivot(training)
+    pivot, emptied = find_pivot(training), emptied_pairs(corpus)
     return [
         _describe(
             direction,
             pivot=pivot,
             training_lines=training.get(direction.pair, 0),
+            emptied=direction.pair in emptied,
             test_lines=test[direction.pair],
             thresholds=thresholds,
         )
@@ -106,12 +110,13 @@ def _describe(
     *,
     pivot: str | None,
     training_lines: int,
+    emptied: bool,
     test_lines: int,
     thresholds: tuple[int, int],
 ) -> DirectionProfile:
     family: Family = "other"
     if training_lines == 0:
-        family = "zero_shot"
+        family = "no_training_data" if emptied else "zero_shot"
     elif direction.target == pivot:
         family = "into_pivot"
     elif direction.source == pivot:
@@ -134,7 +139,8 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
     Raises:
         ConfigError: none of the tokenizers can be loaded.
     """
-    wanted = LANGUAGE_TOKENIZERS.get(language, ("13a",)) if option == "per-language" else (option,)
+    usual = LANGUAGE_TOKENIZERS.get(language.split("_")[0], ("13a",))
+    wanted = usual if option == "per-language" else (option,)
     failure: Exception | None = None
     for name in wanted:
         try:

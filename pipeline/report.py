@@ -104,6 +104,8 @@ def family_title(evaluation: Evaluation, family: Family) -> str:
             return "Other trained"
         case "zero_shot":
             return "Zero-shot"
+        case "no_training_data":
+            return "No training data left"
 
 
 def directions_by_family(evaluation: Evaluation) -> dict[Family, list[DirectionProfile]]:
