@@ -124,7 +124,9 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
 def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
     """Copy validation and test text unchanged."""
     for split in _HELD_OUT:
-        for name in corpus.names(f"{split}/"):
+        names = corpus.names(f"{split}/")
+        corpus.check(names)
+        for name in names:
             shutil.copyfile(corpus.file(name), writer.path(name))
 
 
@@ -134,6 +136,7 @@ def pair_tasks(corpus: Artifact, writer: ArtifactWriter, *, config: CleanConfig)
     if config.drop_held_out_overlap:
         held_out = held_out_digests(corpus)
     letters = letters_of_languages(corpus)
+    corpus.check(corpus.names("train/"))
     tasks = []
     for pair in line_counts(corpus, "train"):
         first, second = pair.split("-")

@@ -20,10 +20,9 @@ from pipeline.errors import ConfigError
 from pipeline.groups import GROUPS_NAME
 from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes
 from pipeline.mixture import lines_per_language
-from pipeline.shards import TOKENIZER_FOLDER
 from pipeline.stages import StageCall
 from pipeline.summary import LISTED, counted, listed
-from pipeline.tokenizer import load_tokenizer
+from pipeline.tokenizer import load_tokenizer, tokenizer_folder
 
 EMBEDDING_NAME = "embedding.weight"
 
@@ -171,7 +170,7 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
 
 def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
     """Language → the embedding [width] of its token in a trained model."""
-    tokenizer = load_tokenizer(checkpoint.directory / TOKENIZER_FOLDER)
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 

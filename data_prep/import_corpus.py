@@ -110,7 +110,10 @@ def raw_dir(call: StageCall) -> Path:
             "corpus.source is 'tree', but no raw folder was given: pass --raw DIR, a tree with "
             f"{LAYOUT}, or set corpus.source to 'cldr'."
         )
-    return call.raw["raw"]
+    root = call.raw["raw"]
+    if not root.is_dir():
+        raise DataError(f"{root} is a file where a tree of pair folders is wanted: {LAYOUT}.")
+    return root
 
 
 def import_tree(root: Path, config: CorpusConfig, writer: ArtifactWriter, *, tally: Tally) -> None:

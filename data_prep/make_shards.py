@@ -19,13 +19,20 @@ from typing import Literal
 import numpy as np
 
 from pipeline.artifacts import Artifact
-from pipeline.corpus import emptied_pairs, iterate_lines, languages, line_counts, text_name
+from pipeline.corpus import (
+    emptied_pairs,
+    iterate_lines,
+    languages,
+    line_counts,
+    pair_counts,
+    text_name,
+)
 from pipeline.errors import ConfigError, DataError
 from pipeline.progress import track
 from pipeline.shards import TOKENIZER_FOLDER, ShardWriter
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
-from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
+from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 
 CHUNK_LINES = 4096
 CHUNK_CHARACTERS = 2**22
@@ -41,7 +48,7 @@ class PairJob:
 
     pair: str
     lines: dict[ShardSplit, int]
-    corpus_dir: Path
+    corpus: Artifact
     out_dir: Path
     tokenizer: Tokenizer
     max_tokens: int
@@ -64,7 +71,7 @@ class PairCounts:
 
 def run(call: StageCall) -> None:
     """Encode every pair and put the tokenizer's files beside the ids."""
-    corpus, tokenizer_dir = call.artifacts["corpus"], call.artifacts["tokenizer"].directory
+    corpus, tokenizer_dir = call.artifacts["corpus"], tokenizer_folder(call.artifacts["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
     with call.new_artifact() as writer:
@@ -106,17 +113,19 @@ def pair_jobs(
     corpus: Artifact, *, tokenizer: Tokenizer, out_dir: Path, max_tokens: int
 ) -> list[PairJob]:
     """One job per pair, the largest first, so that no worker begins with it last."""
+    for split in SPLITS:
+        corpus.check(corpus.names(f"{split}/"))
     lines = {split: line_counts(corpus, split) for split in SPLITS}
     jobs = [
         PairJob(
             pair=pair,
             lines={split: counts[pair] for split, counts in lines.items() if pair in counts},
-            corpus_dir=corpus.directory,
+            corpus=corpus,
             out_dir=out_dir,
             tokenizer=tokenizer,
             max_tokens=max_tokens,
         )
-        for pair in corpus.statistics["pairs"]
+        for pair in pair_counts(corpus)
     ]
     return sorted(jobs, key=lambda job: (-sum(job.lines.values()), job.pair))
 
@@ -188,7 +197,7 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[list[tuple[str, str]
         DataError: one side ends before the other.
     """
     first, second = (
-        iterate_lines(job.corpus_dir / text_name(split, job.pair, code))
+        iterate_lines(job.corpus.file(text_name(split, job.pair, code)))
         for code in job.pair.split("-")
     )
     chunk: list[tuple[str, str]] = []
@@ -204,8 +213,8 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[list[tuple[str, str]
             yield chunk
     except ValueError as error:
         raise DataError(
-            f"The two sides of {split}/{job.pair} in {job.corpus_dir} differ in their number of "
-            "lines: run the stage that made this corpus again."
+            f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
+            "of lines: run the stage that made this corpus again."
         ) from error
 
 

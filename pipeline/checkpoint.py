@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts import Artifact, ArtifactWriter, open_artifact, verify_file
+from pipeline.artifacts import Artifact, ArtifactWriter, open_artifact
 from pipeline.errors import CheckpointError
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
+from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.weights import named_slices
 
 PART_FOLDERS = ("weights", "optimizer")
@@ -35,25 +35,27 @@ MODEL_FILE = "model.json"
 
 
 class TensorFiles:
-    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time."""
+    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time.
+
+    The files' digests are checked at opening, before anything is read from them.
+    """
 
     def __init__(self, artifact: Artifact, prefix: str) -> None:
         self.artifact = artifact
         self._file_of: dict[str, str] = {}
-        self._verified: set[str] = set()
         self._file_names = artifact.names(prefix)
+        artifact.check(self._file_names)
         for name in self._file_names:
             self._file_of.update(dict.fromkeys(self._tensor_names(name), name))
 
     def _tensor_names(self, file_name: str) -> list[str]:
-        """Names in one file's header; what is damaged is named before anything else fails on it."""
+        """Names in one file's header."""
         path = self.artifact.file(file_name)
         try:
             with safe_open(path, framework="pt") as stream:
                 names: list[str] = stream.keys()
             return names
         except (OSError, SafetensorError) as error:
-            verify_file(path, self.artifact.manifest.files[file_name])
             raise CheckpointError(
                 f"{path} cannot be read as safetensors ({error}): run its stage again."
             ) from error
@@ -61,28 +63,18 @@ class TensorFiles:
     def names(self) -> list[str]:
         return sorted(self._file_of)
 
-    def verify(self) -> None:
-        """Check all digests; raises ArtifactError that names the damage."""
-        self.artifact.verify(self._file_names)
-
     def read(self, name: str) -> Tensor:
-        """One tensor; the digest of its file is checked the first time the file is used.
+        """One tensor.
 
         Raises:
             CheckpointError: there is no tensor of that name.
         """
         if name not in self._file_of:
-            self.verify()  # a damaged header may have lost the name
             raise CheckpointError(
                 f"{self.artifact.directory} has no tensor {name!r}: it was made by another model; "
                 "name a checkpoint of this one."
             )
-        file_name = self._file_of[name]
-        path = self.artifact.file(file_name)
-        if file_name not in self._verified:
-            verify_file(path, self.artifact.manifest.files[file_name])
-            self._verified.add(file_name)
-        with safe_open(path, framework="pt") as stream:
+        with safe_open(self.artifact.file(self._file_of[name]), framework="pt") as stream:
             tensor: Tensor = stream.get_tensor(name)
         return tensor
 
@@ -93,13 +85,13 @@ def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
 
 
 def open_checkpoint(directory: Path) -> Artifact:
-    """Open a checkpoint whose small files are intact; weights are checked as they are read.
+    """Open a checkpoint whose small files are intact; weights are checked when they are opened.
 
     Raises:
         ArtifactError: not a finished checkpoint, or damaged.
     """
     checkpoint = open_artifact(directory, kind="checkpoint")
-    checkpoint.verify([name for name in checkpoint.names() if not name.startswith("weights/")])
+    checkpoint.check(name for name in checkpoint.names() if not name.startswith("weights/"))
     return checkpoint
 
 
@@ -110,7 +102,7 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:
     """The tokenizer a checkpoint carries."""
-    return load_tokenizer(checkpoint.directory / "tokenizer")
+    return load_tokenizer(tokenizer_folder(checkpoint))
 
 
 def load_model(
@@ -233,7 +225,6 @@ class PieceReader:
                 out[low - start : high - start] = values[low - piece_start : high - piece_start]
                 filled += high - low
         if filled != length:
-            self._files.verify()  # a damaged header may have lost a piece
             raise CheckpointError(
                 f"{self._files.artifact.directory} has {filled} of the {length} values wanted of "
                 f"{what} of {tensor}: the state is incomplete; resume from an earlier one."

@@ -24,6 +24,7 @@ from pipeline.artifacts import (
     open_artifact,
     raw_digest,
     read_manifest,
+    refuse_changed,
     refuse_to_overwrite,
 )
 from pipeline.config import DecodingConfig, Recipe, load_recipe, recipe_names
@@ -39,9 +40,17 @@ from pipeline.errors import (
 )
 from pipeline.incoming_lines import IncomingLines
 from pipeline.launch import launch
+from pipeline.locks import exclusive
+from pipeline.places import (
+    lock_path,
+    refuse_inputs,
+    refuse_run_folder,
+    replaced_dir,
+    restore,
+    run_dir,
+)
 from pipeline.plan import (
     dry_run,
-    exclusive,
     load_plan,
     place_plan,
     plan_names,
@@ -341,6 +350,7 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
     """Check everything that can be checked, then run the stage here or as several processes."""
     call = make_call(stage, options)
+    _prepare_output(call)
     if not call.overwrite and _already_done(call):
         _say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         return 0
@@ -358,6 +368,17 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     return 0
 
 
+def _prepare_output(call: StageCall) -> None:
+    """Put back what a killed stage left aside, and refuse working folders that are not ours."""
+    if _rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
+        with _alone(call.out_dir):
+            restore(call.out_dir)
+    if call.stage.trains:
+        refuse_run_folder(run_dir(call.out_dir), work="training")
+    elif call.stage.keeps_work:
+        refuse_run_folder(run_dir(call.out_dir), work="translation")
+
+
 def _say_summary(call: StageCall) -> None:
     """What the stage says of its result, on standard output."""
     manifest = read_manifest(call.out_dir)
@@ -367,7 +388,7 @@ def _say_summary(call: StageCall) -> None:
 
 def _alone(out_dir: Path) -> AbstractContextManager[None]:
     """Hold the lock of an output folder."""
-    return exclusive(out_dir.parent / f".{out_dir.name}.lock", what=str(out_dir))
+    return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
@@ -382,7 +403,9 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, Path] = {}
     for name, wanted in stage.inputs.items():
-        for key, path in _named_inputs(name, given[name]).items():
+        inputs = _named_inputs(name, given[name])
+        refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
+        for key, path in inputs.items():
             if wanted.kind == "raw":
                 raw[key] = path
             else:
@@ -441,6 +464,7 @@ def _already_done(call: StageCall) -> bool:
     digests = {name: record.digest for name, record in call.records.items()}
     reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
     if reason is None:
+        refuse_changed(call.out_dir)
         return True
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts import Artifact
+from pipeline.errors import ArtifactError
+from pipeline.manifest import describe_name
 
 Split = Literal["train", "valid", "test"]
 
@@ -51,10 +53,26 @@ class Hypothesis:
     """Parts that a source too long for the model was translated in; 0: it was translated whole."""
 
 
+def pair_counts(artifact: Artifact) -> dict[str, dict[str, int]]:
+    """Pair → split → number of lines of a corpus or shards artifact.
+
+    Raises:
+        ArtifactError: a name is not one of a pair; files are named after pairs.
+    """
+    pairs: dict[str, dict[str, int]] = artifact.statistics["pairs"]
+    for name in pairs:
+        if name.count("-") != 1 or "/" in name or any(map(describe_name, name.split("-"))):
+            raise ArtifactError(
+                f"The statistics of {artifact.directory} name a pair {name!r}, which is not two "
+                f"language codes with a hyphen: run stage {artifact.manifest.stage!r} again."
+            )
+    return dict(sorted(pairs.items()))
+
+
 def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
     """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
-    pairs: dict[str, dict[str, int]] = artifact.statistics["pairs"]
-    return {name: counts[split] for name, counts in sorted(pairs.items()) if counts.get(split)}
+    pairs = pair_counts(artifact)
+    return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
 
 
 def emptied_pairs(artifact: Artifact) -> set[str]:
@@ -78,7 +96,7 @@ def resource_of(training_lines: int, *, thresholds: tuple[int, int]) -> Resource
 
 def languages(artifact: Artifact) -> list[str]:
     """All languages of a corpus or shards artifact, sorted."""
-    return sorted({code for name in artifact.statistics["pairs"] for code in name.split("-")})
+    return sorted({code for name in pair_counts(artifact) for code in name.split("-")})
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:

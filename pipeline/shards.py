@@ -58,9 +58,7 @@ class Shard:
 
 
 def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:
-    """Map one side of a pair into memory; nothing but its offsets' header is read.
-
-    The digests are not compared here: ``artifact.verify(list(shard_names(…)))`` reads all of it.
+    """Map one side of a pair into memory; its digests are checked first, unless they are known.
 
     Raises:
         ArtifactError: no such side, or its two files do not fit together.

@@ -45,6 +45,11 @@ class Stage:
     needs_recipe: bool = True
     """Where it has sections; False: their defaults serve where no recipe is named."""
 
+    @property
+    def keeps_work(self) -> bool:
+        """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
+        return self.parallel == "ranks"
+
 
 @dataclass(frozen=True)
 class StageCall:

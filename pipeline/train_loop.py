@@ -31,7 +31,9 @@ from pipeline.routing_statistics import ROUTING_FILE, RoutingCounter
 from pipeline.run_directory import RunDirectory, link_or_copy
 from pipeline.sampling import GlobalStep, MicroBatch
 from pipeline.seeds import derive_seed
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.training_data import TrainingData
 from pipeline.weights import named_slices
 
@@ -44,9 +46,11 @@ def local_device(world: World) -> torch.device:
 
 
 def training_data(call: StageCall) -> TrainingData:
-    """Open the shards and the mixture a training stage is given."""
+    """Open the shards and the mixture a training stage is given; all ranks call this."""
+    shards = call.artifacts["shards"]
+    check_together(shards, shards.names())
     return TrainingData(
-        call.artifacts["shards"],
+        shards,
         read_mixture(call.artifacts["mixture"]),
         call.recipe.batches,
         seed=call.recipe.training.seed,
@@ -118,6 +122,7 @@ class TrainingRun:
     def _resume(self) -> None:
         state = self.run_directory.resume_from(overwrite=self.call.overwrite)
         if state is not None:
+            check_together(state, state.names())
             self.progress = Progress.from_json(state.read_json("progress.json"))
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
             if self.world.rank == 0:
@@ -291,7 +296,7 @@ class TrainingRun:
             write_model_files(
                 writer,
                 spec=self.engine.model.spec,
-                tokenizer_dir=shards.directory / "tokenizer",
+                tokenizer_dir=tokenizer_folder(shards),
             )
             if self.routing.layers:
                 writer.write_json(ROUTING_FILE, self.routing.to_json())

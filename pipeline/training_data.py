@@ -19,7 +19,7 @@ from pipeline.sampling import (
     evaluation_batches,
 )
 from pipeline.shards import Shard, open_shard
-from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags
+from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags, tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class SplitData:
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
         self._tokenizer = tokenizer
+        shards.check(shards.names(f"{split}/"))
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
         ]
@@ -117,7 +118,7 @@ class TrainingData:
         *,
         seed: int,
     ) -> None:
-        self.tokenizer = load_tokenizer(shards.directory / "tokenizer")
+        self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
         self.planner = Planner(self.train.lengths(), probabilities, config, seed=seed)

@@ -7,7 +7,7 @@ interruption. (Lines of standard input: ``line_filter.py``.)
 """
 
 import json
-import shutil
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,28 @@ from pipeline.corpus import (
     read_lines,
     write_hypotheses,
 )
-from pipeline.distributed import StopFlag, World, distributed_world, leave, wait_for_all
-from pipeline.errors import ArtifactError, ConfigError, Interrupted
+from pipeline.distributed import (
+    StopFlag,
+    World,
+    distributed_world,
+    from_rank_zero,
+    leave,
+    wait_for_all,
+)
+from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
+from pipeline.places import claim_run_folder, remove_files, run_dir
 from pipeline.progress import JsonLines, Progress
+from pipeline.run_directory import describe_change
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
 from pipeline.translator import Job, Translator
+
+OWN_FILES = (
+    *("identity.json", "seconds.json", ".seconds.json.unfinished"),
+    *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
+)
+"""What this stage writes into its run folder."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,9 @@ def run(call: StageCall) -> None:
     corpus = call.artifacts["corpus"]
     selection = select_directions(corpus, checkpoint=call.artifacts["checkpoint"])
     with distributed_world() as world, StopFlag() as stop:
-        translator = Translator(call.artifacts["checkpoint"], call.recipe.decoding)
+        checkpoint = call.artifacts["checkpoint"]
+        check_together(checkpoint, checkpoint.names())
+        translator = Translator(checkpoint, call.recipe.decoding)
         done = DoneLines(call, world)
         jobs = all_jobs(corpus, selection)
         todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]
@@ -102,13 +120,16 @@ class DoneLines:
     """What the ranks have translated so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
-        self.directory = call.out_dir.parent / f"{call.out_dir.name}.run"
-        identity = json.dumps(
-            [call.config, {name: record.digest for name, record in call.records.items()}]
-        )
+        self.directory = run_dir(call.out_dir)
+        problem: str | None = None
         if world.rank == 0:
-            self._begin(identity)
-        wait_for_all()
+            try:
+                self._begin(call)
+            except (UserError, OSError) as error:
+                problem = str(error)
+        problem = from_rank_zero(problem)
+        if problem:
+            raise ArtifactError(problem)
         self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
         self.records = list(self._read())
         self.keys = {(record["direction"], record["line"]) for record in self.records}
@@ -130,13 +151,29 @@ class DoneLines:
             found.setdefault(direction, {})[line] = Hypothesis(**record)
         return found
 
-    def _begin(self, identity: str) -> None:
+    def _begin(self, call: StageCall) -> None:
+        """Go on with what is there, if it was translated with the same settings and inputs."""
+        digests = {name: record.digest for name, record in call.records.items()}
+        text = json.dumps([call.config, digests])
+        identity = _identity_of(text)
+        claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        if path.is_file() and path.read_text(encoding="utf-8") == identity:
+        before = _identity_of(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        change = describe_change(before, identity)
+        if change is None:
             return
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        path.write_text(identity, encoding="utf-8")
+        if before and not call.overwrite:
+            raise ArtifactError(
+                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                "on with those, name another --out, or pass --overwrite to begin anew."
+            )
+        self.remove()
+        claim_run_folder(self.directory, work="translation")
+        path.write_text(text, encoding="utf-8")
+
+    def remove(self) -> None:
+        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        remove_files(self.directory, OWN_FILES)
 
     def _read(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.directory.glob("rank-*.jsonl")):
@@ -167,11 +204,12 @@ class WorkingTime:
 
 
 def _read_seconds(path: Path) -> float:
-    """What an earlier attempt saved; 0 where there is none, or nothing that is a number."""
+    """What an earlier attempt saved; 0 where there is none, or nothing that is a duration."""
     try:
-        return float(path.read_text(encoding="utf-8"))
+        seconds = float(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0.0
+    return seconds if 0 <= seconds < math.inf else 0.0
 
 
 def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
@@ -195,7 +233,16 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
             skipped_directions=[str(direction) for direction in selection.skipped],
         )
         summarize(writer, selection)
-    shutil.rmtree(done.directory)
+    done.remove()
+
+
+def _identity_of(text: str) -> dict[str, object]:
+    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    try:
+        settings, inputs = json.loads(text)
+    except (ValueError, TypeError):
+        return {}
+    return {"settings": settings, "inputs": inputs}
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:

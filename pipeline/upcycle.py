@@ -20,6 +20,7 @@ from pipeline.groups import read_groups
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.run_directory import describe_change
 from pipeline.stages import StageCall
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.upcycling import Part, assemble, plan_assembly, receipt_lines
 
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
@@ -39,7 +40,7 @@ def run(call: StageCall) -> None:
     print("\n".join(receipt_lines(plan, {part: directories.get(part, "") for part in PARTS})))
     with call.new_artifact() as writer:
         write_weights(writer.directory / "weights", assemble(plan, spec, sources, config))
-        tokenizer_dir = checkpoints["embeddings"].directory / "tokenizer"
+        tokenizer_dir = tokenizer_folder(checkpoints["embeddings"])
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
         writer.write_json("receipt.json", [vars(entry) for entry in plan])
         writer.statistics["tensors"] = len(plan)

@@ -22,9 +22,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("allocator", "errors", "seeds", "progress", "config", "scripts", "summary"),
         *("sentences", "incoming_lines"),
     ),
-    ("artifacts", "languages", "distributed", "ds_config"),
+    (
+        *("manifest", "places", "digests", "artifacts", "locks"),
+        *("languages", "distributed", "ds_config"),
+    ),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
-    ("batches", "training_data", "plan"),
+    ("shared_hashing", "batches", "training_data", "plan"),
     ("model", "losses", "optim", "weights", "routing_statistics"),
     (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts import new_artifact, open_artifact, raw_digest
@@ -319,7 +320,7 @@ def test_a_signal_before_a_stage_handles_it_ends_it_cleanly(
     bench.action = interrupted
     assert bench.read() == EXIT_RUN_AGAIN
     assert signal.getsignal(number) == before
-    assert [entry.name for entry in bench.folder.iterdir()] == ["recipe.toml"]
+    assert names_in(bench.folder) == ["recipe.toml"]
 
 
 def test_a_second_writer_of_the_same_artifact_is_refused(

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from folder_listing import names_in
 from process_pool import ProcessPool, RankFailed
 from safetensors.torch import load_file
 from torch import Tensor
@@ -27,6 +28,7 @@ from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
 from pipeline.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.errors import Interrupted
+from pipeline.manifest import MARKER_NAME
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
 from pipeline.pretrain import model_spec
@@ -351,12 +353,13 @@ def test_a_run_that_died_goes_on_from_its_last_state_and_rewrites_what_came_afte
     with pytest.raises(RankFailed, match="killed"):
         pool2.run(_stop_when_saved, inputs, out_dir, recipe)
     states = tmp_path / "model.run" / "states"
-    assert [path.name for path in states.iterdir()] == ["update-0000002"]
+    assert names_in(states) == ["update-0000002"]
     metrics_path = tmp_path / "model.run" / "metrics.jsonl"
     assert read_metrics(metrics_path)[-1]["update"] == 3
     leftover = states / ".update-0000004.unfinished"
     (leftover / "optimizer").mkdir(parents=True)
     (leftover / "optimizer" / "part").write_bytes(b"half")
+    (leftover / MARKER_NAME).touch()
     assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
     assert not leftover.exists()
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
@@ -525,5 +528,5 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(
 def test_only_the_last_states_are_kept(inputs: Inputs, pool2: ProcessPool, tmp_path: Path) -> None:
     recipe = make_recipe(checkpoint_every=1, keep_last=2, validate_every=UPDATES)
     pool2.run(pretrain, inputs, tmp_path / "model", recipe)
-    states = sorted(path.name for path in (tmp_path / "model.run" / "states").iterdir())
+    states = names_in(tmp_path / "model.run" / "states")
     assert states == ["update-0000004", "update-0000005"]

@@ -450,8 +450,12 @@ def test_what_was_translated_with_other_settings_is_not_used(
     assert bench.run("whole") == 0
     stop_after(3)
     assert bench.run("out", decoding=other) == EXIT_RUN_AGAIN
+    (bench.directory / "out.run" / "seconds.json").write_text("1000.0", encoding="utf-8")
     stop_after(10**6)
-    assert bench.run("out") == 0
+    assert bench.run("out") == EXIT_USER_ERROR
+    assert bench.run("out", "--overwrite") == 0
+    run = open_artifact(bench.directory / "out", kind="translations").manifest.run
+    assert run.wall_seconds < 1000
     assert_same(bench.found("out"), bench.found("whole"))
 
 
@@ -486,7 +490,7 @@ def test_translating_is_timed_and_not_publishing_alone(
     assert run.wall_seconds > 4 * 0.2, "there are more than four batches"
 
 
-@pytest.mark.parametrize("content", ["", "null", "[1]", "seven"])
+@pytest.mark.parametrize("content", ["", "null", "[1]", "seven", "nan", "inf", "-3"])
 def test_a_damaged_record_of_time_counts_as_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "seconds.json"
     path.write_text(content, encoding="utf-8")
