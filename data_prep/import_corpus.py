@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 from data_prep.cldr import Phrase, check_languages, make_phrases
-from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_pairs
+from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.raw_tree import LAYOUT, SPLITS, PairFolder, find_pairs, require_languages
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts import ArtifactWriter
@@ -151,7 +151,7 @@ def import_files(
     )
     found, sample, characters = LineCounts(), EvenSample(), [0, 0]
     with first, second:
-        for one, other in good_pairs(
+        for one, other in good_lines(
             paths,
             limit=_limit(config, split),
             max_line_bytes=config.max_line_bytes,

@@ -11,13 +11,14 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO, Self, TextIO
 
 from pipeline.errors import DataError
+from pipeline.summary import listed
 
 BLOCK_BYTES = 2**18
 """Read at a time; a block of nothing but line ends is a list of as many empty lines."""
@@ -34,11 +35,11 @@ _SEPARATORS = re.compile("[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 @dataclass
 class LineCounts:
-    """What was found in the lines of one pair of files."""
+    """What was found in the lines of files that are read in step, a pair unless made for more."""
 
     kept: int = 0
     quarantined: int = 0
-    """Pairs of lines one or both of which are no text."""
+    """Pairs of lines one or both of which are no text (or as many lines as there are sides)."""
     over_limit: int = 0
     """Pairs of lines beyond the number wanted."""
     byte_order_marks: int = 0
@@ -48,10 +49,13 @@ class LineCounts:
     """Lines in which such characters became spaces."""
     without_text: list[int] = field(default_factory=lambda: [0, 0])
     """Lines that are empty or blank, per side."""
-    no_text: tuple[Counter[str], Counter[str]] = field(
-        default_factory=lambda: (Counter(), Counter())
-    )
+    no_text: tuple[Counter[str], ...] = field(default_factory=lambda: (Counter(), Counter()))
     """Reason → lines that are no text, per side."""
+
+    @classmethod
+    def for_sides(cls, number: int) -> Self:
+        """Nothing yet, of so many files."""
+        return cls(without_text=[0] * number, no_text=tuple(Counter() for _ in range(number)))
 
     @property
     def read(self) -> int:
@@ -100,15 +104,17 @@ def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
 
 
-def good_pairs(
-    paths: tuple[Path, Path],
+def good_lines(
+    paths: Sequence[Path],
     *,
     limit: int | None,
     max_line_bytes: int,
     quarantine: Quarantine,
     counts: LineCounts,
 ) -> Iterator[list[str]]:
-    """At most ``limit`` pairs of lines that are text; both files are read to their ends.
+    """At most ``limit`` lines of every file, all of them text; files are read to their ends.
+
+    A line that is no text in one file is left out of all. ``counts`` are for as many sides.
 
     Raises:
         DataError: one file has more lines, or too many lines are no text.
@@ -137,18 +143,21 @@ def good_pairs(
     _refuse_damaged(paths, counts)
 
 
-def in_step(paths: tuple[Path, Path], *, max_line_bytes: int) -> Iterator[tuple[bytes, bytes]]:
-    """Lines of both files; DataError with both counts where one file is longer."""
+def in_step(paths: Sequence[Path], *, max_line_bytes: int) -> Iterator[tuple[bytes, ...]]:
+    """Lines of all files; DataError with the counts of two of them where one is longer."""
     sides = [iterate_raw_lines(path, max_line_bytes=max_line_bytes) for path in paths]
-    for number, (first, second) in enumerate(zip_longest(*sides), start=1):
-        if first is None or second is None:
-            longer = number + sum(1 for _ in sides[first is None])
-            found = (number - 1, longer) if first is None else (longer, number - 1)
+    for number, raws in enumerate(zip_longest(*sides), start=1):
+        if None in raws:
+            short = raws.index(None)
+            long = next(side for side, raw in enumerate(raws) if raw is not None)
+            found = {short: number - 1, long: number + sum(1 for _ in sides[long])}
+            first, second = sorted(found)
             raise DataError(
-                f"{paths[0]} has {found[0]} lines and {paths[1]} has {found[1]}: line n of one "
-                "must translate line n of the other, so fetch or align them again."
+                f"{paths[first]} has {found[first]} lines and {paths[second]} has "
+                f"{found[second]}: line n of one must translate line n of the other, so fetch or "
+                "align them again."
             )
-        yield first, second
+        yield raws
 
 
 def _open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
@@ -187,15 +196,15 @@ def _plain(raw: bytes, *, max_line_bytes: int) -> str:
 
 
 def _look_again(
-    raws: tuple[bytes, bytes],
-    paths: tuple[Path, Path],
+    raws: Sequence[bytes],
+    paths: Sequence[Path],
     *,
     number: int,
     max_line_bytes: int,
     quarantine: Quarantine,
     counts: LineCounts,
 ) -> list[str]:
-    """Those of two lines that are text; the others are put into the quarantine."""
+    """Those of the lines that are text; the others are put into the quarantine."""
     texts = []
     for side, raw in enumerate(raws):
         try:
@@ -230,17 +239,18 @@ def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str
     return text
 
 
-def _refuse_damaged(paths: tuple[Path, Path], counts: LineCounts) -> None:
+def _refuse_damaged(paths: Sequence[Path], counts: LineCounts) -> None:
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
     if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines):
         return
-    reasons = sorted(set(counts.no_text[0] | counts.no_text[1]))
+    damaged = [path for path, side in zip(paths, counts.no_text, strict=True) if side]
+    reasons = sorted({reason for side in counts.no_text for reason in side})
     remedy = (
-        "raise corpus.max_line_bytes, or split them into sentences"
+        "raise max_line_bytes, or split them into sentences"
         if reasons == ["too_long"]
         else "convert the files to UTF-8 or fetch them again"
     )
     raise DataError(
-        f"{paths[0]} and {paths[1]}: {bad} of {lines} lines are not UTF-8 text of at most "
-        f"corpus.max_line_bytes ({', '.join(reasons)}): {remedy}."
+        f"{listed(str(path) for path in damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
+        f"most max_line_bytes ({', '.join(reasons)}): {remedy}."
     )

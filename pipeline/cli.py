@@ -46,10 +46,10 @@ from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,
     ConfigError,
-    DataError,
     Interrupted,
     UserError,
 )
+from pipeline.incoming_lines import IncomingLines
 from pipeline.launch import MAX_PROCESSES, launch
 from pipeline.locks import exclusive
 from pipeline.places import (
@@ -255,7 +255,7 @@ def _check_required(
     """Stop with the usage where a needed option is missing (a filter needs fewer of them)."""
     given = vars(options)
     wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
-    wanted += ["recipe"] if stage.sections else []
+    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
     missing = [f"--{name}" for name in wanted if not given[name]]
     if missing:
         parser.error(f"the following options are required: {', '.join(missing)}")
@@ -443,7 +443,8 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         UserError: a recipe, ds_config or input that cannot be used.
     """
     given = vars(options)
-    recipe = load_recipe(options.recipe) if stage.sections else Recipe(name="defaults")
+    named = stage.sections and options.recipe
+    recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, Path] = {}
     for name, wanted in stage.inputs.items():
@@ -555,28 +556,19 @@ def _filter_command(options: argparse.Namespace) -> int:
         )
     decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
-    module: Any = importlib.import_module("pipeline.translate")
-    module.filter_lines(
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
+    module: Any = importlib.import_module("pipeline.line_filter")
+    counts = module.filter_lines(
         checkpoint,
         decoding=decoding,
         source=options.source,
         target=options.target,
-        lines=_input_lines(),
+        lines=IncomingLines(sys.stdin.fileno()),
         write=_write_line,
+        say=lambda text: _say_once(f"mmnmt translate: {text}"),
     )
-    return 0
-
-
-def _input_lines() -> Iterator[str]:
-    """Lines of standard input without their line feed; nothing else ends a line."""
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.removesuffix(b"\n").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"Line {number} of standard input is not UTF-8 ({error.reason} at byte "
-                f"{error.start}): convert it first."
-            ) from error
+    return EXIT_USER_ERROR if counts.unreadable else 0
 
 
 def _write_line(text: str) -> None:

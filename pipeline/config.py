@@ -67,6 +67,20 @@ class CorpusConfig(Settings):
     a line of the summary."""
 
 
+class OutsideTestsConfig(Settings):
+    """import_tests: which test sets from outside, and between which of their languages."""
+
+    languages: tuple[str, ...] = ()
+    """Read only these; empty: all found. Where there are several scripts of a language, its usual
+    one is ``zh`` and any other ``zho_Hant``."""
+    directions: Literal["pivot", "all"] = "pivot"
+    """Where there is one file per language: pair the pivot with every other one, or each with
+    each (n languages are n · (n - 1) / 2 pairs, each with its own copy of the text)."""
+    pivot: str = "en"
+    max_line_bytes: int = Field(default=2**20, ge=1)
+    """Longer lines are put into the quarantine."""
+
+
 class CleanConfig(Settings):
     """clean: rules for training lines. Validation and test lines are never dropped."""
 
@@ -347,6 +361,7 @@ class Recipe(Settings):
     name: str
     description: str = ""
     corpus: CorpusConfig = CorpusConfig()
+    tests: OutsideTestsConfig = OutsideTestsConfig()
     clean: CleanConfig = CleanConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     shards: ShardsConfig = ShardsConfig()

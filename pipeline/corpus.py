@@ -52,6 +52,9 @@ class Hypothesis:
     text: str
     score: float = 0.0
     truncated: bool = False
+    """Part of the source was left out: it did not fit the model, and could not be divided."""
+    split: int = 0
+    """Parts that a source too long for the model was translated in; 0: it was translated whole."""
 
 
 _HYPOTHESIS = TypeAdapter(Hypothesis)

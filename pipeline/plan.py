@@ -161,7 +161,7 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
         )
     stage = table[planned.run]
-    if stage.sections and not planned.recipe:
+    if stage.sections and stage.needs_recipe and not planned.recipe:
         raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
     missing = [
         key
@@ -553,7 +553,7 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     of others it is replaced.
     """
     arguments = [task.stage.name]
-    if task.stage.sections:
+    if task.stage.sections and task.recipe:
         arguments.append(f"--recipe={task.recipe}")
     for name, source in task.planned.inputs.items():
         option = f"--{name}"

@@ -42,6 +42,8 @@ class Stage:
     """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
     trains: bool = False
     """Takes a ds_config."""
+    needs_recipe: bool = True
+    """Where it has sections; False: their defaults serve where no recipe is named."""
 
     @property
     def keeps_work(self) -> bool:
@@ -114,6 +116,15 @@ STAGES: dict[str, Stage] = {
             help="raw pair folders, or CLDR phrases, into a corpus",
             sections=("corpus",),
             inputs={"raw": Input("raw", "OPUS-100-like tree of pair folders", required=False)},
+        ),
+        Stage(
+            name="import_tests",
+            module="data_prep.import_tests",
+            makes="corpus",
+            help="test sets from outside (FLORES-200, NTREX-128, pairs of files) into a corpus",
+            sections=("tests",),
+            inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
+            needs_recipe=False,
         ),
         Stage(
             name="clean",

@@ -167,7 +167,7 @@ def test_lines_that_are_no_text_are_quarantined_with_their_counterparts(
 
 def test_files_that_are_no_utf8_at_all_are_refused(raw: Path, out: Path) -> None:
     write(raw, {"de-en/train.de": "süß\n".encode("latin-1") * 50, "de-en/train.en": "sweet\n" * 50})
-    with pytest.raises(DataError, match=r"train\.de .*50 of 50 lines are not UTF-8"):
+    with pytest.raises(DataError, match=r"train\.de: 50 of 50 lines are not UTF-8"):
         imported(out, raw)
 
 
