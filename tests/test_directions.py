@@ -8,11 +8,17 @@ from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.directions import describe_directions, find_pivot
 
 
-def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
+def corpus(
+    tmp_path: Path,
+    pairs: dict[str, dict[str, int]],
+    *,
+    dropped: dict[str, dict[str, int]] | None = None,
+) -> Artifact:
     with new_artifact(
         tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
     ) as writer:
         writer.statistics["pairs"] = pairs
+        writer.statistics["dropped"] = dropped or {}
     return open_artifact(tmp_path / "corpus", kind="corpus")
 
 
@@ -51,3 +57,34 @@ def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair
         "fr-de": ("zero_shot", None, 1),
         "fr-en": ("into_pivot", "low", 2),
     }
+
+
+def test_families_come_from_the_corpus_that_was_trained_on(tmp_path: Path) -> None:
+    for name in ("tests", "training"):
+        (tmp_path / name).mkdir()
+    tests = corpus(tmp_path / "tests", {"de-en": {"train": 0, "test": 2}, "de-fr": {"test": 2}})
+    pairs = {"de-en": {"train": 9}, "en-fr": {"train": 3}, "de-fr": {"test": 7}}
+    training = corpus(tmp_path / "training", pairs)
+    profiles = describe_directions(tests, thresholds=(3, 9), training=training)
+    assert [(str(one.direction), one.family, one.resource, one.test_lines) for one in profiles] == [
+        ("de-en", "into_pivot", "high", 2),
+        ("de-fr", "zero_shot", None, 2),
+        ("en-de", "out_of_pivot", "high", 2),
+        ("fr-de", "zero_shot", None, 2),
+    ]
+    assert {one.family for one in describe_directions(tests, thresholds=(3, 9))} == {"unknown"}
+
+
+def test_a_pair_that_cleaning_left_nothing_of_is_not_zero_shot(tmp_path: Path) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 1},
+        "en-fr": {"train": 0, "test": 1},
+        "de-fr": {"train": 0, "test": 1},
+    }
+    dropped = {"de-en": {"empty": 3}, "en-fr": {"empty": 0, "too_long": 4}, "de-fr": {"empty": 0}}
+    cleaned = corpus(tmp_path, pairs, dropped=dropped)
+    families = {
+        str(one.direction): one.family for one in describe_directions(cleaned, thresholds=(3, 9))
+    }
+    assert families["en-fr"] == families["fr-en"] == "emptied"
+    assert families["de-fr"] == "zero_shot"
