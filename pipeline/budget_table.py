@@ -101,7 +101,10 @@ def budget_notes(history: History) -> list[str]:
         "training stages, on however many processes.",
     ]
     if _least_updates(history):
-        found.append("× is how often a system has the updates of the least trained one.")
+        found.append(
+            "× is how often a system has the updates of the least trained one: where it is not "
+            "1.0, a lead may be that of longer training."
+        )
     for training in history.trainings:
         found += _notes_of(training)
     return found

@@ -111,6 +111,7 @@ def trace_training(system: str, translations: Artifact) -> tuple[SystemTraining,
     for artifact in lineage.found.values():
         if artifact.manifest.stage in TRAINING_STAGES:
             runs.setdefault(_run_identity(artifact), []).append(artifact)
+    runs = dict(sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started))
     own = _last_run(checkpoint)
     described = {identity: describe_run(members) for identity, members in runs.items()}
     return SystemTraining(

@@ -116,8 +116,8 @@ def _notes(series: Sequence[Series], left_out: Sequence[str], axis: Axis) -> lis
     assembled = [one.name for one in series if one.begin > 0]
     if assembled:
         found.append(
-            f"A dotted line stands for the {axis.label} of the trainings that a model was made "
-            f"from ({', '.join(assembled)}): its own curve begins where they end."
+            f"A dotted line stands for the trainings that a model was made from "
+            f"({', '.join(assembled)}): its own curve begins where they end."
         )
     if left_out:
         found.append(

@@ -73,3 +73,19 @@ def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path
         "fr-en": "emptied",
     }
     assert {one.resource for one in profiles if one.family == "emptied"} == {None}
+
+
+def test_families_come_from_the_corpus_that_was_trained_on(tmp_path: Path) -> None:
+    for name in ("tests", "training"):
+        (tmp_path / name).mkdir()
+    tests = corpus(tmp_path / "tests", {"de-en": {"train": 0, "test": 2}, "de-fr": {"test": 2}})
+    pairs = {"de-en": {"train": 9}, "en-fr": {"train": 3}, "de-fr": {"test": 7}}
+    training = corpus(tmp_path / "training", pairs)
+    profiles = describe_directions(tests, thresholds=(3, 9), training=training)
+    assert [(str(one.direction), one.family, one.resource, one.test_lines) for one in profiles] == [
+        ("de-en", "into_pivot", "high", 2),
+        ("de-fr", "zero_shot", None, 2),
+        ("en-de", "out_of_pivot", "high", 2),
+        ("fr-de", "zero_shot", None, 2),
+    ]
+    assert {one.family for one in describe_directions(tests, thresholds=(3, 9))} == {"unknown"}

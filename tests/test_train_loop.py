@@ -5,9 +5,11 @@ import math
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from data_prep import make_shards, mix
 from pipeline.artifacts import Artifact, Kind, new_artifact, open_artifact
-from pipeline.checkpoint import load_model, read_spec
+from pipeline.checkpoint import Progress, load_model, read_spec
 from pipeline.config import Recipe
 from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
@@ -275,6 +277,31 @@ def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> N
     first, final = records[0], [r for r in records if r["kind"] == "train"][-1]
     assert final["loss"] < first["loss"], "six updates must teach something"
     assert open_artifact(straight, kind="checkpoint").statistics["updates"] == UPDATES
+
+
+def test_the_curves_count_the_target_tokens_of_every_update(
+    inputs: Inputs, straight: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
+    steps = islice(data.planner.steps(Progress().cursor), UPDATES)
+    expected = [
+        sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
+    ]
+    records = read_metrics(straight / "metrics.jsonl")
+    assert [one["target_tokens"] for one in records if one["kind"] == "train"] == expected
+
+
+def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    pool1.run(pretrain, inputs, tmp_path / "model", make_recipe(), terminate_at=(0, 5))
+    assert pool1.run(pretrain, inputs, tmp_path / "model", make_recipe()) == ["done"]
+    records = (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()
+    last_update = json.loads(records[-1])["seconds"]
+    wall = open_artifact(tmp_path / "model", kind="checkpoint").manifest.run.wall_seconds
+    assert last_update < wall <= time.monotonic() - began
 
 
 STOPS = {
