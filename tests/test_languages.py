@@ -208,7 +208,7 @@ def test_codes_one_edit_away_are_those_with_one_letter_more_less_or_other() -> N
     assert codes_one_edit_away("frx") == ["fr", "fy"]
     assert "de" in codes_one_edit_away("dee")
     assert "de" not in codes_one_edit_away("de")
-    assert codes_one_edit_away("xyzzy") == []
+    assert codes_one_edit_away("qxq") == []
 
 
 def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None:
