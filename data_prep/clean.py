@@ -222,8 +222,8 @@ class Judge:
         self.config = task.config
         self.held_out = task.held_out
         self.letters = task.letters
-        # Of an unknown script there are no letters to find, and no line is swapped.
-        self.scripts_differ = not task.letters[0] & task.letters[1]
+        first, second = task.letters
+        self.scripts_differ = bool(first and second and not first & second)
         self.median_ratio = median_ratio
         self.seen: set[bytes] = set()
 

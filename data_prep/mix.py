@@ -92,12 +92,11 @@ def summary(
     """What is drawn from what, the pairs most and least repeated, and those left out."""
     train_lines = sum(share.train_lines for share in shares.values())
     by_epochs = sorted(shares, key=lambda pair: (-shares[pair].expected_epochs, pair))
-    most, least = (
-        f"{pair} {shares[pair].expected_epochs:.3g} times" for pair in (by_epochs[0], by_epochs[-1])
-    )
+    extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
+    times = (f"each of {pair} {shares[pair].expected_epochs:.3g} times" for pair in extremes)
     lines = [
         f"{counted(len(shares), 'pair')} with {counted(train_lines, 'training line')}; the updates "
-        f"draw about {sentences:,.0f} sentence pairs: each of {most}, each of {least}"
+        f"draw about {sentences:,.0f} sentence pairs: {', '.join(times)}"
     ]
     if left := sorted(emptied):
         lines.append(f"left out, no training data left: {listed(left)}")

@@ -132,11 +132,14 @@ def require_languages(
     missing = sorted(set(wanted) - {code for pair in pairs for code in pair})
     if not missing:
         return
-    near = sorted({code for name in missing for code in nearest_codes(name, present)})
+    there = set(present)
+    near = sorted(
+        {code for name in missing if name not in there for code in nearest_codes(name, there)}
+    )
+    hint = f" (nearest codes that are there: {', '.join(near)})" if near else ""
     raise ConfigError(
         f"corpus.languages asks for {', '.join(missing)}, which no pair of the languages asked "
-        "for has: correct corpus.languages, or add the other language of a pair (nearest codes "
-        f"that are there: {', '.join(near) or 'none'})."
+        f"for has: correct corpus.languages{hint}, or add the other language of a pair."
     )
 
 

@@ -255,7 +255,7 @@ def codes_one_edit_away(code: str) -> list[str]:
         for known in (*_FAMILY_OF, *ALIASES)
         if _is_one_edit(known, canonical(code))
     }
-    return sorted(found & _FAMILY_OF.keys())
+    return sorted(found & _FAMILY_OF.keys() - {canonical(code)})
 
 
 def _is_one_edit(one: str, other: str) -> bool:

@@ -267,6 +267,110 @@ def test_only_pairs_of_the_languages_asked_for_are_read(raw: Path, out: Path) ->
         imported(out.with_name("again"), raw, CorpusConfig(languages=("en", "de", "el")))
 
 
+def test_the_summary_says_what_was_read_kept_and_left_out_by_side(raw: Path, out: Path) -> None:
+    text: dict[str, str | bytes] = {
+        "de-en/train.de": b"\xef\xbb\xbfeins\r\n\xff\nd\x0brei\n" + b"v" * 41 + b"\n\nsechs\n",
+        "de-en/train.en": b"one\ntwo\nthree\nf\0ur\nfive\nsix\n",
+        "de-en/valid.de": "a\n",
+        "de-en/valid.en": "b\n",
+        "en-fr/test.en": "a\n",
+        "en-fr/test.fr": "b\n",
+        "ids/x": "",
+    }
+    corpus = imported(out, write(raw, text), CorpusConfig(max_line_bytes=40, max_train_lines=3))
+    assert corpus.manifest.summary == (
+        "read 8 lines of 2 pairs, kept 5 (train 3, valid 1, test 1)",
+        "left out: 2 lines and their counterparts into quarantine.jsonl (too_long in de 1, "
+        "nul in en 1, invalid_utf8 in de 1); 1 beyond the lines wanted per pair; "
+        "1 folder not named like a pair",
+        "odd separators made spaces in 1 line, carriage returns removed from 1 line, "
+        "byte order marks removed from 1 line, no text (kept) in 1 line",
+        "no test lines: de-en",
+    )
+
+
+def test_what_a_pair_lacks_is_said(raw: Path, out: Path) -> None:
+    write(raw, {f"de-en/train.{code}": "a\n" for code in ("de", "en")})
+    write(
+        raw, {f"en-fr/{split}.{code}": "" for split in ("train", "test") for code in ("en", "fr")}
+    )
+    write(raw, {"en-yi/train.en": "a\n\n", "en-yi/train.yi": "\n  \n"})
+    write(raw, {"en-yi/valid.en": "a\n", "en-yi/valid.yi": "b\n"})
+    corpus = imported(out, raw)
+    assert corpus.manifest.summary[-1] == (
+        "no training data left: en-fr; no validation set: de-en; no test lines: de-en, en-yi; "
+        "no lines at all: en-fr; only empty lines: en-yi train yi"
+    )
+    assert corpus.statistics["emptied"] == ["en-fr"]
+
+
+def test_training_lines_that_all_went_into_the_quarantine_leave_no_zero_shot_pair(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"de-fr/train.de": b"\xff\n\0\n", "de-fr/train.fr": "un\ndeux\n"})
+    write(
+        raw,
+        {f"{pair}/test.{code}": "x\n" for pair in ("de-fr", "fr-nl") for code in pair.split("-")},
+    )
+    corpus = imported(out, raw)
+    assert corpus.statistics["emptied"] == ["de-fr"]
+    assert "no training data left: de-fr" in corpus.manifest.summary[-1]
+    assert "no pair has training lines" in corpus.manifest.summary[-1]
+
+
+GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus und lachen."
+ENGLISH = "The children are playing in the garden behind the house this afternoon."
+
+
+def numbered(text: str) -> str:
+    return "".join(f"{text} {number}\n" for number in range(20))
+
+
+def test_exchanged_files_are_refused_with_what_to_do_unless_they_are_accepted(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"de-en/train.de": numbered(GERMAN), "de-en/train.en": numbered(ENGLISH)})
+    write(raw, {"de-en/test.de": numbered(ENGLISH), "de-en/test.en": numbered(GERMAN)})
+    with pytest.raises(
+        DataError,
+        match=r"test\.de reads as en and .*test\.en as de: exchange the names of the two files, or "
+        r"set corpus\.swapped_sides to 'accept'",
+    ):
+        imported(out, raw)
+    assert not out.exists()
+    corpus = imported(out, raw, CorpusConfig(swapped_sides="accept"))
+    assert corpus.manifest.summary[-1] == "look at: sides look swapped in de-en test"
+
+
+def test_codes_that_look_wrong_and_spellings_that_are_one_are_warned_of(
+    raw: Path, out: Path
+) -> None:
+    russian = numbered("Дети играют сегодня после обеда в саду за домом.")
+    write(raw, {"en-de/train.en": numbered(ENGLISH), "en-de/train.de": russian})
+    write(
+        raw, {"eng_Latn-rux/train.eng_Latn": numbered(ENGLISH), "eng_Latn-rux/train.rux": russian}
+    )
+    assert imported(out, raw).manifest.summary[-1] == (
+        "look at: de has Cyrl text, usual is Latn (meant: be?); rux is the code of no known "
+        "language (meant: ru, rue?); several spellings are one language: en (en, eng_Latn)"
+    )
+
+
+def test_the_script_of_a_language_that_nobody_knows_is_that_of_its_text(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"en-xyz/train.en": numbered(ENGLISH), "en-xyz/train.xyz": numbered("ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ")})
+    assert imported(out, raw).statistics["languages"]["xyz"]["script"] == "Cher"
+
+
+def test_a_sample_is_taken_of_the_whole_file_and_not_of_its_beginning(raw: Path, out: Path) -> None:
+    """A few lines in the wrong order at the beginning make no exchanged file."""
+    first, rest = numbered(ENGLISH), numbered(GERMAN) * 10
+    write(raw, {"de-en/train.de": first + rest})
+    write(raw, {"de-en/train.en": numbered(GERMAN) + numbered(ENGLISH) * 10})
+    assert line_counts(imported(out, raw), "train") == {"de-en": 220}
+
+
 def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
     with pytest.raises(ConfigError, match="no raw folder was given"):
         imported(out, None)

@@ -1,5 +1,6 @@
 """Scores agree with sacreBLEU and langdetect themselves, and averages with hand calculation."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +48,13 @@ ENGLISH = "The children are playing in the garden behind the house this afternoo
 FRENCH = "Les enfants jouent cet après-midi dans le jardin derrière la maison."
 
 
-def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
+def corpus(
+    tmp_path: Path, pairs: dict[str, dict[str, int]], *, emptied: Sequence[str] = ()
+) -> Artifact:
     with new_artifact(
         tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
     ) as writer:
-        writer.statistics["pairs"] = pairs
+        writer.statistics |= {"pairs": pairs, "emptied": list(emptied)}
     return open_artifact(tmp_path / "corpus", kind="corpus")
 
 
@@ -93,7 +96,8 @@ def test_signatures_name_the_tokenizer_and_the_orders_of_chrf() -> None:
 
 
 @pytest.mark.parametrize(
-    ("language", "tokenizer"), [("de", "13a"), ("zh", "zh"), ("ja", "ja-mecab"), ("th", "13a")]
+    ("language", "tokenizer"),
+    [("de", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ja", "ja-mecab"), ("th", "13a")],
 )
 def test_the_bleu_tokenizer_follows_the_target_language(language: str, tokenizer: str) -> None:
     assert bleu_tokenizer(language, option="per-language") == tokenizer
@@ -226,6 +230,25 @@ def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair
         "fr-de": ("zero_shot", None, 1),
         "fr-en": ("into_pivot", "low", 2),
     }
+
+
+def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "de-fr": {"test": 1},
+        "en-fr": {"train": 0, "test": 1},
+    }
+    made = corpus(tmp_path, pairs, emptied=["en-fr"])
+    profiles = describe_directions(made, thresholds=(3, 9))
+    assert {str(one.direction): one.family for one in profiles} == {
+        "de-en": "into_pivot",
+        "en-de": "out_of_pivot",
+        "de-fr": "zero_shot",
+        "fr-de": "zero_shot",
+        "en-fr": "no_training_data",
+        "fr-en": "no_training_data",
+    }
+    assert {one.resource for one in profiles if one.family == "no_training_data"} == {None}
 
 
 def profile(name: str, family: metrics.Family, resource: Resource | None) -> DirectionProfile:
