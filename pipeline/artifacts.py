@@ -59,6 +59,7 @@ from pipeline.places import (
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "UNWRITABLE",
     "Artifact",
     "ArtifactWriter",
     "FileRecord",

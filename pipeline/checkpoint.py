@@ -9,6 +9,8 @@ on any number of ranks, picks the pieces that overlap what it needs. Nothing is 
 is gathered on one rank.
 """
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,9 @@ PART_FOLDERS = ("weights", "optimizer")
 """Folders of an artifact in which every rank writes files of its own."""
 SHARD_BYTES = 1024 * 1024 * 1024
 MODEL_FILE = "model.json"
+
+_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
+"""How safetensors writes the number of an error of the operating system into its message."""
 
 
 class TensorFiles:
@@ -175,7 +180,14 @@ def part_prefix(part: int) -> str:
 
 def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
     name = f"{part_prefix(part)}{index:03d}.safetensors"
-    save_file(tensors, directory / name)
+    try:
+        save_file(tensors, directory / name)
+    except SafetensorError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(directory / name)) from error
     return name
 
 

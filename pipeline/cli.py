@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from pipeline.artifacts import (
+    UNWRITABLE,
     Artifact,
     InputRecord,
     open_artifact,
@@ -706,9 +707,32 @@ def _guarded(name: str, action: Callable[[], int]) -> int:
     except UserError as error:
         _report(name, error)
         return EXIT_USER_ERROR
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _give_up_output()
+        _report(name, _describe_os_error(error))
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         _say_once(f"mmnmt {name}: stopped by Ctrl-C.")
         return EXIT_KEYBOARD
+
+
+def _describe_os_error(error: OSError) -> ArtifactError:
+    """What no stage had a sentence of its own for: a full disk, a folder that is not the user's."""
+    return ArtifactError(
+        f"{error.filename or 'A file'} could not be read or written "
+        f"({error.strerror or error}): make room, or see to it that it can be; then run the same "
+        "command again."
+    )
+
+
+def _give_up_output() -> None:
+    """Leave nothing to flush at exit where standard output is what cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(name: str, error: UserError) -> None:

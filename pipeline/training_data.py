@@ -9,7 +9,7 @@ from pipeline.artifacts import Artifact
 from pipeline.batches import Batch, Example, collate
 from pipeline.config import BatchesConfig
 from pipeline.corpus import Direction, Split, line_counts
-from pipeline.errors import ConfigError
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.sampling import (
     SOURCE_EXTRA,
     TARGET_EXTRA,
@@ -35,7 +35,7 @@ class SplitData:
     def __init__(
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._directory = tokenizer, shards.directory
         shards.check(shards.names(f"{split}/"))
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
@@ -62,10 +62,21 @@ class SplitData:
         return int(max(sides, default=0)) + max(SOURCE_EXTRA, TARGET_EXTRA)
 
     def batch(self, plan: MicroBatch) -> Batch:
-        """Read and assemble the sentences of a plan."""
+        """Read and assemble the sentences of a plan.
+
+        Raises:
+            ArtifactError: the shards hold an id that the vocabulary has not.
+        """
         rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
         examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
-        return collate(examples, eos_id=self._tokenizer.eos_id)
+        batch = collate(examples, eos_id=self._tokenizer.eos_id)
+        largest = max(int(ids.max()) for ids in (batch.source_N, batch.target_N))
+        if largest >= self._tokenizer.size:
+            raise ArtifactError(
+                f"{self._directory} holds the token id {largest} where its tokenizer has "
+                f"{self._tokenizer.size} ids: make the shards again."
+            )
+        return batch
 
     def _example(self, index: int, reverse: int, line: int) -> Example:
         pair = self._pairs[index]

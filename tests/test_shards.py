@@ -237,12 +237,24 @@ def test_a_truncated_shard_is_refused(inputs: tuple[Artifact, Artifact], tmp_pat
     made = shard(*inputs, tmp_path / "shards")
     tokens = made.file(shard_names("valid", "de-en", "de")[0])
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(ArtifactError, match=r"de\.tokens has \d+ bytes, which does not fit"):
+    with pytest.raises(ArtifactError, match=r"de\.tokens has \d+ bytes, its manifest says \d+"):
         open_shard(made, "valid", "de-en", "de")
     offsets = made.file(shard_names("valid", "de-en", "en")[1])
     offsets.write_bytes(b"no array")
     with pytest.raises(ArtifactError, match=r"en\.offsets\.npy"):
         open_shard(made, "valid", "de-en", "en")
+
+
+def test_two_files_of_a_side_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    tokens, offsets = shard_names("valid", "de-en", "de")
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        writer.path(tokens).write_bytes(b"12345")
+        np.save(writer.path(offsets), np.array([0, 2]))
+    made = open_artifact(tmp_path / "shards", kind="shards")
+    with pytest.raises(ArtifactError, match=r"de\.tokens has 5 bytes, which does not fit the 2"):
+        open_shard(made, "valid", "de-en", "de")
 
 
 def test_a_tokenizer_without_a_language_of_the_corpus_is_refused(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folder_listing import names_in
 from tiny_models import perturb_vectors
 
 from pipeline import cli
@@ -443,8 +444,8 @@ def test_a_line_that_a_killed_run_half_wrote_is_translated_again(
     assert_same(bench.found("out"), bench.found("whole"))
 
 
-def test_what_was_translated_with_other_settings_is_not_used(
-    bench: Bench, stop_after: Callable[[int], None]
+def test_what_was_translated_with_other_settings_is_replaced_only_on_demand(
+    bench: Bench, stop_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = DECODING.replace("beam_size = 2", "beam_size = 1")
     assert bench.run("whole") == 0
@@ -452,11 +453,42 @@ def test_what_was_translated_with_other_settings_is_not_used(
     assert bench.run("out", decoding=other) == EXIT_RUN_AGAIN
     (bench.directory / "out.run" / "seconds.json").write_text("1000.0", encoding="utf-8")
     stop_after(10**6)
+    kept = (bench.directory / "out.run" / "rank-00000.jsonl").read_bytes()
+    capsys.readouterr()
     assert bench.run("out") == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "other settings or inputs (settings.decoding.beam_size: 1 → 2)" in said
+    assert "--overwrite" in said
+    assert (bench.directory / "out.run" / "rank-00000.jsonl").read_bytes() == kept
     assert bench.run("out", "--overwrite") == 0
     run = open_artifact(bench.directory / "out", kind="translations").manifest.run
-    assert run.wall_seconds < 1000
+    assert run.wall_seconds < 1000, "the time of what was thrown away does not count"
     assert_same(bench.found("out"), bench.found("whole"))
+    assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.parametrize("content", ["notes.txt", "states/update-0000001/manifest.json"])
+def test_a_run_folder_that_is_not_of_translations_is_left_alone(
+    bench: Bench, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    path = bench.directory / "out.run" / content
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert bench.run("out", "--overwrite") == EXIT_USER_ERROR
+    assert "nothing there is touched" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert names_in(path.parent) == [path.name]
+
+
+def test_a_file_of_the_users_in_a_run_folder_outlives_the_run(
+    bench: Bench, stop_after: Callable[[int], None]
+) -> None:
+    stop_after(3)
+    assert bench.run("out") == EXIT_RUN_AGAIN
+    (bench.directory / "out.run" / "notes.txt").write_text("mine")
+    stop_after(10**6)
+    assert bench.run("out") == 0
+    assert (bench.directory / "out.run" / "notes.txt").read_text() == "mine"
 
 
 def test_the_time_of_all_attempts_is_the_artifact_s(
