@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from data_prep import import_corpus
+from pipeline import cli
 from pipeline.artifacts import Artifact, open_artifact
 from pipeline.config import CldrConfig, CorpusConfig, Recipe
 from pipeline.corpus import line_counts, read_lines
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[2] / "shared" / "data" / "bible"
@@ -51,6 +52,19 @@ def raw(tmp_path: Path) -> Path:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
+
+
+def test_a_file_given_for_a_tree_is_refused_in_a_sentence(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.en").write_text("one\n")
+    (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "train.en")]
+    assert cli.main(["import_corpus", *options, "--out", str(out)]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "train.en is a file where a tree of pair folders is wanted" in said
+    assert said.count("\n") == 1
+    assert not out.exists()
 
 
 def test_plain_and_gzip_files_come_out_as_they_went_in(raw: Path, out: Path) -> None:

@@ -69,7 +69,7 @@ PATHS = (
 )
 KINDS = (
     *("file", "folder", "empty", "raw", "corpus", "corpus and a file", "corpus changed"),
-    *("link", "dangling link", "marked", "state"),
+    *("corpus with a link", "link", "dangling link", "marked", "state"),
 )
 OPERATIONS = ("import_corpus", "clean", "plan", "new_artifact", "training")
 
@@ -113,6 +113,9 @@ class Layout:
                 shutil.copytree(self.templates / template, path)
                 if kind == "corpus and a file":
                     (path / "train" / "thesis.txt").write_text("thesis")
+                if kind == "corpus with a link":
+                    (path / "train/de-en/de.txt").unlink()
+                    (path / "train/de-en/de.txt").symlink_to(target)
                 if kind == "corpus changed":
                     (path / "train/de-en/de.txt").write_text("edited\n")
 
@@ -246,7 +249,47 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAMES = st.sampled_from(PATHS)
-ENTRIES = st.lists(st.tuples(NAMES, st.sampled_from(KINDS), NAMES), max_size=7)
+KIND = st.sampled_from(KINDS)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What lies about, and what is done there."""
+
+    operation: str
+    given_name: str
+    out_name: str
+    overwrite: bool
+    entries: list[tuple[str, str, str]]
+    """Name, kind, and where a link leads."""
+
+
+def names_near(out_name: str) -> list[str]:
+    """Where a stage that is to write there, or a plan that is to write below it, looks."""
+    places = [
+        place
+        for out in (Path(out_name), Path(out_name) / "corpus", Path(out_name) / "clean")
+        for place in working_places(out)
+    ]
+    states = run_dir(Path(out_name)) / "states"
+    inner = [states / "update-0000001", states / ".update-0000002.unfinished"]
+    inner += [states.parent / name for name in ("best", "metrics.jsonl", "lock")]
+    return [str(path) for path in (*places, *inner)]
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Half of all entries lie where the operation will look; the input is often there first."""
+    operation = draw(st.sampled_from(OPERATIONS))
+    out_name = draw(st.sampled_from(["out", "out", "runs/clean", "data"]) | NAMES)
+    given_name = draw(st.sampled_from(["data/raw", "data/raw", "Out"]) | NAMES)
+    near = st.sampled_from([out_name, out_name, *names_near(out_name)])
+    entries = draw(st.lists(st.tuples(near | NAMES, KIND, near | NAMES), min_size=1, max_size=6))
+    kind = "corpus" if operation == "clean" else "raw"
+    place = draw(st.integers(0, len(entries)) | st.just(0))
+    entries.insert(place, (given_name, kind, ""))
+    overwrite = draw(st.booleans() | st.just(True))
+    return Scene(operation, given_name, out_name, overwrite, entries)
 
 
 @settings(
@@ -254,37 +297,24 @@ ENTRIES = st.lists(st.tuples(NAMES, st.sampled_from(KINDS), NAMES), max_size=7)
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(
-    entries=ENTRIES,
-    operation=st.sampled_from(OPERATIONS),
-    given_name=NAMES,
-    out_name=NAMES,
-    overwrite=st.booleans(),
-)
+@given(scene=scenes())
 def test_whatever_lies_where_nothing_of_the_users_is_removed_or_changed(
-    tmp_path: Path,
-    templates: Path,
-    entries: list[tuple[str, str, str]],
-    operation: str,
-    given_name: str,
-    out_name: str,
-    overwrite: bool,
+    tmp_path: Path, templates: Path, scene: Scene
 ) -> None:
     """Inputs stay too, and so does what other stages made."""
     layout = Layout(Path(tempfile.mkdtemp(dir=tmp_path)), templates)
-    kind = "corpus" if operation == "clean" else "raw"
-    for name, kind_, target in [*entries, (given_name, kind, "")]:
-        layout.add(name, kind_, target)
+    for name, kind, target in scene.entries:
+        layout.add(name, kind, target)
     layout.look()
-    given_path, out_dir = layout.root / given_name, layout.root / out_name
+    given_path, out_dir = layout.root / scene.given_name, layout.root / scene.out_name
     replaceable = operate(
-        operation,
+        scene.operation,
         templates / "recipe.toml",
         given_path=given_path,
         out_dir=out_dir,
-        overwrite=overwrite,
+        overwrite=scene.overwrite,
     )
-    reads = operation in ("import_corpus", "clean", "plan")
+    reads = scene.operation in ("import_corpus", "clean", "plan")
     assert not layout.changed(replaceable, [given_path] if reads else [])
     shutil.rmtree(layout.root)
 

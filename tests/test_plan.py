@@ -402,6 +402,108 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
     assert hashed == [setup.text_path.parent]
 
 
+# ---------------------------------------------------------------- changed since they were made
+
+
+def test_an_artifact_whose_file_only_looks_changed_is_checked_and_done(setup: Setup) -> None:
+    setup.run()
+    later = time.time() + 5
+    os.utime(setup.out_dir / "corpus" / "text", (later, later))
+    assert setup.forecast() == [
+        "corpus: would be checked (its file text changed since it was made)",
+        "shards: done",
+        "model: done",
+    ]
+    assert "changed  its file text changed since it was made" in setup.status()
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    os.utime(setup.out_dir / "corpus" / "text", (later - 100, later - 100))
+    assert setup.run()[0] == 0
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
+    setup: Setup, stale: bool
+) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.write_text("xyz")
+    os.utime(path, (time.time() + 5, time.time() + 5))
+    if stale:
+        setup.recipe_path.write_text(RECIPE.replace("max_train_lines = 5", "max_train_lines = 6"))
+    with pytest.raises(ArtifactError) as caught:
+        setup.run()
+    assert f"{path} is damaged in chunk 0" in str(caught.value)
+    assert f"restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
+    assert path.read_text() == "xyz"
+    assert setup.workshop.started == []
+    shutil.rmtree(path.parent)
+    assert setup.run()[0] == 0
+    assert setup.workshop.started[0] == "corpus"
+
+
+def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "shards" / "text").unlink()
+    assert setup.forecast()[1] == "shards: would be checked (its file text is missing)"
+    with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
+        setup.run()
+
+
+def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.rename(setup.folder / "elsewhere")
+    path.symlink_to(setup.folder / "elsewhere")
+    with pytest.raises(ArtifactError, match="text is a link"):
+        setup.run()
+
+
+def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
+    setup: Setup,
+) -> None:
+    path = setup.out_dir / "corpus" / "thesis.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("thesis")
+    assert "holds thesis.txt and no manifest.json" in setup.forecast()[0]
+    with pytest.raises(ArtifactError, match=r"holds thesis\.txt .* never replaced"):
+        setup.run()
+    assert path.read_text() == "thesis"
+
+
+def test_what_a_killed_stage_left_aside_is_put_back_before_a_plan_looks(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "corpus").rename(setup.out_dir / ".corpus.replaced")
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("raw", "The plan's folder .* is the input text"),
+        (".", "The plan's folder .* holds the input text"),
+        ("raw/runs/tiny", "The plan's folder .* lies within the input text"),
+    ],
+)
+def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
+    setup: Setup, out: str, words: str
+) -> None:
+    setup.out_dir = setup.folder / out
+    with pytest.raises(ConfigError, match=words):
+        setup.placed()
+    assert setup.text_path.read_text() == "banana"
+
+
+def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> None:
+    setup.out_dir.mkdir()
+    (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
+    with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
+        setup.placed()
+
+
 # ---------------------------------------------------------------- failures and stops
 
 

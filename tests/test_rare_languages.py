@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pipeline.metrics import describe_directions
 
 from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
 from pipeline.artifacts import Artifact, open_artifact
@@ -10,7 +11,6 @@ from pipeline.config import GroupsConfig, LanguagesConfig, Recipe, TokenizerConf
 from pipeline.corpus import languages, line_counts, read_lines
 from pipeline.groups import read_groups
 from pipeline.languages import language
-from pipeline.metrics import describe_directions
 from pipeline.mixture import read_mixture
 from pipeline.stages import STAGES, StageCall
 
