@@ -59,6 +59,8 @@ from pipeline.significance import MIN_LINES, BootstrapTask, compare_all, resampl
 from pipeline.stages import StageCall
 from pipeline.tables import Imprint, directions_by_family, family_title, format_count
 
+MAX_NAME_BYTES = 200
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -148,9 +150,8 @@ def shared_directions(
         raise ArtifactError(
             f"{corpus.directory} has no test lines: evaluate with a corpus that has test sets."
         )
+    _check_names(list(systems))
     for name, translations in systems.items():
-        if "/" in name or name in {"", ".", ".."}:
-            raise ConfigError(f"System name {name!r} cannot name a folder: choose another name.")
         _check_directions(name, translations, profiles=profiles)
     shared = [
         profile
@@ -165,6 +166,21 @@ def shared_directions(
     for name, translations in systems.items():
         _check_line_counts(name, translations, profiles=shared)
     return shared
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Every name becomes a folder of line statistics, on any file system."""
+    taken: dict[str, str] = {}
+    for name in names:
+        fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+        if not fits or "/" in name or "\\" in name or name in {".", ".."}:
+            raise ConfigError(f"System name {name!r} cannot name a folder: choose another name.")
+        if name.casefold() in taken:
+            raise ConfigError(
+                f"System names {taken[name.casefold()]!r} and {name!r} differ in case alone, which "
+                "not every file system tells apart: choose another name."
+            )
+        taken[name.casefold()] = name
 
 
 def _check_directions(

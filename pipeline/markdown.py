@@ -178,13 +178,18 @@ def _stages(evaluation: Evaluation, history: History) -> str:
         [
             escape_markdown(run.stage),
             escape_markdown(run.folder),
-            format_duration(run.wall_seconds),
+            escape_markdown(format_duration(run.wall_seconds)),
             escape_markdown(", ".join(run.systems)),
         ]
         for run in history.stages
     ]
     body += [
-        ["all stages", "", format_duration(history.wall_seconds_of(one.name)), name]
+        [
+            "all stages",
+            "",
+            escape_markdown(format_duration(history.wall_seconds_of(one.name))),
+            name,
+        ]
         for one in evaluation.systems
         for name in [escape_markdown(one.name)]
     ]

@@ -141,7 +141,11 @@ def directions_section(evaluation: Evaluation) -> str:
         + "".join(_direction_row(evaluation, profile) for profile in profiles)
         for family, profiles in directions_by_family(evaluation).items()
     )
-    return section("All directions", table(head, body, tall=True))
+    return section(
+        "All directions",
+        table(head, body, tall=True),
+        lead="Training lines are those of the pair; intervals and bold print as above.",
+    )
 
 
 def _direction_row(evaluation: Evaluation, profile: DirectionProfile) -> str:
@@ -192,7 +196,7 @@ def stages_section(evaluation: Evaluation, history: History) -> str:
         f"{escape_html(run.folder)}</span>"
         + bar(
             run.wall_seconds / longest if longest else 0.0,
-            text=format_duration(run.wall_seconds),
+            text=escape_html(format_duration(run.wall_seconds)),
             style="stage",
         )
         + "</div>"
@@ -201,7 +205,7 @@ def stages_section(evaluation: Evaluation, history: History) -> str:
     totals = two_columns(
         ("System", "All stages behind it"),
         [
-            (escape_html(one.name), format_duration(history.wall_seconds_of(one.name)))
+            (escape_html(one.name), escape_html(format_duration(history.wall_seconds_of(one.name))))
             for one in evaluation.systems
         ],
     )

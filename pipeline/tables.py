@@ -304,7 +304,9 @@ def format_interval(interval: Interval) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Two units at most: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``."""
+    """Two units at most: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``; what is shorter is not zero."""
+    if seconds < 0.05:
+        return "< 0.1 s" if seconds > 0 else "0 s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     if seconds < 3599.5:

@@ -128,7 +128,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "translate": "--checkpoint --corpus --from --local-rank --local_rank --out --overwrite "
         "--processes --recipe --to",
         "retrieve": "--corpus --out --overwrite",
-        "evaluate": "--corpus --out --overwrite --processes --recipe --systems",
+        "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
     }
     found = {
         name: " ".join(

@@ -257,6 +257,10 @@ def test_language_accuracy_can_be_left_out(tmp_path: Path, corpus: Artifact) -> 
     settings = EvaluationConfig(language_accuracy=False)
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     scores = made.read_json("scores.json")
+    assert scores.keys() >= {
+        *("pivot", "thresholds", "directions", "language_names", "tokenizers"),
+        *("systems", "references", "undetectable", "warnings"),
+    }
     assert scores["references"] is None
     assert "Language accuracy" not in made.file("report.md").read_text(encoding="utf-8")
     with np.load(made.file("sentences/perfect/de-en.npz"), allow_pickle=False) as arrays:
@@ -334,13 +338,21 @@ def test_another_number_of_lines_than_the_corpus_is_refused(
         evaluate.run(stage_call(tmp_path / "out", corpus, systems))
 
 
-@pytest.mark.parametrize("name", ["..", "a/b"])
+@pytest.mark.parametrize("name", ["..", "", "a/b", "a\\b", "a\0b", "a\nb", "ü" * 101])
 def test_a_system_name_that_is_no_folder_name_is_refused(
     tmp_path: Path, corpus: Artifact, name: str
 ) -> None:
     systems = {name: translations(tmp_path / "a", corpus, perfect)}
     with pytest.raises(ConfigError, match="choose another name"):
         evaluate.run(stage_call(tmp_path / "out", corpus, systems))
+
+
+def test_system_names_that_differ_in_case_alone_are_refused(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    made = translations(tmp_path / "a", corpus, perfect)
+    with pytest.raises(ConfigError, match="'MoE' and 'moe' differ in case alone"):
+        evaluate.run(stage_call(tmp_path / "out", corpus, {"MoE": made, "moe": made}))
 
 
 def test_no_system_at_all_is_refused(tmp_path: Path, corpus: Artifact) -> None:

@@ -57,7 +57,9 @@ def test_without_enough_lines_there_is_neither_interval_nor_bold() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.04, "0.0 s"),
+        (0.0, "0 s"),
+        (0.04, "< 0.1 s"),
+        (0.05, "0.1 s"),
         (59.9, "59.9 s"),
         (59.97, "1 min 0 s"),
         (61.5, "1 min 2 s"),
