@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("languages", "distributed", "ds_config"),
     ),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
-    ("shared_hashing", "batches", "training_data", "plan"),
+    ("shared_hashing", "gradient_order", "batches", "training_data", "plan"),
     ("model", "losses", "optim", "weights", "routing_statistics"),
     (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),

@@ -59,7 +59,8 @@ def test_signatures_name_the_tokenizer_and_the_orders_of_chrf() -> None:
 
 
 @pytest.mark.parametrize(
-    ("language", "tokenizer"), [("de", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ja", "ja-mecab"), ("th", "13a")]
+    ("language", "tokenizer"),
+    [("de", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ja", "ja-mecab"), ("th", "13a")],
 )
 def test_the_bleu_tokenizer_follows_the_target_language(language: str, tokenizer: str) -> None:
     assert bleu_tokenizer(language, option="per-language") == tokenizer

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pipeline.metrics import describe_directions
+from pipeline.directions import describe_directions
 
 from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
 from pipeline.artifacts import Artifact, open_artifact
