@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.artifacts import Artifact, InputRecord, json_digest
-from pipeline.checkpoint import read_spec
+from pipeline.checkpoint import stated_spec
 from pipeline.corpus import iterate_lines
 from pipeline.errors import UserError
 from pipeline.lineage import Lineage, open_recorded
@@ -203,7 +203,7 @@ def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
         return []
     try:
         entries = [json.loads(line) for line in iterate_lines(checkpoint.file("metrics.jsonl"))]
-    except (OSError, ValueError):
+    except (UserError, OSError, ValueError):
         return []
     return [one for one in entries if isinstance(one, dict) and isinstance(one.get("update"), int)]
 
@@ -233,7 +233,7 @@ def count_tokens(metrics: Iterable[Mapping[str, Any]]) -> int | None:
 def read_parameters(checkpoint: Artifact) -> Parameters | None:
     """From the shape a checkpoint states; None where that cannot be read."""
     try:
-        spec = read_spec(checkpoint)
+        spec = stated_spec(checkpoint)
     except (UserError, OSError, ValueError):
         return None
     counts = count_parameters(

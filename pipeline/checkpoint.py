@@ -161,8 +161,23 @@ def open_checkpoint(directory: Path) -> Artifact:
     return checkpoint
 
 
+def stated_spec(checkpoint: Artifact) -> ModelSpec:
+    """The model's shape as stated when it was first made, whatever the files of weights hold.
+
+    Raises:
+        CheckpointError: model.json holds something else.
+    """
+    path = checkpoint.file(MODEL_FILE)
+    try:
+        return ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
+        ) from error
+
+
 def read_spec(checkpoint: Artifact) -> ModelSpec:
-    """The model's shape as stated when it was first made.
+    """The shape of a model that is about to be built.
 
     Nothing of that size is allocated before the files are known to be of about that size; which
     tensor is missing of one that lacks a few is said when it is read.
@@ -170,19 +185,13 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
     Raises:
         CheckpointError: model.json holds something else, or asks for far more than the files hold.
     """
-    path = checkpoint.file(MODEL_FILE)
-    try:
-        spec = ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
-        ) from error
+    spec = stated_spec(checkpoint)
     wanted = num_parameters(spec)
     held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
-            f"{path} asks for {wanted:,} parameters, and the files under weights hold {held:,} "
-            "values: name a checkpoint whose files belong together."
+            f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, and the files "
+            f"under weights hold {held:,} values: name a checkpoint whose files belong together."
         )
     return spec
 

@@ -260,7 +260,7 @@ def test_groups_by_typology_are_the_families(tmp_path: Path) -> None:
     assert len(set(groups.values())) == 5
 
 
-RARE = {"de-en": 9, "chr-en": 4, "cop-en": 4, "en-chy": 2}
+RARE = {"de-en": 9, "chr-en": 4, "cop-en": 4, "chy-en": 2}
 
 
 def test_each_language_of_unknown_family_is_a_group_of_its_own_and_named(tmp_path: Path) -> None:

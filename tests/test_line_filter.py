@@ -35,7 +35,8 @@ SECONDS = 120.0
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     vocabulary = ByteVocabulary.size + len(LANGUAGES)
-    model = tiny_model(tiny_spec(vocabulary=vocabulary, max_positions=MAX_POSITIONS))
+    spec = tiny_spec(vocabulary=vocabulary, max_positions=MAX_POSITIONS)
+    model = tiny_model(spec.model_copy(update={"pad_id": ByteVocabulary.pad_id}))
     for layer in model.decoder_layers():  # so that translations differ with their sources
         for name, parameter in layer.cross_attention.named_parameters():
             parameter.data *= 6 if name.endswith("weight") else 1
@@ -199,7 +200,8 @@ def test_a_language_that_the_model_has_by_that_very_code_is_that_language(
     """Though ``iw`` is the registry's ``he``."""
     spec = tiny_spec(vocabulary=ByteVocabulary.size + 4)
     languages = ("en", "fr", "iw", "ru")
-    model = tiny_model(spec.__class__(**{**vars(spec), "languages": languages}))
+    changes = {"languages": languages, "pad_id": ByteVocabulary.pad_id}
+    model = tiny_model(spec.model_copy(update=changes))
     directory = make_checkpoint(tmp_path / "checkpoint", model)
     translator = Translator(open_artifact(directory, kind="checkpoint"), DECODING)
     assert find_direction(translator, source="iw", target="rus") == Direction("iw", "ru")
