@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -208,6 +209,27 @@ def test_a_finished_result_of_the_same_inputs_is_not_built_again(
     assert "already done" in capsys.readouterr().err
     assert bench.read("--overwrite") == 0
     assert len(bench.calls) == 2
+
+
+@pytest.mark.parametrize("edited", ['"rewritten"\n', '"READ"\n', None])
+def test_a_finished_result_that_was_edited_is_not_called_done_and_not_thrown_away(
+    bench: Bench, capsys: pytest.CaptureFixture[str], edited: str | None
+) -> None:
+    bench.read()
+    path = Path(bench.at("corpus")) / "text.json"
+    if edited is None:
+        path.unlink()
+    else:
+        path.write_text(edited)
+        os.utime(path, (time.time() + 5, time.time() + 5))
+    capsys.readouterr()
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert f"remove the folder {path.parent}" in said
+    assert said.count("\n") == 1
+    assert (path.read_text() if path.exists() else None) == edited
+    assert len(bench.calls) == 1
 
 
 def test_another_result_in_the_output_folder_is_refused_with_what_differs(

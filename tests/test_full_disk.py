@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_places import PLAN, RAW, RECIPE
+from tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts import new_artifact, open_artifact
 from pipeline.distributed import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
-from pipeline.launch import StopRequests
 from pipeline.plan import load_plan, place_plan, run_plan
 from pipeline.progress import JsonLines
 from pipeline.run_directory import RunDirectory
@@ -154,11 +153,6 @@ def test_every_write_of_an_artifact_can_fail(disk: Disk) -> None:
         disk.fails_at = -1
         make("old")
     assert failures >= 12
-
-
-def in_this_process(arguments: Any, *, processes: int, threads: int, requests: StopRequests) -> int:
-    del processes, threads, requests
-    return cli.main(arguments[2:])
 
 
 def test_every_write_of_a_plan_can_fail_its_lock_file_included(

@@ -14,12 +14,12 @@ import pytest
 from folder_listing import names_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact, read_manifest
 from pipeline.distributed import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
-from pipeline.launch import StopRequests
 from pipeline.manifest import MANIFEST_NAME, MARKER_NAME
 from pipeline.places import (
     claim_run_folder,
@@ -38,24 +38,6 @@ from pipeline.plan import load_plan, place_plan, run_plan
 from pipeline.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
-RECIPE = '[corpus]\nsource = "tree"\n[clean]\n'
-RAW = {
-    f"en-de/{split}.{code}": "".join(f"{split} line {number} {code}\n" for number in range(3))
-    for split in ("train", "valid", "test")
-    for code in ("en", "de")
-}
-PLAN = """
-[inputs]
-text = "a tree"
-[stages.corpus]
-run = "import_corpus"
-recipe = "{recipe}"
-inputs = {{ raw = "$text" }}
-[stages.clean]
-run = "clean"
-recipe = "{recipe}"
-inputs = {{ corpus = "corpus" }}
-"""
 
 # ---------------------------------------------------------------- random layouts
 
@@ -174,13 +156,6 @@ def _content(path: Path) -> bytes | str | None:
 
 def working_places(out_dir: Path) -> list[Path]:
     return [out_dir, unfinished_dir(out_dir), replaced_dir(out_dir), run_dir(out_dir)]
-
-
-def in_this_process(
-    arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-) -> int:
-    del processes, threads, requests
-    return cli.main(arguments[2:])
 
 
 def save_state(directory: RunDirectory, update: int) -> None:

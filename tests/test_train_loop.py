@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from pipeline.config import Recipe
 from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
 from pipeline.engine import Engine, StepResult, connect, expert_parallel_group
-from pipeline.errors import Interrupted
+from pipeline.errors import ArtifactError, Interrupted
 from pipeline.manifest import MARKER_NAME
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
@@ -447,6 +448,38 @@ def test_another_number_of_ranks_resumes_to_the_same_curves(
 
 def validation_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(path) if record["kind"] == "validation"]
+
+
+def tokens_of(shards: Artifact) -> Path:
+    return next(shards.directory.glob("train/*/*.tokens"))
+
+
+def test_tampered_shards_are_not_trained_on(inputs: Inputs, tmp_path: Path) -> None:
+    shutil.copytree(inputs.shards.directory, tmp_path / "shards")
+    shards = open_artifact(tmp_path / "shards", kind="shards")
+    path = tokens_of(shards)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    call = make_call(
+        "pretrain", make_recipe(), {**inputs.artifacts(), "shards": shards}, tmp_path / "model"
+    )
+    with pytest.raises(ArtifactError, match=rf"{path.name} is damaged in chunk 0"):
+        training_data(call)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_even_where_the_manifest_says_the_same(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with write_artifact(tmp_path / "shards", "shards", "make_shards") as writer:
+        for name in inputs.shards.names():
+            shutil.copyfile(inputs.shards.file(name), writer.path(name))
+        for path in writer.directory.glob("valid/*/*.tokens"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        writer.statistics.update(inputs.shards.statistics)
+    forged = Inputs(
+        open_artifact(tmp_path / "shards", kind="shards"), inputs.mixture, inputs.groups
+    )
+    with pytest.raises(ArtifactError, match="holds the token id 65535 where its tokenizer has"):
+        next(batches_of(forged, make_recipe()))
 
 
 def batches_of(inputs: Inputs, recipe: Recipe) -> Iterator[Any]:
