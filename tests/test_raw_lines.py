@@ -17,7 +17,7 @@ from data_prep import raw_lines
 from data_prep.raw_lines import (
     LineCounts,
     Quarantine,
-    good_pairs,
+    good_lines,
     in_step,
     iterate_raw_lines,
 )
@@ -78,7 +78,7 @@ def read(
         path.write_bytes(data)
     counts, stream = LineCounts(), io.StringIO()
     found = list(
-        good_pairs(
+        good_lines(
             paths,
             limit=limit,
             max_line_bytes=max_line_bytes,
