@@ -86,6 +86,7 @@ def import_aligned(
                 max_line_bytes=max_line_bytes,
                 quarantine=quarantine,
                 counts=found,
+                setting="tests.max_line_bytes",
             ):
                 for code, stream, text in zip(languages, streams, texts, strict=True):
                     stream.write(text + "\n")

@@ -111,10 +111,12 @@ def good_lines(
     max_line_bytes: int,
     quarantine: Quarantine,
     counts: LineCounts,
+    setting: str = "corpus.max_line_bytes",
 ) -> Iterator[list[str]]:
     """At most ``limit`` lines of every file, all of them text; files are read to their ends.
 
-    A line that is no text in one file is left out of all. ``counts`` are for as many sides.
+    A line that is no text in one file is left out of all. ``counts`` are for as many sides;
+    ``setting`` is where ``max_line_bytes`` comes from.
 
     Raises:
         DataError: one file has more lines, or too many lines are no text.
@@ -140,7 +142,7 @@ def good_lines(
             yield texts
         else:
             counts.quarantined += 1
-    _refuse_damaged(paths, counts)
+    _refuse_damaged(paths, counts, setting=setting)
 
 
 def in_step(paths: Sequence[Path], *, max_line_bytes: int) -> Iterator[tuple[bytes, ...]]:
@@ -239,18 +241,18 @@ def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str
     return text
 
 
-def _refuse_damaged(paths: Sequence[Path], counts: LineCounts) -> None:
+def _refuse_damaged(paths: Sequence[Path], counts: LineCounts, *, setting: str) -> None:
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
     if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines):
         return
     damaged = [path for path, side in zip(paths, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
     remedy = (
-        "raise max_line_bytes, or split them into sentences"
+        f"raise {setting}, or split them into sentences"
         if reasons == ["too_long"]
         else "convert the files to UTF-8 or fetch them again"
     )
     raise DataError(
         f"{listed(str(path) for path in damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most max_line_bytes ({', '.join(reasons)}): {remedy}."
+        f"most {setting} ({', '.join(reasons)}): {remedy}."
     )
