@@ -249,10 +249,12 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     try:
         (new_dir / MARKER_NAME).unlink(missing_ok=True)
         new_dir.rename(out_dir)
+        sync(out_dir.parent)
     except OSError:
+        if not new_dir.exists():
+            out_dir.rename(new_dir)
         restore(out_dir)
         raise
-    sync(out_dir.parent)
     with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
         remove_artifact(aside)
 

@@ -159,8 +159,7 @@ def main() -> None:
         write(path, content)
         rows = compare_hashing(path, content, options)
         artifact = make_artifact(Path(folder) / "artifact", path)
-        with mock.patch.object(digests, "MAX_THREADS", 1):
-            rows += compare_opening(artifact, options)
+        rows += compare_opening(artifact, options)
         rows += compare_ranks(artifact, options)
     report(rows, options, shapes=f"files of {size // MEBIBYTE} MiB, chunks of 64")
 
