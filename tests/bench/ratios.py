@@ -64,17 +64,19 @@ def parse_options(description: str) -> Options:
     )
 
 
-def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = WARM_UP
+) -> Seconds:
     """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(WARM_UP + rounds):
+    for turn in range(warm_up + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             started = time.perf_counter()
             contestants[name]()
             seconds[name].append(time.perf_counter() - started)
-    return {name: values[WARM_UP:] for name, values in seconds.items()}
+    return {name: values[warm_up:] for name, values in seconds.items()}
 
 
 def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -> list[Row]:
