@@ -89,7 +89,9 @@ def trace_history(systems: Mapping[str, Artifact]) -> History:
             users.setdefault(path, []).append(name)
         training, checkpoint = trace_training(name, translations)
         trainings.append(training)
-        if checkpoint is not None:
+        if checkpoint is not None and not read_metrics(checkpoint):
+            missing.add(checkpoint.directory.name)
+        elif checkpoint is not None:
             curves.append(read_curve(training, checkpoint))
     return History(
         stages=tuple(

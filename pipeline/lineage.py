@@ -40,7 +40,7 @@ def open_recorded(record: InputRecord) -> Artifact | None:
     path = Path(record.path)
     try:
         manifest = read_manifest(path)
-    except ArtifactError:
+    except (ArtifactError, ValueError):  # a NUL in the path
         return None
     if manifest is None or manifest.digest != record.digest:
         return None

@@ -125,6 +125,15 @@ def test_a_checkpoint_that_was_replaced_since_lends_no_curve_and_no_time(tmp_pat
     assert not history.trainings[0].complete
 
 
+def test_curves_that_were_tampered_with_are_left_out_and_named(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "dense", [3.0, 2.0])
+    made = translated(tmp_path / "a", run)
+    (tmp_path / "dense" / "metrics.jsonl").write_text('{"kind": "train", "upd', encoding="utf-8")
+    history = trace_history({"dense": made})
+    assert history.curves == ()
+    assert history.missing == ("dense",)
+
+
 def test_a_history_is_json(tmp_path: Path) -> None:
     made = translated(tmp_path / "a", training_run(tmp_path / "dense", [3.0]))
     found = json.loads(json.dumps(asdict(trace_history({"dense": made}))))
