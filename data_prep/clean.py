@@ -27,6 +27,7 @@ from pipeline.artifacts import Artifact, ArtifactWriter
 from pipeline.config import CleanConfig
 from pipeline.corpus import (
     Split,
+    aligned_lines,
     emptied_pairs,
     iterate_lines,
     languages,
@@ -355,7 +356,7 @@ def _controls(first: str, second: str) -> Sides:
 
 
 def _aligned_lines(task: PairTask) -> Iterator[tuple[str, str]]:
-    return zip(*(iterate_lines(path) for path in task.sources), strict=True)
+    return aligned_lines(*task.sources)
 
 
 def _digest(text: str) -> bytes:

@@ -16,7 +16,7 @@ from pipeline.artifacts import Artifact
 from pipeline.checkpoint import read_tensor
 from pipeline.config import GroupsConfig
 from pipeline.corpus import languages, line_counts
-from pipeline.errors import ConfigError
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.groups import GROUPS_NAME
 from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes
 from pipeline.mixture import lines_per_language
@@ -166,6 +166,11 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
     """Language → the embedding [width] of its token in a trained model."""
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
+    if weight.dim() != 2 or len(weight) != tokenizer.size:
+        raise ArtifactError(
+            f"{checkpoint.directory} has embeddings of shape {tuple(weight.shape)} where its "
+            f"tokenizer has {tokenizer.size} ids: name a checkpoint whose files belong together."
+        )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
 

@@ -6,14 +6,14 @@ only a part of its weights may have been taken. Trainings that gave no weights b
 groups are named and not counted.
 """
 
-import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipeline.artifacts import Artifact, InputRecord, json_digest
 from pipeline.checkpoint import stated_spec
-from pipeline.corpus import iterate_lines
+from pipeline.documents import read_json_lines
 from pipeline.errors import UserError
 from pipeline.lineage import Lineage, open_recorded
 from pipeline.model.describe import count_parameters
@@ -198,14 +198,26 @@ def _with_metrics(members: Sequence[Artifact]) -> Artifact | None:
 
 
 def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
-    """The lines of metrics of a run that say an update; none where they cannot be read."""
+    """The lines of metrics of a run that say an update and a time; none where they are broken."""
     if not checkpoint.has("metrics.jsonl"):
         return []
     try:
-        entries = [json.loads(line) for line in iterate_lines(checkpoint.file("metrics.jsonl"))]
-    except (UserError, OSError, ValueError):
+        entries = list(read_json_lines(checkpoint.file("metrics.jsonl")))
+    except UserError:
         return []
-    return [one for one in entries if isinstance(one, dict) and isinstance(one.get("update"), int)]
+    return [
+        one for one in entries if is_number(one.get("seconds")) and _is_count(one.get("update"))
+    ]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of JSON is a number that a float can hold; truth values are none."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and is_number(value) and value >= 0
 
 
 def tokens_by_update(metrics: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
@@ -217,7 +229,7 @@ def tokens_by_update(metrics: Iterable[Mapping[str, Any]]) -> list[tuple[int, in
     tokens = 0
     for entry in metrics:
         if entry.get("kind") == "train":
-            if "target_tokens" not in entry:
+            if not _is_count(entry.get("target_tokens")):
                 return []
             tokens += entry["target_tokens"]
             found.append((entry["update"], tokens))

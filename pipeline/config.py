@@ -77,7 +77,7 @@ class OutsideTestsConfig(Settings):
     """Where there is one file per language: pair the pivot with every other one, or each with
     each (n languages are n · (n - 1) / 2 pairs, each with its own copy of the text)."""
     pivot: str = "en"
-    max_line_bytes: int = Field(default=2**20, ge=1)
+    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
     """Longer lines are put into the quarantine."""
 
 

@@ -11,6 +11,7 @@ the order of the corpus's test lines.
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -154,8 +155,32 @@ def iterate_lines(path: Path) -> Iterator[str]:
 
 
 def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
-    """All lines of one side of a pair."""
-    return list(iterate_lines(corpus.file(text_name(split, pair, language))))
+    """All lines of one side of a pair.
+
+    Raises:
+        ArtifactError: there are more or fewer than the statistics say.
+    """
+    path = corpus.file(text_name(split, pair, language))
+    lines = list(iterate_lines(path))
+    counted = line_counts(corpus, split).get(pair, 0)
+    if len(lines) != counted:
+        raise ArtifactError(
+            f"{path} has {len(lines):,} lines, the statistics of {corpus.directory} say "
+            f"{counted:,}: {RESTORE}."
+        )
+    return lines
+
+
+def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
+    """Lines of two files that stand beside each other.
+
+    Raises:
+        ArtifactError: one file ends before the other.
+    """
+    for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
+        if one is None or other is None:
+            raise ArtifactError(f"{first} and {second} differ in their number of lines: {RESTORE}.")
+        yield one, other
 
 
 def hypotheses_name(direction: Direction) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pipeline.batches import Packing
 from pipeline.config import DecodingConfig
+from pipeline.errors import CheckpointError
 from pipeline.model.attention import KeyValues
 from pipeline.model.transformer import LayerCache, Transformer
 
@@ -142,6 +143,11 @@ class _Search:
         return [self._best(index) for index in range(len(self.ended))]
 
     def _best(self, index: int) -> Translation:
+        if not self.ended[index].hypotheses:
+            raise CheckpointError(
+                "The model's scores are not numbers, so that it cannot translate: its weights are "
+                "finite but too large; name another checkpoint."
+            )
         score, tokens = max(self.ended[index].hypotheses, key=lambda entry: entry[0])
         return Translation(tokens, score)
 

@@ -11,6 +11,7 @@ from pipeline.artifacts import Artifact
 from pipeline.budgets import (
     Spent,
     SystemTraining,
+    is_number,
     read_metrics,
     tokens_by_update,
     trace_training,
@@ -116,7 +117,7 @@ def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
     tokens = tokens_by_update(metrics)
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
     for entry in metrics:
-        if entry.get("kind") in points and entry.get("loss") is not None:
+        if entry.get("kind") in ("train", "validation") and is_number(entry.get("loss")):
             points[entry["kind"]].append(_point(entry, tokens))
     return Curve(
         system=training.system,
@@ -127,12 +128,13 @@ def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
 
 
 def _point(entry: Mapping[str, Any], tokens: Sequence[tuple[int, int]]) -> CurvePoint:
-    resources: Mapping[str, float | None] = entry.get("resources", {})
+    resources = entry.get("resources")
+    found = resources.items() if isinstance(resources, dict) else ()
     return CurvePoint(
         update=entry["update"],
         seconds=entry["seconds"],
         loss=entry["loss"],
-        resources={group: loss for group, loss in resources.items() if loss is not None},
+        resources={group: loss for group, loss in found if is_number(loss)},
         target_tokens=_tokens_at(entry["update"], tokens),
     )
 

@@ -92,13 +92,20 @@ class Planner:
         """Both mappings are by pair name; the pairs are numbered in sorted order.
 
         Raises:
-            ConfigError: a pair has no probability, or a sentence exceeds the token budget.
+            ConfigError: the pairs differ from those of the probabilities, or a sentence exceeds
+                the token budget.
         """
         self.names = tuple(sorted(pairs))
         missing = [name for name in self.names if name not in probabilities]
         if missing:
             raise ConfigError(
                 f"The mixture has no probability for {', '.join(missing)}: run mix on these shards."
+            )
+        others = sorted(set(probabilities) - set(self.names))
+        if others:
+            raise ConfigError(
+                f"The mixture is of other shards: these have no training lines of "
+                f"{', '.join(others)}; run mix on these shards."
             )
         self._config = config
         self._seed = seed

@@ -75,6 +75,8 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, model: bytes) -> None:
+        if not model:  # without one the processor is made, and complains of every question
+            raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:

@@ -157,4 +157,10 @@ class TrainingData:
 def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:
     first, second = name.split("-")
     sides = (open_shard(shards, split, name, first), open_shard(shards, split, name, second))
+    counted = line_counts(shards, split)[name]
+    if {len(side) for side in sides} != {counted}:
+        raise ArtifactError(
+            f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
+            f"{split}/{name}, its statistics say {counted:,}: run make_shards again."
+        )
     return _Pair(name, (first, second), sides)

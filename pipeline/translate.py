@@ -160,7 +160,7 @@ class DoneLines:
         identity = _identity_of(text)
         claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        before = _identity_of(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        before = _identity_of(path.read_bytes()) if path.is_file() else {}
         change = describe_change(before, identity)
         if change is None:
             return
@@ -242,11 +242,11 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     done.remove()
 
 
-def _identity_of(text: str) -> dict[str, object]:
+def _identity_of(noted: str | bytes) -> dict[str, object]:
     """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
     try:
-        settings, inputs = json.loads(text)
-    except (ValueError, TypeError):
+        settings, inputs = json.loads(noted)
+    except (ValueError, TypeError, RecursionError):
         return {}
     return {"settings": settings, "inputs": inputs}
 

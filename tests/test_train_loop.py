@@ -76,7 +76,11 @@ def make_recipe(**training: Any) -> Recipe:
             "window_steps": 2,
             "evaluation_tokens": 60,
         },
-        "optimizer": {"learning_rate": 0.01, "warmup_updates": 2, "clip_norm": 1.0},
+        "optimizer": {
+            "learning_rate": 0.01,
+            "warmup_updates": min(2, training.get("updates", UPDATES) - 1),
+            "clip_norm": 1.0,
+        },
         "training": {
             "updates": UPDATES,
             "dropout": 0.1,
