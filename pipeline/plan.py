@@ -332,9 +332,9 @@ class PlacedPlan:
         """Which file of its finished artifact is not as it was made, by its status alone."""
         try:
             manifest = read_manifest(task.out_dir)
-        except ArtifactError:
+            changes = changed_files(task.out_dir, manifest) if manifest else {}
+        except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
             return None
-        changes = changed_files(task.out_dir, manifest) if manifest else {}
         return next((f"its file {name} {change}" for name, change in changes.items()), None)
 
     def forecast(self) -> dict[str, str | None]:

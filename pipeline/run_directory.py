@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -124,6 +124,8 @@ class RunDirectory:
                 name = self._newest_state(overwrite=overwrite)
             except UserError as error:
                 problem = str(error)
+            except OSError as error:
+                problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
         name, problem = from_rank_zero((name, problem))
         if problem:
             raise CheckpointError(problem)
@@ -257,7 +259,7 @@ class RunDirectory:
         """Remove all but the newest states; one with something of the user's in it stays."""
         if self._world.rank == 0:
             for name in self.state_names()[:-keep_last]:
-                if why_not_ours(self.states_dir / name) is None:
+                with suppress(UserError, OSError):
                     remove_artifact(self.states_dir / name)
 
 
