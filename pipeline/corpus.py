@@ -104,8 +104,14 @@ def emptied_pairs(artifact: Artifact) -> set[str]:
     """Pairs of a corpus or shards artifact that had training text of which nothing is left.
 
     They are no zero-shot pairs. An artifact that does not say has none.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
     """
-    return set(artifact.statistics.get("emptied", ()))
+    found = artifact.statistics.get("emptied", [])
+    if not isinstance(found, list) or not all(isinstance(pair, str) for pair in found):
+        _refuse_statistics(artifact, "have no list of pairs under 'emptied'")
+    return set(found)
 
 
 Resource = Literal["high", "medium", "low"]
