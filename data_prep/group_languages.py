@@ -18,11 +18,11 @@ from pipeline.config import GroupsConfig
 from pipeline.corpus import languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.groups import GROUPS_NAME
-from pipeline.languages import PAPER_GROUPS, family, nearest_codes
+from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes
 from pipeline.mixture import lines_per_language
-from pipeline.shards import TOKENIZER_FOLDER
 from pipeline.stages import StageCall
-from pipeline.tokenizer import load_tokenizer
+from pipeline.summary import LISTED, counted, listed
+from pipeline.tokenizer import load_tokenizer, tokenizer_folder
 
 EMBEDDING_NAME = "embedding.weight"
 
@@ -56,28 +56,61 @@ class Cluster:
 def run(call: StageCall) -> None:
     """Group the languages of the shards by the method of the recipe."""
     config, shards = call.recipe.groups, call.artifacts["shards"]
+    families = families_of(languages(shards), given=call.recipe.languages.family)
     match config.method:
         case "typology":
-            grouping = by_family(languages(shards))
+            grouping = by_family(families)
         case "paper":
             grouping = by_paper(languages(shards), extend=config.extend)
         case "embeddings":
-            grouping = by_embeddings(shards, call.artifacts.get("checkpoint"), config=config)
+            checkpoint = call.artifacts.get("checkpoint")
+            grouping = by_embeddings(shards, checkpoint, families=families, config=config)
     with call.new_artifact() as writer:
         writer.write_json(GROUPS_NAME, groups_document(grouping))
         writer.statistics |= {
             "groups": {name: list(codes) for name, codes in grouping.members.items()}
         }
+        unknown = [] if config.method == "paper" else unknown_families(families)
+        writer.summary += summary(grouping, unknown=unknown)
 
 
-def by_family(codes: Iterable[str]) -> Grouping:
-    """One group per family, families in alphabetical order.
+def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:
+    """Language → family; a language of unknown family is the only one of a family of its own.
+
+    Args:
+        codes: the languages.
+        given: language, in any usual spelling → family; goes before the registry.
 
     Raises:
-        ConfigError: a language without a family.
+        ConfigError: a spelling that is no language code.
     """
-    members = _collect({code: family(code) for code in codes})
-    return Grouping(members, tuple(f"{name} is a family." for name in members))
+    found = sorted(codes)
+    named = {code: name for key, name in given.items() if (code := find_code(key, found))}
+    families = {code: family(code, named) for code in found}
+    return {
+        code: f"{UNKNOWN_FAMILY} ({code})" if name == UNKNOWN_FAMILY else name
+        for code, name in families.items()
+    }
+
+
+def unknown_families(families: Mapping[str, str]) -> list[str]:
+    """The languages whose family is not known, sorted."""
+    return sorted(code for code, name in families.items() if name == f"{UNKNOWN_FAMILY} ({code})")
+
+
+def by_family(families: Mapping[str, str]) -> Grouping:
+    """One group per family, families in alphabetical order."""
+    members = _collect(families)
+    alone = set(unknown_families(families))
+    return Grouping(
+        members,
+        tuple(
+            f"{name} is a group of its own: its family is not known, and languages.family says it."
+            if alone.issuperset(codes)
+            else f"{name} is a family."
+            for name, codes in members.items()
+        ),
+    )
 
 
 def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
@@ -93,12 +126,16 @@ def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
 
 
 def by_embeddings(
-    shards: Artifact, checkpoint: Artifact | None, *, config: GroupsConfig
+    shards: Artifact,
+    checkpoint: Artifact | None,
+    *,
+    families: Mapping[str, str],
+    config: GroupsConfig,
 ) -> Grouping:
     """Families, merged by their embeddings in a dense model (mmnmt.md §4.2).
 
     Raises:
-        ConfigError: no checkpoint, a language without a family, or without a token in it.
+        ConfigError: no checkpoint, or a language without a token in it.
     """
     if checkpoint is None:
         raise ConfigError(
@@ -108,6 +145,7 @@ def by_embeddings(
     clusters = family_clusters(
         language_sizes(shards, pivot=config.pivot),
         embeddings=language_embeddings(checkpoint, languages(shards)),
+        families=families,
     )
     corpus_size = sum(line_counts(shards, "train").values())
     # Rounded, so that a share such as 15/56 of 56 sentences is 15 exactly.
@@ -126,7 +164,7 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
 
 def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
     """Language → the embedding [width] of its token in a trained model."""
-    tokenizer = load_tokenizer(checkpoint.directory / TOKENIZER_FOLDER)
+    tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
@@ -136,7 +174,9 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
 
-def family_clusters(sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector]) -> list[Cluster]:
+def family_clusters(
+    sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector], families: Mapping[str, str]
+) -> list[Cluster]:
     """One cluster per family, E_G = Σ (T_i / T_G) E_i over its languages."""
     return [
         Cluster(
@@ -147,7 +187,7 @@ def family_clusters(sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector
                 [embeddings[code] for code in codes], weights=[sizes[code] for code in codes]
             ),
         )
-        for name, codes in by_family(sizes).members.items()
+        for name, codes in by_family(families).members.items()
     ]
 
 
@@ -216,6 +256,24 @@ def groups_document(grouping: Grouping) -> dict[str, object]:
         "names": list(grouping.members),
         "reasons": list(grouping.reasons),
     }
+
+
+def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
+    """How many languages are in which groups, and whose family is not known."""
+    members = grouping.members
+    number = sum(map(len, members.values()))
+    lines = [
+        f"{counted(number, 'language')} in {counted(len(members), 'group')}",
+        "; ".join(f"{name}: {listed(codes)}" for name, codes in list(members.items())[:LISTED]),
+    ]
+    if len(members) > LISTED:
+        lines[1] += f"; and {len(members) - LISTED} more groups"
+    if unknown:
+        lines.append(
+            f"no family is known of {listed(unknown)}: each began alone; set "
+            f'languages.family = {{ {unknown[0]} = "…" }} in the recipe'
+        )
+    return lines
 
 
 def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

@@ -5,15 +5,16 @@ Reads shards, makes a mixture (``mixture.json``).
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 from pipeline.artifacts import Artifact
 from pipeline.config import Recipe
-from pipeline.corpus import line_counts, pair_counts
+from pipeline.corpus import emptied_pairs, line_counts, pair_counts
 from pipeline.errors import ArtifactError
 from pipeline.mixture import MIXTURE_NAME, temperature_probabilities
 from pipeline.stages import StageCall
+from pipeline.summary import counted, listed
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ def run(call: StageCall) -> None:
         pairs = {pair: asdict(share) for pair, share in shares.items()}
         writer.write_json(MIXTURE_NAME, {"pairs": pairs, "expected_sentences": sentences})
         writer.statistics |= {"expected_sentences": sentences, "table": table(shares)}
+        writer.summary += summary(shares, sentences=sentences, emptied=emptied_pairs(shards))
 
 
 def tokens_per_sentence(shards: Artifact) -> dict[str, float]:
@@ -89,6 +91,23 @@ def table(shares: Mapping[str, PairShare]) -> list[str]:
         for pair, share in sorted(shares.items(), key=lambda item: (-item[1].train_lines, item[0]))
     ]
     return ["| pair | training lines | probability | epochs |", "|---|---:|---:|---:|", *rows]
+
+
+def summary(
+    shares: Mapping[str, PairShare], *, sentences: float, emptied: Iterable[str]
+) -> list[str]:
+    """What is drawn from what, the pairs most and least repeated, and those left out."""
+    train_lines = sum(share.train_lines for share in shares.values())
+    by_epochs = sorted(shares, key=lambda pair: (-shares[pair].expected_epochs, pair))
+    extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
+    times = (f"each of {pair} {shares[pair].expected_epochs:.3g} times" for pair in extremes)
+    lines = [
+        f"{counted(len(shares), 'pair')} with {counted(train_lines, 'training line')}; the updates "
+        f"draw about {sentences:,.0f} sentence pairs: {', '.join(times)}"
+    ]
+    if left := sorted(emptied):
+        lines.append(f"left out, no training data left: {listed(left)}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """train_tokenizer: a vocabulary from a temperature-balanced sample, and language tokens.
 
 Reads a corpus, makes a tokenizer. SentencePiece sees training lines only, drawn without replacement
-so that small languages weigh more than their share; text is not normalised.
+so that small languages weigh more than their share; text is not normalised. SentencePiece holds the
+sample in memory: ``tokenizer.sample_lines`` bounds it, import bounds each line.
 """
 
 import io
@@ -10,17 +11,19 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from pipeline.artifacts import Artifact
 from pipeline.config import TokenizerConfig
-from pipeline.corpus import iterate_lines, languages, line_counts, text_name
+from pipeline.corpus import emptied_pairs, iterate_lines, languages, line_counts, text_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.mixture import lines_per_language, temperature_probabilities
 from pipeline.progress import track
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
+from pipeline.summary import counted, listed
 from pipeline.tokenizer import (
     SPECIALS,
     TokenizerDescription,
@@ -71,6 +74,7 @@ def run(call: StageCall) -> None:
             writer.statistics |= sample_statistics(sample, model)
         write_tokenizer(writer.directory, description=description, model=model)
         writer.statistics |= vocabulary_statistics(description, model)
+        writer.summary += summary(writer.statistics, description, corpus)
 
 
 def draw_sample(corpus: Artifact, *, config: TokenizerConfig) -> Sample:
@@ -226,6 +230,30 @@ def vocabulary_statistics(
             for code in tokenizer.languages
         },
     }
+
+
+def summary(
+    statistics: Mapping[str, Any], description: TokenizerDescription, corpus: Artifact
+) -> list[str]:
+    """What was sampled, what the vocabulary covers, and languages it has seen nothing of."""
+    languages = description.languages
+    lines = [
+        f"{counted(statistics['pieces'], 'piece')} and {counted(len(languages), 'language token')}"
+    ]
+    if description.kind == "bytes":
+        return [f"{lines[0]}; bytes need no training, nothing was read"]
+    sampled, read = statistics["sampled_lines"], statistics["train_lines"]
+    characters = statistics["characters"]
+    lines.append(
+        f"sampled {sum(sampled.values()):,} of {counted(sum(read.values()), 'training line')} of "
+        f"{counted(len(sampled), 'language')}; the vocabulary has {characters['covered']:,} of "
+        f"their {counted(characters['sample'], 'different character')}"
+    )
+    if unseen := [code for code in languages if not sampled.get(code)]:
+        lines.append(f"no text was sampled of: {listed(unseen)}")
+    if emptied := sorted(emptied_pairs(corpus)):
+        lines.append(f"no training data left: {listed(emptied)}")
+    return lines
 
 
 def _lines_of(corpus: Artifact, code: str) -> Iterator[str]:

@@ -1,110 +1,92 @@
 """Artifacts: how the output of every stage is written, opened, verified and refused.
 
-An artifact is a directory with a ``manifest.json`` that is written last. It is built in a hidden
-sibling directory, synced to disk and renamed into place, so that a killed stage leaves nothing
-that looks finished. The manifest records the kind, the resolved settings, the inputs with their
-digests, and the size and SHA-256 of every 64 MiB chunk of every file.
+An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
+in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
+stage leaves nothing that looks finished. A file of an artifact is asked for by name, and has the
+digests the manifest says when its path is given out (``digests``).
 """
 
 import errno
-import hashlib
-import json
-import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from itertools import zip_longest
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from pipeline.documents import read_bytes, read_json
+from pipeline.digests import (
+    Check,
+    Stamp,
+    changed_files,
+    compare_files,
+    file_records,
+    raw_digest,
+    refuse_links,
+    remember,
+    remember_artifact,
+    remembered,
+)
+from pipeline.documents import read_json
 from pipeline.errors import ArtifactError
+from pipeline.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    FileRecord,
+    InputRecord,
+    Kind,
+    Manifest,
+    RunRecord,
+    describe_name,
+    describe_names,
+    json_digest,
+    read_manifest,
+    to_json,
+)
+from pipeline.places import (
+    discard_working,
+    files_below,
+    make_working,
+    refuse_inputs,
+    refuse_to_overwrite,
+    replace_directory,
+    restore,
+    sync,
+    unfinished_dir,
+)
 
-MANIFEST_NAME = "manifest.json"
-CHUNK_BYTES = 64 * 1024 * 1024
-
-Kind = Literal[
-    "corpus",
-    "tokenizer",
-    "shards",
-    "mixture",
-    "groups",
-    "checkpoint",
-    "training_state",
-    "translations",
-    "evaluation",
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "UNWRITABLE",
+    "Artifact",
+    "ArtifactWriter",
+    "FileRecord",
+    "InputRecord",
+    "Kind",
+    "Manifest",
+    "RunRecord",
+    "describe_unwritable",
+    "json_digest",
+    "new_artifact",
+    "open_artifact",
+    "publish_artifact",
+    "raw_digest",
+    "read_manifest",
+    "refuse_changed",
+    "refuse_to_overwrite",
+    "seal_artifact",
+    "settle_files",
+    "stage_key",
+    "to_json",
 ]
 
-FORMAT_VERSION: dict[Kind, int] = {
-    "corpus": 1,
-    "tokenizer": 1,
-    "shards": 1,
-    "mixture": 1,
-    "groups": 1,
-    "checkpoint": 1,
-    "training_state": 1,
-    "translations": 1,
-    "evaluation": 1,
-}
-
-
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FileRecord(_Frozen):
-    """Size in bytes and one SHA-256 per 64 MiB chunk, in order."""
-
-    size: int
-    chunks: tuple[str, ...]
-
-
-class InputRecord(_Frozen):
-    """One artifact (or ``raw`` folder) a stage read."""
-
-    kind: str
-    path: str
-    digest: str
-
-
-class RunRecord(_Frozen):
-    """How the artifact came about; not part of its identity."""
-
-    started: str
-    wall_seconds: float
-
-
-class Manifest(_Frozen):
-    """The contents of ``manifest.json``."""
-
-    kind: Kind
-    format_version: int
-    stage: str
-    key: str
-    config: dict[str, Any]
-    inputs: dict[str, InputRecord]
-    files: dict[str, FileRecord]
-    statistics: dict[str, Any]
-    run: RunRecord
-    summary: tuple[str, ...] = ()
-    """What the stage read, kept, dropped and set aside, in one to five lines for people."""
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that makes the artifact what it is; where and when do not count."""
-        identity = {
-            "kind": self.kind,
-            "format_version": self.format_version,
-            "config": self.config,
-            "inputs": {name: record.digest for name, record in self.inputs.items()},
-            "files": {name: record.model_dump() for name, record in self.files.items()},
-        }
-        return json_digest(identity)
+UNWRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
+)
+"""What the user can mend where something cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +96,7 @@ class Artifact:
     directory: Path
     manifest: Manifest
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return self.manifest.digest
 
@@ -129,17 +111,53 @@ class Artifact:
         return InputRecord(kind=self.manifest.kind, path=path, digest=self.digest)
 
     def file(self, name: str) -> Path:
-        """Path of a file the manifest lists.
+        """Path of a file the manifest lists, which is as the manifest says.
 
         Raises:
-            ArtifactError: the artifact has no such file.
+            ArtifactError: the artifact has no such file, or it is missing, damaged or a link.
         """
+        self.check([name])
+        return self.directory / name
+
+    def unchecked_file(self, name: str) -> Path:
+        """Path of a file whose contents are not used, or only to say what they are.
+
+        Raises:
+            ArtifactError: the artifact has no such file, or it is a link.
+        """
+        self._record(name)
+        refuse_links(self.directory, name)
+        return self.directory / name
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare files with their digests unless they are known to be right, then remember them.
+
+        Raises:
+            ArtifactError: names the file that is missing, damaged or a link.
+        """
+        unknown = self.to_check(names).without(remembered(self.directory, self.digest))
+        if unknown.files:
+            self.remember(compare_files(self.directory, unknown.files))
+
+    def to_check(self, names: Iterable[str]) -> Check:
+        """The named files with their digests and their status as it is now.
+
+        Raises:
+            ArtifactError: one is missing, a link or of another size.
+        """
+        return Check.of(self.directory, {name: self._record(name) for name in names})
+
+    def remember(self, stamps: Mapping[str, Stamp], *, on_disk: bool = True) -> None:
+        """Note that files of this status are as the manifest says."""
+        remember(self.directory, self.digest, stamps, on_disk=on_disk)
+
+    def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
             raise ArtifactError(
                 f"{self.directory} has no file {name!r}; it was written by stage "
                 f"{self.manifest.stage!r}: run that stage again."
             )
-        return self.directory / name
+        return self.manifest.files[name]
 
     def has(self, name: str) -> bool:
         return name in self.manifest.files
@@ -153,13 +171,13 @@ class Artifact:
         return read_json(self.file(name))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Compare files with their digests (all of them, or those named).
+        """Compare files with their digests (all of them, or those named), whatever is remembered.
 
         Raises:
             ArtifactError: names the file and the chunk that differ.
         """
-        for name in self.names() if names is None else names:
-            verify_file(self.file(name), self.manifest.files[name])
+        wanted = self.names() if names is None else names
+        self.remember(compare_files(self.directory, {name: self._record(name) for name in wanted}))
 
 
 @dataclass
@@ -175,62 +193,23 @@ class ArtifactWriter:
     summary: list[str] = field(default_factory=list)
 
     def path(self, name: str) -> Path:
-        """Path for a new file; its parent folders are made."""
+        """Path for a new file; its parent folders are made.
+
+        Raises:
+            ArtifactError: the name leads out of the artifact, or is one that none can have.
+        """
+        problem = describe_name(name)
+        if problem is not None:
+            raise ArtifactError(
+                f"A file of an artifact would be called {name!r}, which {problem}: look at the "
+                "names in the input it is made from."
+            )
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def write_json(self, name: str, value: Any) -> None:
         self.path(name).write_text(to_json(value), encoding="utf-8")
-
-
-def to_json(value: Any) -> str:
-    """JSON as every artifact stores it: sorted keys, indented, text unescaped."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-
-
-def json_digest(value: Any) -> str:
-    """SHA-256 of a JSON value, independent of key order."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def file_record(path: Path) -> FileRecord:
-    """Size and chunk digests of a file, read once."""
-    chunks = []
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            chunks.append(hashlib.sha256(chunk).hexdigest())
-    return FileRecord(size=path.stat().st_size, chunks=tuple(chunks))
-
-
-def verify_file(path: Path, record: FileRecord) -> None:
-    """Raises ArtifactError that names the first difference between a file and its record."""
-    remedy = "restore it from a copy or run its stage again"
-    if not path.is_file():
-        raise ArtifactError(f"{path} is missing though its manifest lists it: {remedy}.")
-    if path.stat().st_size != record.size:
-        raise ArtifactError(
-            f"{path} has {path.stat().st_size} bytes, its manifest says {record.size}: {remedy}."
-        )
-    for index, (found, expected) in enumerate(zip_longest(file_record(path).chunks, record.chunks)):
-        if found != expected:
-            raise ArtifactError(
-                f"{path} is damaged in chunk {index} (64 MiB each): its digest differs from the "
-                f"manifest's: {remedy}."
-            )
-
-
-def raw_digest(path: Path) -> str:
-    """Digest of a raw input: a file, or every file below a folder by name and content."""
-    if path.is_file():
-        return json_digest(file_record(path).model_dump())
-    if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist: name an existing file or folder.")
-    files = sorted(entry for entry in path.rglob("*") if entry.is_file())
-    return json_digest(
-        {str(entry.relative_to(path)): file_record(entry).model_dump() for entry in files}
-    )
 
 
 def stage_key(
@@ -246,24 +225,6 @@ def stage_key(
             "inputs": dict(inputs),
         }
     )
-
-
-def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a finished artifact, or None where there is none.
-
-    Raises:
-        ArtifactError: there is a manifest, but it cannot be read.
-    """
-    path = directory / MANIFEST_NAME
-    if not path.is_file():
-        return None
-    try:
-        return Manifest.model_validate_json(read_bytes(path))
-    except ValidationError as error:
-        raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems): remove "
-            f"the folder {directory} and run its stage again."
-        ) from error
 
 
 def open_artifact(path: Path, *, kind: Kind) -> Artifact:
@@ -291,14 +252,17 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     return Artifact(directory=path, manifest=manifest)
 
 
-def refuse_to_overwrite(out_dir: Path, *, overwrite: bool) -> None:
-    """Raises ArtifactError where ``out_dir`` holds something that was not asked to be replaced."""
-    if not out_dir.exists() or overwrite:
-        return
-    if not out_dir.is_dir() or any(out_dir.iterdir()):
-        raise ArtifactError(
-            f"{out_dir} exists already: name another --out, or pass --overwrite to replace it."
-        )
+def refuse_changed(directory: Path) -> None:
+    """Make sure that a finished artifact still is what its stage made.
+
+    Only files that changed since, by their status, are compared with their digests.
+
+    Raises:
+        ArtifactError: one is missing or differs; what a user did to it is not thrown away.
+    """
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        Artifact(directory, manifest).check(changed_files(directory, manifest))
 
 
 @contextmanager
@@ -321,16 +285,17 @@ def new_artifact(
         clock: ``time.monotonic()`` when the work began; None: when the block is entered.
         wall_seconds: how long the work took, where a clock of this process cannot tell.
     """
+    restore(out_dir)
     refuse_to_overwrite(out_dir, overwrite=overwrite)
-    temporary_dir = out_dir.parent / f".{out_dir.name}.unfinished"
-    shutil.rmtree(temporary_dir, ignore_errors=True)
-    temporary_dir.mkdir(parents=True)
+    paths = {name: Path(record.path) for name, record in inputs.items()}
+    refuse_inputs(out_dir, inputs=paths, run_folder=False)
     clock = time.monotonic() if clock is None else clock
     started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - clock)
-    writer = ArtifactWriter(temporary_dir)
+    writer = ArtifactWriter(unfinished_dir(out_dir))
     try:
+        make_working(writer.directory)
         yield writer
-        seal_artifact(
+        manifest = seal_artifact(
             writer,
             kind=kind,
             stage=stage,
@@ -341,18 +306,33 @@ def new_artifact(
                 wall_seconds=wall_seconds or round(time.monotonic() - clock, 3),
             ),
         )
-        replace_directory(temporary_dir, out_dir)
+        publish_artifact(writer, manifest, out_dir=out_dir)
     except OSError as error:
-        shutil.rmtree(temporary_dir, ignore_errors=True)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        discard_working(writer.directory)
+        if error.errno not in UNWRITABLE:
             raise
-        raise ArtifactError(
-            f"{out_dir} could not be written ({error.strerror or error}): nothing was changed; "
-            "make room or choose another --out and run again."
-        ) from error
+        raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
     except BaseException:
-        shutil.rmtree(temporary_dir, ignore_errors=True)
+        discard_working(writer.directory)
         raise
+
+
+def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:
+    """Move a sealed artifact to its place; its files were just hashed, and are known from now on.
+
+    Raises:
+        ArtifactError: what lies in its place is not ours.
+    """
+    replace_directory(writer.directory, out_dir)
+    remember_artifact(out_dir, manifest)
+
+
+def describe_unwritable(error: OSError, *, place: Path) -> str:
+    """What to say where something could not be written."""
+    return (
+        f"{place} could not be written ({error.strerror or error}): nothing was changed; make "
+        "room or choose another --out and run again."
+    )
 
 
 def seal_artifact(
@@ -371,9 +351,10 @@ def seal_artifact(
     that is done here.
     """
     if files is None:
-        files = settle_files(
-            writer.directory, (path for path in writer.directory.rglob("*") if path.is_file())
-        )
+        files = settle_files(writer.directory, files_below(writer.directory))
+    problem = describe_names(files)
+    if problem is not None:
+        raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")
     manifest = Manifest(
         kind=kind,
         format_version=FORMAT_VERSION[kind],
@@ -393,34 +374,14 @@ def seal_artifact(
     )
     manifest_path = writer.directory / MANIFEST_NAME
     manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")
-    _sync(manifest_path)
-    _sync(writer.directory)
+    sync(manifest_path)
+    sync(writer.directory)
     return manifest
 
 
 def settle_files(directory: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Hash files and force them to disk; records by name relative to ``directory``."""
-    records = {}
-    for path in paths:
-        records[path.relative_to(directory).as_posix()] = file_record(path)
-        _sync(path)
-    return records
-
-
-def replace_directory(new_dir: Path, out_dir: Path) -> None:
-    """Rename ``new_dir`` to ``out_dir``; what was there is set aside first and removed after."""
-    old_dir = out_dir.parent / f".{out_dir.name}.replaced"
-    shutil.rmtree(old_dir, ignore_errors=True)
-    if out_dir.exists():
-        out_dir.rename(old_dir)
-    new_dir.rename(out_dir)
-    _sync(out_dir.parent)
-    shutil.rmtree(old_dir, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    records = file_records(list(paths))
+    for path in records:
+        sync(path)
+    return {path.relative_to(directory).as_posix(): record for path, record in records.items()}

@@ -23,6 +23,7 @@ from pipeline.checkpoint import (
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.progress import track
 from pipeline.run_directory import describe_change
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.weights import tensor_shapes
 
 ReadTensor = Callable[[str, torch.Size], Tensor]
@@ -149,7 +150,7 @@ def _write_mean(
             for name, shape in track(tensor_shapes(spec).items(), label="average")
         )
         write_weights(writer.directory / "weights", means)
-        write_model_files(writer, spec=spec, tokenizer_dir=model_of.directory / "tokenizer")
+        write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_folder(model_of))
         writer.statistics["averaged"] = len(averaged)
         writer.statistics["averaged_updates"] = [
             entry.statistics.get("update") for entry in averaged

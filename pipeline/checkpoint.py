@@ -10,6 +10,8 @@ is gathered on one rank.
 """
 
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts import Artifact, ArtifactWriter, open_artifact, verify_file
+from pipeline.artifacts import Artifact, ArtifactWriter, open_artifact
 from pipeline.errors import CheckpointError
 from pipeline.model.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.settings import describe_validation, one_line, shown
-from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer
+from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.weights import named_slices, num_parameters
 
 PART_FOLDERS = ("weights", "optimizer")
@@ -66,37 +68,40 @@ def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
         CheckpointError: a file is missing or has no readable header.
     """
     for file in artifact.names(prefix):
-        path = artifact.file(file)
+        path = artifact.unchecked_file(file)
         try:
             with safe_open(path, framework="pt") as stream:
                 for name in sorted(stream.keys()):
                     entry = stream.get_slice(name)
                     yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
         except _UNREADABLE as error:
-            verify_file(path, artifact.manifest.files[file])
+            artifact.verify([file])
             raise CheckpointError(
                 f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
                 "or run its stage again."
             ) from error
 
 
+_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
+"""How safetensors writes the number of an error of the operating system into its message."""
+
+
 class TensorFiles:
-    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time."""
+    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time.
+
+    The files' digests are checked at opening, before anything is read from them.
+    """
 
     def __init__(self, artifact: Artifact, prefix: str) -> None:
         self.artifact = artifact
         self._file_of: dict[str, str] = {}
-        self._verified: set[str] = set()
         self._file_names = artifact.names(prefix)
+        artifact.check(self._file_names)
         for header in tensor_headers(artifact, prefix):
             self._file_of[header.name] = header.file
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
-
-    def verify(self) -> None:
-        """Check all digests; raises ArtifactError that names the damage."""
-        self.artifact.verify(self._file_names)
 
     def read(self, name: str) -> Tensor:
         """One tensor of finite numbers.
@@ -125,16 +130,11 @@ class TensorFiles:
             CheckpointError: there is no tensor of that name, or it cannot be read.
         """
         if name not in self._file_of:
-            self.verify()  # a damaged header may have lost the name
             raise CheckpointError(
                 f"{self.artifact.directory} has no tensor {name!r}: it was made by another model; "
                 "name a checkpoint of this one."
             )
-        file_name = self._file_of[name]
-        path = self.artifact.file(file_name)
-        if file_name not in self._verified:
-            verify_file(path, self.artifact.manifest.files[file_name])
-            self._verified.add(file_name)
+        path = self.artifact.file(self._file_of[name])
         try:
             with safe_open(path, framework="pt") as stream:
                 tensor: Tensor = stream.get_tensor(name)
@@ -151,18 +151,33 @@ def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
 
 
 def open_checkpoint(directory: Path) -> Artifact:
-    """Open a checkpoint whose small files are intact; weights are checked as they are read.
+    """Open a checkpoint whose small files are intact; weights are checked when they are opened.
 
     Raises:
         ArtifactError: not a finished checkpoint, or damaged.
     """
     checkpoint = open_artifact(directory, kind="checkpoint")
-    checkpoint.verify([name for name in checkpoint.names() if not name.startswith("weights/")])
+    checkpoint.check(name for name in checkpoint.names() if not name.startswith("weights/"))
     return checkpoint
 
 
+def stated_spec(checkpoint: Artifact) -> ModelSpec:
+    """The model's shape as stated when it was first made, whatever the files of weights hold.
+
+    Raises:
+        CheckpointError: model.json holds something else.
+    """
+    path = checkpoint.file(MODEL_FILE)
+    try:
+        return ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
+        ) from error
+
+
 def read_spec(checkpoint: Artifact) -> ModelSpec:
-    """The model's shape as stated when it was first made.
+    """The shape of a model that is about to be built.
 
     Nothing of that size is allocated before the files are known to be of about that size; which
     tensor is missing of one that lacks a few is said when it is read.
@@ -170,19 +185,13 @@ def read_spec(checkpoint: Artifact) -> ModelSpec:
     Raises:
         CheckpointError: model.json holds something else, or asks for far more than the files hold.
     """
-    path = checkpoint.file(MODEL_FILE)
-    try:
-        spec = ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
-        ) from error
+    spec = stated_spec(checkpoint)
     wanted = num_parameters(spec)
     held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
-            f"{path} asks for {wanted:,} parameters, and the files under weights hold {held:,} "
-            "values: name a checkpoint whose files belong together."
+            f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, and the files "
+            f"under weights hold {held:,} values: name a checkpoint whose files belong together."
         )
     return spec
 
@@ -204,7 +213,7 @@ def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:
     """The tokenizer a checkpoint carries."""
-    return load_tokenizer(checkpoint.directory / "tokenizer")
+    return load_tokenizer(tokenizer_folder(checkpoint))
 
 
 def load_model(
@@ -277,7 +286,14 @@ def part_prefix(part: int) -> str:
 
 def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
     name = f"{part_prefix(part)}{index:03d}.safetensors"
-    save_file(tensors, directory / name)
+    try:
+        save_file(tensors, directory / name)
+    except SafetensorError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(directory / name)) from error
     return name
 
 
@@ -327,7 +343,6 @@ class PieceReader:
                 out[low - start : high - start] = values[low - piece_start : high - piece_start]
                 filled += high - low
         if filled != length:
-            self._files.verify()  # a damaged header may have lost a piece
             raise CheckpointError(
                 f"{self._files.artifact.directory} has {filled} of the {length} values wanted of "
                 f"{what} of {tensor}: the state is incomplete; resume from an earlier one."

@@ -20,11 +20,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from pipeline.artifacts import (
+    UNWRITABLE,
     Artifact,
     InputRecord,
     open_artifact,
     raw_digest,
     read_manifest,
+    refuse_changed,
     refuse_to_overwrite,
 )
 from pipeline.config import (
@@ -44,14 +46,22 @@ from pipeline.errors import (
     EXIT_USER_ERROR,
     ArtifactError,
     ConfigError,
-    DataError,
     Interrupted,
     UserError,
 )
+from pipeline.incoming_lines import IncomingLines
 from pipeline.launch import MAX_PROCESSES, launch
+from pipeline.locks import exclusive
+from pipeline.places import (
+    lock_path,
+    refuse_inputs,
+    refuse_run_folder,
+    replaced_dir,
+    restore,
+    run_dir,
+)
 from pipeline.plan import (
     dry_run,
-    exclusive,
     load_plan,
     place_plan,
     plan_names,
@@ -245,7 +255,7 @@ def _check_required(
     """Stop with the usage where a needed option is missing (a filter needs fewer of them)."""
     given = vars(options)
     wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
-    wanted += ["recipe"] if stage.sections else []
+    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
     missing = [f"--{name}" for name in wanted if not given[name]]
     if missing:
         parser.error(f"the following options are required: {', '.join(missing)}")
@@ -385,6 +395,7 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
     """Check everything that can be checked, then run the stage here or as several processes."""
     call = make_call(stage, options)
+    _prepare_output(call)
     if not call.overwrite and _already_done(call):
         _say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         return 0
@@ -402,6 +413,17 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     return 0
 
 
+def _prepare_output(call: StageCall) -> None:
+    """Put back what a killed stage left aside, and refuse working folders that are not ours."""
+    if _rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
+        with _alone(call.out_dir):
+            restore(call.out_dir)
+    if call.stage.trains:
+        refuse_run_folder(run_dir(call.out_dir), work="training")
+    elif call.stage.keeps_work:
+        refuse_run_folder(run_dir(call.out_dir), work="translation")
+
+
 def _say_summary(call: StageCall) -> None:
     """What the stage says of its result, on standard output."""
     manifest = read_manifest(call.out_dir)
@@ -411,7 +433,7 @@ def _say_summary(call: StageCall) -> None:
 
 def _alone(out_dir: Path) -> AbstractContextManager[None]:
     """Hold the lock of an output folder."""
-    return exclusive(out_dir.parent / f".{out_dir.name}.lock", what=str(out_dir))
+    return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
@@ -421,11 +443,14 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         UserError: a recipe, ds_config or input that cannot be used.
     """
     given = vars(options)
-    recipe = load_recipe(options.recipe) if stage.sections else Recipe(name="defaults")
+    named = stage.sections and options.recipe
+    recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, Path] = {}
     for name, wanted in stage.inputs.items():
-        for key, path in _named_inputs(name, given[name]).items():
+        inputs = _named_inputs(name, given[name])
+        refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
+        for key, path in inputs.items():
             if wanted.kind == "raw":
                 raw[key] = path
             else:
@@ -484,6 +509,7 @@ def _already_done(call: StageCall) -> bool:
     digests = {name: record.digest for name, record in call.records.items()}
     reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
     if reason is None:
+        refuse_changed(call.out_dir)
         return True
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
@@ -532,28 +558,19 @@ def _filter_command(options: argparse.Namespace) -> int:
         )
     decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
-    module: Any = importlib.import_module("pipeline.translate")
-    module.filter_lines(
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
+    module: Any = importlib.import_module("pipeline.line_filter")
+    counts = module.filter_lines(
         checkpoint,
         decoding=decoding,
         source=options.source,
         target=options.target,
-        lines=_input_lines(),
+        lines=IncomingLines(sys.stdin.fileno()),
         write=_write_line,
+        say=lambda text: _say_once(f"mmnmt translate: {text}"),
     )
-    return 0
-
-
-def _input_lines() -> Iterator[str]:
-    """Lines of standard input without their line feed; nothing else ends a line."""
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.removesuffix(b"\n").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"Line {number} of standard input is not UTF-8 ({error.reason} at byte "
-                f"{error.start}): convert it first."
-            ) from error
+    return EXIT_USER_ERROR if counts.unreadable else 0
 
 
 def _write_line(text: str) -> None:
@@ -736,9 +753,32 @@ def _guarded(name: str, action: Callable[[], int]) -> int:
     except UserError as error:
         _report(name, error)
         return EXIT_USER_ERROR
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _give_up_output()
+        _report(name, _describe_os_error(error))
+        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         _say_once(f"mmnmt {name}: stopped by Ctrl-C.")
         return EXIT_KEYBOARD
+
+
+def _describe_os_error(error: OSError) -> ArtifactError:
+    """What no stage had a sentence of its own for: a full disk, a folder that is not the user's."""
+    return ArtifactError(
+        f"{error.filename or 'A file'} could not be read or written "
+        f"({error.strerror or error}): make room, or see to it that it can be; then run the same "
+        "command again."
+    )
+
+
+def _give_up_output() -> None:
+    """Leave nothing to flush at exit where standard output is what cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(name: str, error: UserError) -> None:

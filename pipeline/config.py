@@ -60,6 +60,25 @@ class CorpusConfig(Settings):
     """Keep at most this many training lines per pair, the first ones."""
     max_valid_lines: Lines | None = None
     max_test_lines: Lines | None = None
+    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
+    """Longer lines are no sentences: they go to the quarantine, and are never held in memory."""
+    swapped_sides: Literal["refuse", "accept"] = "refuse"
+    """What becomes of a pair of files each of which is in the language of the other: an error, or
+    a line of the summary."""
+
+
+class OutsideTestsConfig(Settings):
+    """import_tests: which test sets from outside, and between which of their languages."""
+
+    languages: tuple[str, ...] = ()
+    """Read only these; empty: all found. Where there are several scripts of a language, its usual
+    one is ``zh`` and any other ``zho_Hant``."""
+    directions: Literal["pivot", "all"] = "pivot"
+    """Where there is one file per language: pair the pivot with every other one, or each with
+    each (n languages are n · (n - 1) / 2 pairs, each with its own copy of the text)."""
+    pivot: str = "en"
+    max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
+    """Longer lines are put into the quarantine."""
 
 
 class CleanConfig(Settings):
@@ -71,6 +90,8 @@ class CleanConfig(Settings):
     drop_control_characters: bool = True
     drop_copies: bool = True
     """Source equal to target."""
+    drop_swapped: bool = True
+    """Lines each side of which is in the script of the other, of languages with two scripts."""
     drop_duplicates: bool = True
     drop_held_out_overlap: bool = True
     """Training lines one side of which is, letters and digits folded, a valid or test line."""
@@ -116,6 +137,13 @@ class GroupsConfig(Settings):
     pivot: str = "en"
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
     """Additions to the paper's table, language → group 1 to 4."""
+
+
+class LanguagesConfig(Settings):
+    """What a recipe knows of languages beyond the registry (``pipeline/languages.py``)."""
+
+    family: dict[str, str] = Field(default_factory=dict)
+    """Language → family, ``{ chr = "Iroquoian" }``; goes before the registry's."""
 
 
 class MoEConfig(Settings):
@@ -333,11 +361,13 @@ class Recipe(Settings):
     name: str
     description: str = ""
     corpus: CorpusConfig = CorpusConfig()
+    tests: OutsideTestsConfig = OutsideTestsConfig()
     clean: CleanConfig = CleanConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     shards: ShardsConfig = ShardsConfig()
     mixture: MixtureConfig = MixtureConfig()
     groups: GroupsConfig = GroupsConfig()
+    languages: LanguagesConfig = LanguagesConfig()
     model: ModelConfig = ModelConfig()
     batches: BatchesConfig = BatchesConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -1,9 +1,10 @@
 """Reading corpus and translations artifacts: which pairs, which directions, which lines.
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
-end with ``\\n`` and nothing else does. A pair is two codes in alphabetical order, ``de-en``; pairs
-that have no training lines are the zero-shot ones. Its statistics list
-``{"pairs": {pair: {split: lines}}}``. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
+end with ``\\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
+alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
+statistics list ``{"pairs": {pair: {split: lines}}}``, and as ``emptied`` the pairs that lost all
+their training lines. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
 the order of the corpus's test lines.
 """
 
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.artifacts import Artifact
 from pipeline.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
+from pipeline.manifest import describe_name
 from pipeline.settings import shown
 
 Split = Literal["train", "valid", "test"]
@@ -51,6 +53,9 @@ class Hypothesis:
     text: str
     score: float = 0.0
     truncated: bool = False
+    """Part of the source was left out: it did not fit the model, and could not be divided."""
+    split: int = 0
+    """Parts that a source too long for the model was translated in; 0: it was translated whole."""
 
 
 _HYPOTHESIS = TypeAdapter(Hypothesis)
@@ -70,7 +75,8 @@ def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, 
         _refuse_statistics(artifact, f"have no table {name!r}")
     for pair, counts in table.items():
         first, _, second = pair.partition("-")
-        if not first or not second or "-" in second or first >= second:
+        is_name = "/" not in pair and not any(map(describe_name, (first, second)))
+        if not is_name or "-" in second or first >= second:
             _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
         if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
             _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
@@ -92,6 +98,42 @@ def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
     """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
     pairs = pair_counts(artifact)
     return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
+
+
+def emptied_pairs(artifact: Artifact) -> set[str]:
+    """Pairs of a corpus or shards artifact that had training text of which nothing is left.
+
+    They are no zero-shot pairs. An artifact that does not say has none.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    return listed_names(artifact, "emptied")
+
+
+def listed_names(artifact: Artifact, name: str) -> set[str]:
+    """The names that the statistics of an artifact list; none where they say nothing.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    found = artifact.statistics.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        _refuse_statistics(artifact, f"have no list of names under {name!r}")
+    return set(found)
+
+
+def language_scripts(artifact: Artifact) -> dict[str, str]:
+    """Language → the script that import found its text in; not of every language.
+
+    Raises:
+        ArtifactError: the statistics have something else under ``languages``.
+    """
+    table = artifact.statistics.get("languages", {})
+    if not isinstance(table, dict) or not all(isinstance(one, dict) for one in table.values()):
+        _refuse_statistics(artifact, "have no table 'languages'")
+    scripts = {code: known.get("script") for code, known in table.items()}
+    return {code: script for code, script in scripts.items() if script and isinstance(script, str)}
 
 
 Resource = Literal["high", "medium", "low"]

@@ -282,6 +282,13 @@ def world_size() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
+def rank() -> int:
+    """This process's rank in the open process group; 0 where none is open."""
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 def all_sum(tensor: "Tensor") -> "Tensor":
     """Sum over ranks, in place; the tensor itself at world size 1."""
     import torch

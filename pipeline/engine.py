@@ -36,6 +36,7 @@ from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed import World  # noqa: E402
 from pipeline.ds_config import check_ds_config  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
+from pipeline.gradient_order import GradientOrder, depends_on_order  # noqa: E402
 from pipeline.hints import hint  # noqa: E402
 from pipeline.losses import LossTerms, translation_loss  # noqa: E402
 from pipeline.model.expert_parallel import ExpertParallel  # noqa: E402
@@ -180,6 +181,8 @@ class Engine:
         parameters = split_params_into_different_moe_groups_for_optimizer(
             [{"params": list(model.parameters()), "name": "dense"}]
         )
+        watched = world.size > 1 and depends_on_order(config["zero_optimization"])
+        self._gradient_order = GradientOrder(model) if watched else None
         objective = _Objective(model, recipe, has_expert_groups=has_expert_groups)
         self._engine, *_ = deepspeed.initialize(
             model=objective,
@@ -218,6 +221,8 @@ class Engine:
             torch.manual_seed(seed)
             objective, terms = self._engine(batch.to(self.device))
             self._engine.backward(objective * scale)
+            if self._gradient_order is not None:
+                self._gradient_order.end_micro_batch()
             self._engine.step()
             cross_entropy += terms.cross_entropy.double().cpu()
             balance += terms.balance.double().cpu() * batch.num_labels

@@ -25,5 +25,9 @@ class CheckpointError(ArtifactError):
     """Weights or training state that do not fit the model they are meant for."""
 
 
+class TrainingError(UserError):
+    """Training that would go on with wrong numbers."""
+
+
 class Interrupted(Exception):
     """A stop was requested, all ranks agreed, and the work so far is saved."""

@@ -1,76 +1,65 @@
 """evaluate: score systems side by side and report them.
 
-Reads a corpus with its references and one translations artifact per system. Makes an evaluation:
+Reads a corpus with its references, one translations artifact per system and, where the corpus has
+test lines alone, the corpus that the systems were trained on. Makes an evaluation:
 
-- ``scores.json``: every score, a function of the translations and references alone;
-- ``history.json``: loss curves and wall times of the runs behind the systems, where they can still
-  be found;
+- ``scores.json``: every score and its interval, a function of the translations and references
+  alone;
+- ``history.json``: loss curves, budgets and wall times of the runs behind the systems, where they
+  can still be found;
 - ``sentences/{system}/{direction}.npz``: per line, sacreBLEU's sufficient statistics (``bleu``,
   ``chrf``) and whether the language was right (``language``, ``language_restricted``);
-- ``report.md`` and ``report.html``.
+- ``report.md`` and ``report.html``, which also say when and by which version they were made.
 """
 
-import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from pipeline.artifacts import Artifact, ArtifactWriter, InputRecord, read_manifest
-from pipeline.corpus import (
-    hypotheses_name,
-    iterate_lines,
-    languages,
-    line_counts,
-    read_hypotheses,
-    read_lines,
-)
-from pipeline.documents import read_json_lines
+from pipeline.artifacts import Artifact, ArtifactWriter
+from pipeline.averages import average_accuracy, average_scores
+from pipeline.bleu_chrf import bleu_tokenizer
+from pipeline.caveats import caveats, skipped_directions
+from pipeline.corpus import hypotheses_name, iterate_lines, languages, line_counts
+from pipeline.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.history import trace_history
+from pipeline.language_accuracy import Detection, accuracy, detectable_languages
 from pipeline.languages import language
-from pipeline.metrics import (
-    LANGUAGE_TOKENIZERS,
-    Detection,
-    DirectionProfile,
+from pipeline.markdown import markdown_report, markdown_summary
+from pipeline.page import html_report
+from pipeline.progress import track
+from pipeline.samples import choose_samples
+from pipeline.scores import (
     DirectionScores,
     Evaluation,
+    Metric,
     ReferenceAccuracy,
+    Scores,
+    Significance,
+    SystemScores,
+)
+from pipeline.scoring import (
     ReferenceTask,
     ScoredDirection,
     ScoringTask,
-    SystemScores,
-    accuracy,
-    average_accuracy,
-    average_scores,
-    bleu_tokenizer,
-    describe_directions,
     detect_references,
-    detectable_languages,
-    find_pivot,
     score_direction,
 )
-from pipeline.progress import track
-from pipeline.report import (
-    Curve,
-    CurvePoint,
-    History,
-    StageRun,
-    markdown_report,
-    markdown_summary,
-)
-from pipeline.report_html import Sample, html_report
 from pipeline.seeds import derive_seed
+from pipeline.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.stages import StageCall
+from pipeline.tables import Imprint, directions_by_family, family_title, format_count
 
-SAMPLE_DIRECTIONS = 3
-SAMPLE_LINES = 2
-SAMPLE_CHARACTERS = 240
-"""Samples per family: directions, lines of each, and the longest reference that is shown."""
+MAX_NAME_BYTES = 200
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -79,16 +68,27 @@ Result = TypeVar("Result")
 def run(call: StageCall) -> None:
     """Score every system in every direction; write scores, line statistics and reports."""
     corpus, systems = call.artifacts["corpus"], call.many("systems")
-    profiles = describe_directions(corpus, thresholds=call.recipe.training.resource_thresholds)
-    check_systems(systems, corpus=corpus, profiles=profiles)
+    every = describe_directions(
+        corpus,
+        thresholds=call.recipe.training.resource_thresholds,
+        training=call.artifacts.get("training"),
+    )
+    profiles = shared_directions(systems, corpus=corpus, profiles=every)
     with call.new_artifact() as writer:
-        evaluation = score_systems(call, profiles=profiles, writer=writer)
+        evaluation = score_systems(
+            call, profiles=profiles, left_out=len(every) - len(profiles), writer=writer
+        )
         history = trace_history(systems)
-        samples = choose_samples(corpus, systems, profiles=profiles, call=call)
+        samples = choose_samples(
+            corpus, systems, profiles=profiles, seed=call.recipe.evaluation.seed
+        )
+        imprint = Imprint(made=datetime.now(UTC), version=mmnmt_version())
         writer.write_json("scores.json", asdict(evaluation))
         writer.write_json("history.json", asdict(history))
-        _write_text(writer, "report.md", markdown_report(evaluation, history))
-        _write_text(writer, "report.html", html_report(evaluation, history, samples))
+        page = html_report(evaluation, history, samples, imprint=imprint)
+        _write_text(writer, "report.html", page)
+        text = markdown_report(evaluation, history, samples, imprint=imprint)
+        _write_text(writer, "report.md", text)
         writer.statistics["systems"] = {
             system.name: {
                 family: {"bleu": groups["all"].bleu, "chrf": groups["all"].chrf}
@@ -96,36 +96,102 @@ def run(call: StageCall) -> None:
             }
             for system in evaluation.systems
         }
-    print(markdown_summary(evaluation))
+        writer.summary += summary_lines(evaluation)
+    print(markdown_summary(evaluation, history))
+
+
+def mmnmt_version() -> str:
+    """The version that is installed."""
+    try:
+        return version("mmnmt")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def summary_lines(evaluation: Evaluation) -> list[str]:
+    """What was scored, on a few lines."""
+    lines = sum(one.test_lines for one in evaluation.directions)
+    kinds = [
+        f"{len(profiles)} {family_title(evaluation, family)}"
+        for family, profiles in directions_by_family(evaluation).items()
+    ]
+    found = [
+        f"{format_count(len(evaluation.systems), 'system')} scored on "
+        f"{format_count(lines, 'test line')} in "
+        f"{format_count(len(evaluation.directions), 'direction')} ({', '.join(kinds)})"
+    ]
+    if evaluation.references is not None or evaluation.undetectable:
+        known = 0 if evaluation.references is None else len(evaluation.references.directions)
+        found.append(
+            f"language accuracy measured in {known} of {len(evaluation.directions)} directions"
+        )
+    if evaluation.warnings:
+        found.append(
+            f"{format_count(len(evaluation.warnings), 'warning')}, to be read in the report"
+        )
+    return found
 
 
 # Checks
 
 
-def check_systems(
+def shared_directions(
     systems: Mapping[str, Artifact], *, corpus: Artifact, profiles: Sequence[DirectionProfile]
-) -> None:
-    """Raises ConfigError or ArtifactError unless every system translated every test line."""
+) -> list[DirectionProfile]:
+    """The directions to score: all but those whose languages the model of some system lacks.
+
+    Raises:
+        ConfigError or ArtifactError: a system did not translate every line of the others, or none
+            is left.
+    """
     if not systems:
         raise ConfigError("evaluate has no systems: name at least one, as NAME=DIR.")
     if not profiles:
         raise ArtifactError(
             f"{corpus.directory} has no test lines: evaluate with a corpus that has test sets."
         )
+    _check_names(list(systems))
     for name, translations in systems.items():
-        if "/" in name or name in {"", ".", ".."}:
-            raise ConfigError(f"System name {name!r} cannot name a folder: choose another name.")
         _check_directions(name, translations, profiles=profiles)
-        _check_line_counts(name, translations, profiles=profiles)
+    shared = [
+        profile
+        for profile in profiles
+        if not any(str(profile.direction) in skipped_directions(one) for one in systems.values())
+    ]
+    if not shared:
+        raise ConfigError(
+            f"No direction of {corpus.directory} was translated by all of the systems "
+            f"{', '.join(systems)}: evaluate those apart that know other languages."
+        )
+    for name, translations in systems.items():
+        _check_line_counts(name, translations, profiles=shared)
+    return shared
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Every name becomes a folder of line statistics, on any file system."""
+    taken: dict[str, str] = {}
+    for name in names:
+        fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+        if not fits or "/" in name or "\\" in name or name in {".", ".."}:
+            raise ConfigError(f"System name {name!r} cannot name a folder: choose another name.")
+        if name.casefold() in taken:
+            raise ConfigError(
+                f"System names {taken[name.casefold()]!r} and {name!r} differ in case alone, which "
+                "not every file system tells apart: choose another name."
+            )
+        taken[name.casefold()] = name
 
 
 def _check_directions(
     name: str, translations: Artifact, *, profiles: Sequence[DirectionProfile]
 ) -> None:
+    skipped = skipped_directions(translations)
     missing = [
         str(profile.direction)
         for profile in profiles
         if not translations.has(hypotheses_name(profile.direction))
+        and str(profile.direction) not in skipped
     ]
     if missing:
         raise ArtifactError(
@@ -151,10 +217,15 @@ def _check_line_counts(
 
 
 def score_systems(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], writer: ArtifactWriter
+    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int, writer: ArtifactWriter
 ) -> Evaluation:
-    """Score all systems in parallel; line statistics are written as they come."""
+    """Score all systems in parallel; line statistics are written as they come.
+
+    Args:
+        left_out: number of directions that not every system's model knows.
+    """
     corpus, settings = call.artifacts["corpus"], call.recipe.evaluation
+    training = call.artifacts.get("training", corpus)
     targets = sorted({profile.direction.target for profile in profiles})
     tokenizers = {code: bleu_tokenizer(code, option=settings.bleu_tokenizer) for code in targets}
     detection = _detection(call)
@@ -181,23 +252,74 @@ def score_systems(
         ]
         references = _score_references(reference_tasks, profiles=profiles, processes=call.processes)
     return Evaluation(
-        pivot=find_pivot(line_counts(corpus, "train")),
+        pivot=find_pivot(line_counts(training, "train")),
         thresholds=call.recipe.training.resource_thresholds,
         directions=tuple(profiles),
-        language_names={code: language(code).name for code in languages(corpus)},
+        language_names={code: language(code).name for code in _languages(call)},
         tokenizers=tokenizers,
         systems=tuple(systems),
         references=references,
         undetectable=tuple(undetectable),
-        warnings=tuple(_warnings(systems, tokenizers=tokenizers, call=call)),
+        warnings=tuple(
+            caveats(systems, tokenizers=tokenizers, profiles=profiles, left_out=left_out, call=call)
+        ),
+        significance=_significance(systems, profiles=profiles, writer=writer, call=call),
     )
+
+
+def _languages(call: StageCall) -> list[str]:
+    """All languages of the corpus and of the one that was trained on."""
+    given = [call.artifacts[name] for name in ("corpus", "training") if name in call.artifacts]
+    return sorted({code for artifact in given for code in languages(artifact)})
 
 
 def _detection(call: StageCall) -> Detection | None:
     if not call.recipe.evaluation.language_accuracy:
         return None
-    candidates = detectable_languages() & set(languages(call.artifacts["corpus"]))
+    candidates = detectable_languages() & set(_languages(call))
     return Detection(candidates=candidates, seed=call.recipe.evaluation.seed)
+
+
+def _significance(
+    systems: Sequence[SystemScores],
+    *,
+    profiles: Sequence[DirectionProfile],
+    writer: ArtifactWriter,
+    call: StageCall,
+) -> Significance:
+    """Resample the lines of every direction that has enough of them."""
+    large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
+    tasks = [
+        BootstrapTask(
+            paths=[writer.path(_lines_name(one.name, str(profile.direction))) for one in systems],
+            seed=derive_seed("bootstrap", call.recipe.evaluation.seed, profile.direction.pair),
+        )
+        for profile in large
+    ]
+    draws = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
+    return compare_all(
+        {
+            name: _by_metric([one.directions[name].scores for one in systems])
+            for name in (str(profile.direction) for profile in profiles)
+        },
+        {str(profile.direction): found for profile, found in zip(large, draws, strict=True)},
+        systems=[one.name for one in systems],
+        profiles=profiles,
+    )
+
+
+def _by_metric(scores: Sequence[Scores]) -> dict[Metric, list[float]]:
+    """One score per system of every metric that was measured."""
+    found: dict[Metric, list[float]] = {
+        "bleu": [one.bleu for one in scores],
+        "chrf": [one.chrf for one in scores],
+    }
+    accuracies = [one.language_accuracy for one in scores]
+    known = [one for one in accuracies if one is not None]
+    if len(known) == len(scores):
+        found["language"] = [one.plain for one in known]
+        found["language_restricted"] = [one.restricted for one in known]
+    return found
 
 
 def _score_tasks(
@@ -211,7 +333,7 @@ def _score_tasks(
     results = in_parallel(score_direction, tasks, processes=processes, label="score")
     for task, result in zip(tasks, results, strict=True):
         found.setdefault(task.system, {})[str(task.direction)] = result.scores
-        _write_lines(writer.path(f"sentences/{task.system}/{task.direction}.npz"), result)
+        _write_lines(writer.path(_lines_name(task.system, str(task.direction))), result)
     return [
         SystemScores(
             name=name,
@@ -253,6 +375,10 @@ def in_parallel(
         yield from track(pool.map(function, tasks), label=label, total=len(tasks))
 
 
+def _lines_name(system: str, direction: str) -> str:
+    return f"sentences/{system}/{direction}.npz"
+
+
 def _write_lines(path: Path, result: ScoredDirection) -> None:
     arrays = {"bleu": result.statistics.bleu, "chrf": result.statistics.chrf}
     if result.hits is None:
@@ -261,181 +387,6 @@ def _write_lines(path: Path, result: ScoredDirection) -> None:
     np.savez_compressed(
         path, **arrays, language=result.hits.plain, language_restricted=result.hits.restricted
     )
-
-
-def _warnings(
-    systems: Sequence[SystemScores], *, tokenizers: Mapping[str, str], call: StageCall
-) -> list[str]:
-    found: list[str] = []
-    for system in systems:
-        scored = system.directions.values()
-        lines = sum(one.lines for one in scored)
-        counts = {
-            "were cut at the maximum length": sum(one.truncated for one in scored),
-            "are empty": sum(one.empty for one in scored),
-        }
-        if any(counts.values()):
-            findings = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
-            found.append(f"{system.name}: of {lines:,} translations {findings}.")
-    corpus = call.artifacts["corpus"]
-    for name, translations in call.many("systems").items():
-        record = translations.manifest.inputs.get("corpus")
-        if record is not None and record.digest != corpus.digest:
-            found.append(
-                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
-                "this corpus."
-            )
-    for code, tokenizer in tokenizers.items():
-        wanted = LANGUAGE_TOKENIZERS.get(code, (tokenizer,))
-        if call.recipe.evaluation.bleu_tokenizer == "per-language" and tokenizer != wanted[0]:
-            found.append(
-                f"BLEU into {code}: tokenizer {tokenizer} stands in for {wanted[0]}, which cannot "
-                "be loaded here."
-            )
-    return found
-
-
-# History: what can still be found of the runs behind the systems
-
-
-def trace_history(systems: Mapping[str, Artifact]) -> History:
-    """Follow the systems' manifests back to the raw text: stages, wall times, loss curves.
-
-    An input counts only if it is still at the recorded path with the recorded digest.
-    """
-    runs: dict[Path, Artifact] = {}
-    users: dict[Path, list[str]] = {}
-    curves: list[Curve] = []
-    missing: set[str] = set()
-    for name, translations in systems.items():
-        behind: dict[Path, Artifact] = {}
-        _collect_ancestors(translations, behind, missing)
-        for path, artifact in behind.items():
-            runs.setdefault(path, artifact)
-            users.setdefault(path, []).append(name)
-        curve = _read_curve(name, translations)
-        if curve is not None:
-            curves.append(curve)
-    stages = [
-        StageRun(
-            stage=artifact.manifest.stage,
-            folder=path.name,
-            wall_seconds=artifact.manifest.run.wall_seconds,
-            systems=tuple(users[path]),
-        )
-        for path, artifact in runs.items()
-    ]
-    return History(stages=tuple(stages), curves=tuple(curves), missing=tuple(sorted(missing)))
-
-
-def _collect_ancestors(artifact: Artifact, found: dict[Path, Artifact], missing: set[str]) -> None:
-    """Add an artifact after everything it was made from."""
-    path = artifact.directory.resolve()
-    if path in found:
-        return
-    for record in artifact.manifest.inputs.values():
-        if record.kind == "raw":
-            continue
-        parent = _open_recorded(record)
-        if parent is None:
-            missing.add(Path(record.path).name)
-        else:
-            _collect_ancestors(parent, found, missing)
-    found[path] = artifact
-
-
-def _open_recorded(record: InputRecord) -> Artifact | None:
-    path = Path(record.path)
-    try:
-        manifest = read_manifest(path)
-    except ArtifactError:
-        return None
-    if manifest is None or manifest.digest != record.digest:
-        return None
-    return Artifact(directory=path, manifest=manifest)
-
-
-def _read_curve(name: str, translations: Artifact) -> Curve | None:
-    record = translations.manifest.inputs.get("checkpoint")
-    checkpoint = None if record is None else _open_recorded(record)
-    if checkpoint is None or not checkpoint.has("metrics.jsonl"):
-        return None
-    points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}
-    for entry in read_json_lines(checkpoint.file("metrics.jsonl")):
-        point = _point(entry)
-        if point is not None and entry.get("kind") in ("train", "validation"):
-            points[entry["kind"]].append(point)
-    return Curve(
-        system=name, training=tuple(points["train"]), validation=tuple(points["validation"])
-    )
-
-
-def _point(entry: Mapping[str, Any]) -> CurvePoint | None:
-    """A line of metrics as a point; None without a loss: one that was not finite is null."""
-    update, seconds, loss = (entry.get(name) for name in ("update", "seconds", "loss"))
-    if not isinstance(update, int) or not _is_number(seconds) or not _is_number(loss):
-        return None
-    resources = entry.get("resources")
-    found = resources if isinstance(resources, dict) else {}
-    return CurvePoint(
-        update=update,
-        seconds=seconds,
-        loss=loss,
-        resources={group: value for group, value in found.items() if _is_number(value)},
-    )
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-# Samples
-
-
-def choose_samples(
-    corpus: Artifact,
-    systems: Mapping[str, Artifact],
-    *,
-    profiles: Sequence[DirectionProfile],
-    call: StageCall,
-) -> list[Sample]:
-    """A few lines of a few directions of every family, drawn by evaluation.seed."""
-    samples: list[Sample] = []
-    for family in dict.fromkeys(profile.family for profile in profiles):
-        members = [profile for profile in profiles if profile.family == family]
-        step = max(len(members) / SAMPLE_DIRECTIONS, 1.0)
-        for index in range(min(len(members), SAMPLE_DIRECTIONS)):
-            profile = members[int(index * step)]
-            samples += _sample_direction(
-                corpus, systems, profile=profile, seed=call.recipe.evaluation.seed
-            )
-    return samples
-
-
-def _sample_direction(
-    corpus: Artifact, systems: Mapping[str, Artifact], *, profile: DirectionProfile, seed: int
-) -> list[Sample]:
-    direction = profile.direction
-    sources = read_lines(corpus, "test", direction.pair, direction.source)
-    references = read_lines(corpus, "test", direction.pair, direction.target)
-    translated = {
-        name: read_hypotheses(translations, direction) for name, translations in systems.items()
-    }
-    lines = range(len(references))
-    short = [line for line in lines if len(references[line]) <= SAMPLE_CHARACTERS] or list(lines)
-    generator = random.Random(derive_seed("evaluate samples", seed, str(direction)))
-    chosen = sorted(generator.sample(short, min(SAMPLE_LINES, len(short))))
-    return [
-        Sample(
-            direction=direction,
-            family=profile.family,
-            line=line + 1,
-            source=sources[line],
-            reference=references[line],
-            translations={name: found[line].text for name, found in translated.items()},
-        )
-        for line in chosen
-    ]
 
 
 def _write_text(writer: ArtifactWriter, name: str, text: str) -> None:

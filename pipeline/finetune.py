@@ -10,6 +10,7 @@ from pipeline.engine import connect, expert_parallel_group
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
 from pipeline.run_directory import describe_change
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
 from pipeline.train_loop import local_device, train, training_data
 
@@ -21,6 +22,7 @@ def run(call: StageCall) -> None:
         connect(world)
         data = training_data(call)
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
+        check_together(checkpoint, checkpoint.names())
         model = load_model(
             checkpoint,
             regularization=Regularization.of(training),

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.artifacts import Artifact, open_artifact, read_manifest, verify_file
+from pipeline.artifacts import Artifact, open_artifact, read_manifest
 from pipeline.checkpoint import (
-    MODEL_FILE,
-    PROGRESS_FILE,
     TensorFiles,
     TensorHeader,
     open_checkpoint,
@@ -76,11 +74,9 @@ def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
     headers: list[TensorHeader] = []
     match manifest.kind:
         case "checkpoint":
-            artifact.verify([MODEL_FILE])
             headers = list(tensor_headers(artifact, "weights/"))
             found |= _inspect_model(read_spec(artifact), headers)
         case "training_state":
-            artifact.verify([PROGRESS_FILE])
             headers = list(tensor_headers(artifact, "optimizer/"))
             found |= {
                 "progress": read_progress(artifact).to_json(),
@@ -196,7 +192,7 @@ def verify(directory: Path) -> str:
     artifact = open_any(directory)
     files = artifact.manifest.files
     for name in track(sorted(files), label="verify"):
-        verify_file(artifact.file(name), files[name])
+        artifact.verify([name])
     size = sum(record.size for record in files.values())
     return (
         f"{directory}: all {len(files)} files ({size:,} bytes) of this {artifact.manifest.kind} "

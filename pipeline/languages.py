@@ -2,13 +2,16 @@
 
 Codes are those of OPUS-100: two letters of ISO 639-1 where they exist, else three of ISO 639-3;
 Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep the codes OPUS-100 gives them.
-Names and scripts come from Unicode CLDR through Babel, which is imported only where they are asked
-for: training and decoding need neither.
+Any other well-formed code stands for itself; its family is unknown until the recipe names it. A
+language that comes in two scripts has the code alone for its usual script and ``zh_Hant`` for the
+other. Names and scripts come from Unicode CLDR through Babel, which is imported only where they are
+asked for: training and decoding need neither.
 """
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from pipeline.errors import ConfigError
@@ -52,6 +55,10 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family → codes, as in Ethnologue; OPUS-100's 95 languages are in 22 of them (mmnmt.md §4)."""
 
+UNKNOWN_FAMILY = "unknown"
+UNKNOWN_SCRIPT = "Zzzz"
+"""ISO 15924's code for a script that is not known."""
+
 PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     1: tuple(
         "as az bn br cy et fa fi ga gd gu hi hu id kk kn ku ky mg ml mr ms ne or pa ps se si ta te "
@@ -82,6 +89,9 @@ ro:mo,mol,ron,rum ru:rus rw:kin sa:san sc:srd,src sd:snd se:sme sh:hbs si:sin sk
 sm:smo sn:sna so:som sq:alb,als,sqi sr:scc,srp ss:ssw st:sot su:sun sv:swe sw:swa,swh ta:tam te:tel
 tg:tgk th:tha ti:tir tk:tuk tl:fil,tgl tn:tsn tr:tur ts:tso tt:tat ug:uig uk:ukr ur:urd
 uz:uzb,uzn ve:ven vi:vie vo:vol wa:wln wo:wol xh:xho yi:ji,ydd,yid yo:yor zh:chi,cmn,zho zu:zul
+aa:aar ab:abk ae:ave av:ava bi:bis ce:che ch:cha cr:cre cu:chu ho:hmo hz:her ie:ile ii:iii ik:ipk
+iu:iku kj:kua kl:kal lu:lub mh:mah na:nau nd:nde ng:ndo nv:nav oj:oji pi:pli sg:sag to:ton ty:tah
+za:zha
 """.split()
     )
     for alias in aliases.split(",")
@@ -89,13 +99,18 @@ uz:uzb,uzn ve:ven vi:vie vo:vol wa:wln wo:wol xh:xho yi:ji,ydd,yid yo:yor zh:chi
 """Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code."""
 
 _FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes}
-_SUBTAGS = re.compile(r"(?P<language>[a-z]{2,3})(?:_[a-z]{4})?(?:_(?:[a-z]{2}|[0-9]{3}))?")
+_SUBTAGS = re.compile(
+    r"(?P<language>[a-z]{2,3})(?:_(?P<script>[a-z]{4}))?(?:_(?P<region>[a-z]{2}|[0-9]{3}))?"
+)
 _CLDR_CODES = {"sh": "sr_Latn"}
 
 
 @dataclass(frozen=True)
 class Language:
-    """A language: code, English name, family, and the ISO 15924 code of its usual script."""
+    """A language: code, English name, family, and the ISO 15924 code of its script.
+
+    The script is the usual one, or the one the code names; ``UNKNOWN_SCRIPT`` where CLDR has none.
+    """
 
     code: str
     name: str
@@ -103,36 +118,129 @@ class Language:
     script: str
 
 
-def canonical(code: str) -> str:
-    """The registry's code for any usual spelling: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``.
+@dataclass(frozen=True)
+class LanguageTag:
+    """A spelling taken apart: the registry's code, and script and region where it has them."""
+
+    language: str
+    script: str | None
+    """As ISO 15924 spells it: ``Hant``."""
+    region: str | None
+
+
+def parse_tag(code: str) -> LanguageTag:
+    """Take any usual spelling apart: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
 
     Raises:
-        ConfigError: no such language; names the nearest codes.
+        ConfigError: the spelling is that of no language code; names the nearest codes.
     """
     spelling = code.strip().lower().replace("-", "_")
     subtags = _SUBTAGS.fullmatch(spelling)
-    stem = subtags["language"] if subtags else spelling
-    found = ALIASES.get(stem, stem)
-    if found not in _FAMILY_OF:
-        near = ", ".join(nearest_codes(stem, [*_FAMILY_OF, *ALIASES]))
+    if subtags is None:
+        near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
         raise ConfigError(
-            f"There is no language {code!r} in pipeline/languages.py (nearest codes: "
-            f"{near or 'none'}): correct the code, or add it to a family there."
+            f"{code!r} is no language code: write two or three letters of ISO 639 and, where it "
+            f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
+            f"{near or 'none'})."
         )
-    return found
+    stem, script, region = subtags["language"], subtags["script"], subtags["region"]
+    return LanguageTag(
+        language=ALIASES.get(stem, stem),
+        script=script and script.capitalize(),
+        region=region and region.upper(),
+    )
 
 
-def family(code: str) -> str:
-    """The family of a language; ConfigError as in ``canonical``."""
-    return _FAMILY_OF[canonical(code)]
+def canonical(code: str) -> str:
+    """The code of a language for any usual spelling, without script and region.
+
+    A language that the registry does not have keeps the code it is given.
+
+    Raises:
+        ConfigError: the spelling is that of no language code.
+    """
+    return parse_tag(code).language
+
+
+def distinct_codes(spellings: Iterable[str]) -> dict[str, str]:
+    """Spelling → code for the spellings of one corpus, so that two scripts stay two languages.
+
+    One script, whichever it is, needs no mention: ``zho_Hant`` alone is ``zh``. Beside
+    ``zho_Hans``, the usual script of Chinese, it is ``zh_Hant``. Needs Babel where a language is
+    spelled in several ways.
+
+    Raises:
+        ConfigError: a spelling is that of no language code.
+    """
+    tags = {spelling: parse_tag(spelling) for spelling in spellings}
+    variants: dict[str, set[LanguageTag]] = defaultdict(set)
+    for tag in tags.values():
+        variants[tag.language].add(tag)
+    codes = {}
+    for tag in tags.values():
+        several = len(variants[tag.language]) > 1
+        scripts = {_script_of_tag(other) for other in variants[tag.language]} if several else set()
+        codes[tag] = _code_with_script(tag) if len(scripts) > 1 else tag.language
+    return {spelling: codes[tag] for spelling, tag in tags.items()}
+
+
+def find_code(spelling: str, codes: Collection[str]) -> str | None:
+    """Which of the codes of a corpus or model a spelling means, None if none of them.
+
+    ``zh_Hant`` is itself where it is among them, else ``zh``.
+
+    Raises:
+        ConfigError: the spelling is that of no language code.
+    """
+    tag = parse_tag(spelling)
+    if f"{tag.language}_{tag.script}" in codes:
+        return f"{tag.language}_{tag.script}"
+    return tag.language if tag.language in codes else None
+
+
+def family(code: str, families: Mapping[str, str] | None = None) -> str:
+    """The family of a language, ``UNKNOWN_FAMILY`` where neither recipe nor registry has one.
+
+    Args:
+        code: any usual spelling.
+        families: code → family, which goes before the registry.
+
+    Raises:
+        ConfigError: the spelling is that of no language code.
+    """
+    found = canonical(code)
+    named = families or {}
+    return named.get(code) or named.get(found) or _FAMILY_OF.get(found, UNKNOWN_FAMILY)
 
 
 def language(code: str) -> Language:
     """Look a language up; ConfigError as in ``canonical``. Needs Babel."""
-    found = canonical(code)
+    tag = parse_tag(code)
+    found = _code_with_script(tag) if tag.script else tag.language
+    script = usual_script(tag.language) if found == tag.language else tag.script
     return Language(
-        code=found, name=_english_name(found), family=_FAMILY_OF[found], script=_usual_script(found)
+        code=found,
+        name=_english_name(found),
+        family=family(found),
+        script=script or UNKNOWN_SCRIPT,
     )
+
+
+def is_known(code: str) -> bool:
+    """Whether the registry or CLDR knows the language of a code. Needs Babel."""
+    found = canonical(code)
+    return found in _FAMILY_OF or found in _cldr_names()
+
+
+def usual_script(code: str) -> str | None:
+    """The ISO 15924 code of the script a language is usually written in; None: CLDR has none."""
+    found = canonical(code)
+    return _likely_script(_CLDR_CODES.get(found, found))
+
+
+def written_script(code: str) -> str | None:
+    """The script a spelling names, that of its region, or the usual one; None: CLDR has none."""
+    return _script_of_tag(parse_tag(code))
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
@@ -140,14 +248,62 @@ def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(code.lower(), sorted(set(candidates)), n=3, cutoff=0.5)
 
 
-def _english_name(code: str) -> str:
+def codes_one_edit_away(code: str) -> list[str]:
+    """The registry's languages that have a code with one letter more, less or other, sorted."""
+    found = {
+        ALIASES.get(known, known)
+        for known in (*_FAMILY_OF, *ALIASES)
+        if _is_one_edit(known, canonical(code))
+    }
+    return sorted(found & _FAMILY_OF.keys() - {canonical(code)})
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    if len(long) == len(short):
+        return sum(a != b for a, b in zip(short, long, strict=True)) == 1
+    return any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
+
+
+def _script_of_tag(tag: LanguageTag) -> str | None:
+    """The script a tag names, that of its region, or the usual one."""
+    if tag.script is not None:
+        return tag.script
+    regional = _likely_script(f"{tag.language}_{tag.region}") if tag.region else None
+    return regional or usual_script(tag.language)
+
+
+def _code_with_script(tag: LanguageTag) -> str:
+    """The language's code alone for its usual script, else with the script."""
+    script = _script_of_tag(tag)
+    if script is None or script == usual_script(tag.language):
+        return tag.language
+    return f"{tag.language}_{script}"
+
+
+def _cldr_names() -> Mapping[str, str]:
     from babel import Locale
 
-    return str(Locale("en").languages[code])
+    names: Mapping[str, str] = Locale("en").languages
+    return names
 
 
-def _usual_script(code: str) -> str:
+def _english_name(code: str) -> str:
+    """CLDR's name of a language, with the script where the code has one; else the code."""
+    names = _cldr_names()
+    if code in names or "_" not in code:
+        return names.get(code, code)
+    from babel import Locale
+
+    found, script = code.split("_")
+    script_name = Locale("en").scripts.get(script, script)
+    return f"{names[found]} ({script_name})" if found in names else code
+
+
+def _likely_script(tag: str) -> str | None:
     from babel.core import get_global
 
-    tag = _CLDR_CODES.get(code, code)
-    return str(get_global("likely_subtags").get(tag, tag).split("_")[1])
+    found: Mapping[str, str] = get_global("likely_subtags")
+    if tag in found:
+        return found[tag].split("_")[1]
+    return tag.split("_")[1] if re.fullmatch("[a-z]+_[A-Z][a-z]{3}", tag) else None

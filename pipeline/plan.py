@@ -6,15 +6,10 @@ its key (settings and digests of its inputs, see ``artifacts.stage_key``) differ
 finished artifact; a stage that is rebuilt with the same result leaves what follows alone.
 """
 
-import fcntl
 import graphlib
-import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -28,14 +23,26 @@ from pipeline.artifacts import (
     open_artifact,
     raw_digest,
     read_manifest,
+    refuse_changed,
     stage_key,
 )
 from pipeline.config import Recipe, load_recipe
+from pipeline.digests import changed_files
 from pipeline.documents import read_toml
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.hints import hint
 from pipeline.launch import MAX_PROCESSES, StopRequests, describe_exit, launch
+from pipeline.locks import exclusive
+from pipeline.places import (
+    files_below,
+    plan_lock_path,
+    refuse_inputs,
+    restore,
+    run_dir,
+    unfinished_dir,
+    why_not_ours,
+)
 from pipeline.settings import Settings, describe_validation, whole
 from pipeline.stages import STAGES, Input, Stage
 
@@ -154,7 +161,7 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
         )
     stage = table[planned.run]
-    if stage.sections and not planned.recipe:
+    if stage.sections and stage.needs_recipe and not planned.recipe:
         raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
     missing = [
         key
@@ -222,7 +229,8 @@ def why_not_done(
     except ArtifactError:
         return "its manifest cannot be read"
     if manifest is None:
-        return "unfinished" if out_dir.is_dir() and any(out_dir.iterdir()) else "missing"
+        problem = why_not_ours(out_dir) if out_dir.exists() else None
+        return f"its folder {problem}" if problem else "missing"
     key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
     if manifest.key == key:
         return None
@@ -320,6 +328,15 @@ class PlacedPlan:
             task.out_dir, stage=task.stage, config=task.config, digests=self.digests(task)
         )
 
+    def changed(self, task: Task) -> str | None:
+        """Which file of its finished artifact is not as it was made, by its status alone."""
+        try:
+            manifest = read_manifest(task.out_dir)
+            changes = changed_files(task.out_dir, manifest) if manifest else {}
+        except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
+            return None
+        return next((f"its file {name} {change}" for name, change in changes.items()), None)
+
     def forecast(self) -> dict[str, str | None]:
         """Stage → why it would run, or None; a stage runs too when one it reads from will."""
         reasons: dict[str, str | None] = {}
@@ -366,7 +383,8 @@ def place_plan(
     several; the folder is ``runs/<plan>`` unless given.
 
     Raises:
-        ConfigError: a recipe or ds_config does not resolve, or a given input is not the plan's.
+        ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
+            an output would be, hold or lie within one.
     """
     given = given or {}
     unknown = [name for name in given if name not in plan.inputs]
@@ -375,6 +393,7 @@ def place_plan(
             f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
         )
     place = out_dir or Path("runs") / plan.name
+    refuse_inputs(place, inputs=given, run_folder=False, what="The plan's folder")
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], table[plan.stages[name].run]
@@ -384,6 +403,9 @@ def place_plan(
         settings = load_recipe(recipe) if recipe else Recipe(name="defaults")
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)
         tasks.append(Task(name, stage, planned, recipe, place / name, config))
+        refuse_inputs(
+            place / name, inputs=given, run_folder=stage.keeps_work, what=f"Stage {name}'s folder"
+        )
     return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)
 
 
@@ -426,7 +448,7 @@ def run_plan(
         ArtifactError: another run holds the folder.
     """
     placed.require_inputs()
-    lock_path = placed.out_dir / ".lock"
+    lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
         run = _Run(placed, launcher=launcher, program=program, say=say, requests=requests)
         code = run.all_stages()
@@ -475,7 +497,9 @@ class _Run:
         """Run the task if it must; 0 when its artifact is there."""
         if self._requests.received is not None:
             return EXIT_RUN_AGAIN
+        restore(task.out_dir)
         reason = self._placed.reason(task)
+        _refuse_changed(task)
         if reason is None:
             self._say(f"{task.name}: already done")
             self.outcomes.append(Outcome(task.name, "already done"))
@@ -513,6 +537,15 @@ class _Run:
         )
 
 
+def _refuse_changed(task: Task) -> None:
+    """Raises ArtifactError where edits of a stage's artifact would be lost or passed on."""
+    try:
+        read_manifest(task.out_dir)
+    except ArtifactError:
+        return  # the stage refuses such a folder itself
+    refuse_changed(task.out_dir)
+
+
 def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     """The command line of one stage of a plan: the verb and its options.
 
@@ -520,7 +553,7 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     of others it is replaced.
     """
     arguments = [task.stage.name]
-    if task.stage.sections:
+    if task.stage.sections and task.recipe:
         arguments.append(f"--recipe={task.recipe}")
     for name, source in task.planned.inputs.items():
         option = f"--{name}"
@@ -541,18 +574,10 @@ def saved_files(out_dir: Path) -> set[str]:
 
     A log that grew is no progress; a training state or a batch of translations more is.
     """
-    folders = (out_dir.parent / f"{out_dir.name}.run", unfinished_dir(out_dir))
+    folders = (run_dir(out_dir), unfinished_dir(out_dir))
     return {
-        str(path.relative_to(out_dir.parent))
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.is_file()
+        str(path.relative_to(out_dir.parent)) for folder in folders for path in files_below(folder)
     }
-
-
-def unfinished_dir(out_dir: Path) -> Path:
-    """Where ``artifacts.new_artifact`` builds."""
-    return out_dir.parent / f".{out_dir.name}.unfinished"
 
 
 # ---------------------------------------------------------------- looking
@@ -561,26 +586,34 @@ def unfinished_dir(out_dir: Path) -> Path:
 def dry_run(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
     """Print per stage whether it would run, and why; nothing is started."""
     placed.require_inputs()
-    for name, reason in placed.forecast().items():
-        say(f"{name}: done" if reason is None else f"{name}: would run ({reason})")
+    reasons = placed.forecast()
+    for task in placed.tasks:
+        reason, change = reasons[task.name], placed.changed(task)
+        if reason is not None:
+            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change)))})")
+        else:
+            say(f"{task.name}: would be checked ({change})" if change else f"{task.name}: done")
 
 
 def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
     """Print a table of the plan's stages; raw data that is not given passes as unchanged."""
     reasons = placed.forecast()
-    rows = [_status_row(task, reasons[task.name]) for task in placed.tasks]
+    rows = [
+        _status_row(task, reasons[task.name], change=placed.changed(task)) for task in placed.tasks
+    ]
     say(text_table(["stage", "state", ""], rows))
 
 
-def _status_row(task: Task, reason: str | None) -> list[str]:
-    run_dir = task.out_dir.parent / f"{task.out_dir.name}.run"
+def _status_row(task: Task, reason: str | None, *, change: str | None) -> list[str]:
+    if change is not None:
+        return [task.name, "changed", "; ".join(filter(None, (change, reason)))]
     if reason is None:
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
-    if unfinished_dir(task.out_dir).exists() or run_dir.exists():
+    if unfinished_dir(task.out_dir).exists() or run_dir(task.out_dir).exists():
         return [task.name, "in progress", "" if reason == "missing" else reason]
-    if reason in ("missing", "unfinished"):
+    if reason == "missing":
         return [task.name, reason, ""]
     return [task.name, "stale", reason]
 
@@ -593,48 +626,3 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-# ---------------------------------------------------------------- one writer at a time
-
-
-@contextmanager
-def exclusive(path: Path, *, what: str) -> Iterator[None]:
-    """Hold the lock file ``path``; the kernel gives it up when the process ends, however it ends.
-
-    Raises:
-        ArtifactError: another process holds it, the message says which; or it cannot be made.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(path, what=what)
-    except OSError as error:
-        raise ArtifactError(
-            f"{what} cannot be written ({error.strerror or error}): choose another folder."
-        ) from error
-    try:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        owner = f"process {os.getpid()} on {socket.gethostname()} since {now}"
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, owner.encode(), 0)
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked(path: Path, *, what: str) -> int:
-    """Descriptor of the locked file that lies at ``path``, not of one just removed from there."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.pread(descriptor, 200, 0).decode() or "another process"
-            os.close(descriptor)
-            raise ArtifactError(
-                f"{what} is being written by {owner}: wait for it or stop it, then run again."
-            ) from error
-        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
-            return descriptor
-        os.close(descriptor)

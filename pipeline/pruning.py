@@ -29,6 +29,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.plan import text_table
 from pipeline.progress import track
 from pipeline.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.weights import tensor_shapes
 
 
@@ -105,7 +106,7 @@ def prune_experts(
         overwrite=overwrite,
     ) as writer:
         write_weights(writer.directory / "weights", _pruned(checkpoint, plan, target))
-        write_model_files(writer, spec=target, tokenizer_dir=directory / "tokenizer")
+        write_model_files(writer, spec=target, tokenizer_dir=tokenizer_folder(checkpoint))
         writer.statistics["kept_mass"] = plan.kept_mass
         writer.statistics["layers"] = {
             entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}

@@ -34,6 +34,7 @@ from pipeline.corpus import (
 from pipeline.errors import ArtifactError
 from pipeline.progress import track
 from pipeline.stages import StageCall
+from pipeline.summary import counted, listed
 
 BLOCK_LINES = 65_536
 NO_NEIGHBOUR = -1
@@ -45,13 +46,30 @@ Floats = npt.NDArray[np.float64]
 def run(call: StageCall) -> None:
     """Translate every test line of every direction by its nearest training neighbour."""
     corpus = call.artifacts["corpus"]
+    trained = line_counts(corpus, "train")
     lines: dict[str, int] = {}
+    copied: list[str] = []
+    empty = 0
     with call.new_artifact() as writer:
         for direction in track(directions(corpus, "test"), label="retrieve"):
             hypotheses = [Hypothesis(text) for text in retrieve(corpus, direction)]
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
             lines[str(direction)] = len(hypotheses)
-        writer.statistics["directions"] = lines
+            empty += sum(not hypothesis.text for hypothesis in hypotheses)
+            if direction.pair not in trained:
+                copied.append(str(direction))
+        writer.statistics.update(
+            lines=sum(lines.values()), empty=empty, directions=lines, copied_directions=copied
+        )
+        writer.summary.append(
+            f"{counted(sum(lines.values()), 'line')} in {counted(len(lines), 'direction')} "
+            f"answered; {empty:,} of the answers are empty"
+        )
+        if copied:
+            writer.summary.append(
+                f"{counted(len(copied), 'direction')} without training lines, answered with the "
+                f"source itself: {listed(copied)}"
+            )
 
 
 def retrieve(corpus: Artifact, direction: Direction) -> list[str]:

@@ -6,18 +6,17 @@ a time. A run resumes from the highest complete state.
 """
 
 import errno
-import fcntl
 import os
+import re
 import shutil
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -29,14 +28,40 @@ from pipeline.artifacts import (
     Kind,
     RunRecord,
     open_artifact,
+    publish_artifact,
     read_manifest,
-    replace_directory,
     seal_artifact,
     settle_files,
 )
 from pipeline.checkpoint import PART_FOLDERS, part_prefix
 from pipeline.distributed import World, all_max, from_rank_zero, gather_objects
 from pipeline.errors import ArtifactError, CheckpointError, UserError
+from pipeline.locks import exclusive
+from pipeline.manifest import MARKER_NAME
+from pipeline.places import (
+    claim_run_folder,
+    discard_working,
+    files_below,
+    make_working,
+    remove_artifact,
+    remove_working,
+    replaced_dir,
+    restore,
+    run_dir,
+    unfinished_dir,
+    why_not_ours,
+)
+
+LOCK_PATIENCE_SECONDS = 5.0
+"""A run that was just stopped may still be ending."""
+
+STATE_NAME = re.compile(r"update-\d+")
+
+_WRITTEN_BY_EARLIER_VERSIONS = {
+    *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
+    "manifest.json",
+}
+"""What an unfinished state or checkpoint holds, before its folder was marked as ours."""
 
 
 class RunDirectory:
@@ -51,7 +76,7 @@ class RunDirectory:
         inputs: Mapping[str, InputRecord],
         world: World,
     ) -> None:
-        self.directory = out_dir.parent / f"{out_dir.name}.run"
+        self.directory = run_dir(out_dir)
         self.states_dir = self.directory / "states"
         self.best_dir = self.directory / "best"
         self.metrics_path = self.directory / "metrics.jsonl"
@@ -64,22 +89,27 @@ class RunDirectory:
         """Hold the folder for this run; it is released when the process ends, however it ends.
 
         Raises:
-            ArtifactError: another run holds it.
+            ArtifactError: another run holds it, or it is not a run's folder.
         """
-        stream: IO[str] | None = None
-        problem: str | None = None
-        if self._world.rank == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            stream = (self.directory / "lock").open("a+")
-            problem = _lock(stream, self.directory)
-        problem = from_rank_zero(problem)
-        if problem:
-            raise ArtifactError(problem)
-        try:
+        with ExitStack() as stack:
+            problem: str | None = None
+            if self._world.rank == 0:
+                try:
+                    claim_run_folder(self.directory, work="training")
+                    lock = exclusive(
+                        self.directory / "lock",
+                        what=str(self.directory),
+                        patience_seconds=LOCK_PATIENCE_SECONDS,
+                    )
+                    stack.enter_context(lock)
+                except UserError as error:
+                    problem = str(error)
+                except OSError as error:
+                    problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
+            problem = from_rank_zero(problem)
+            if problem:
+                raise ArtifactError(problem)
             yield
-        finally:
-            if stream is not None:
-                stream.close()
 
     def resume_from(self, *, overwrite: bool) -> Artifact | None:
         """The highest complete training state of this very run, or None to begin.
@@ -94,19 +124,18 @@ class RunDirectory:
                 name = self._newest_state(overwrite=overwrite)
             except UserError as error:
                 problem = str(error)
+            except OSError as error:
+                problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
         name, problem = from_rank_zero((name, problem))
         if problem:
             raise CheckpointError(problem)
         return open_artifact(self.states_dir / name, kind="training_state") if name else None
 
     def _newest_state(self, *, overwrite: bool) -> str | None:
-        for leftover in [*self.directory.glob(".*"), *self.states_dir.glob(".*")]:
-            if leftover.is_dir():
-                print(f"{leftover}: unfinished, removed", file=sys.stderr)
-                shutil.rmtree(leftover)
+        self._remove_leftovers()
         names = self.state_names()
         if not names:
-            shutil.rmtree(self.best_dir, ignore_errors=True)
+            remove_artifact(self.best_dir)
             self.metrics_path.unlink(missing_ok=True)
             return None
         newest = names[-1]
@@ -125,17 +154,30 @@ class RunDirectory:
                 "with those, name another --out, or pass --overwrite to begin anew."
             )
         print(f"{self.directory}: begun anew, since {change}", file=sys.stderr)
-        shutil.rmtree(self.states_dir)
-        shutil.rmtree(self.best_dir, ignore_errors=True)
+        for name in names:
+            remove_artifact(self.states_dir / name)
+        remove_artifact(self.best_dir)
         self.metrics_path.unlink(missing_ok=True)
         return None
+
+    def _remove_leftovers(self) -> None:
+        """What a killed write left of a state or of the best weights; nothing else is touched."""
+        states = (path for path in self.states_dir.glob(".update-*") if path.is_dir())
+        names = {path.name[1:].rpartition(".")[0] for path in states}
+        places = [self.states_dir / name for name in names if STATE_NAME.fullmatch(name)]
+        for place in sorted([*places, self.best_dir]):
+            restore(place)
+            for leftover in (unfinished_dir(place), replaced_dir(place)):
+                if leftover.is_dir():
+                    _remove_leftover(leftover)
+                    print(f"{leftover}: unfinished, removed", file=sys.stderr)
 
     def state_names(self) -> list[str]:
         """Names of the complete states, oldest first."""
         if not self.states_dir.is_dir():
             return []
-        found = self.states_dir.iterdir()
-        return sorted(entry.name for entry in found if read_manifest(entry) is not None)
+        found = [path for path in self.states_dir.iterdir() if STATE_NAME.fullmatch(path.name)]
+        return sorted(path.name for path in found if read_manifest(path) is not None)
 
     def write(
         self,
@@ -202,6 +244,8 @@ class RunDirectory:
                 problem = action()
             except OSError as error:
                 problem = describe_os_error(error)
+            except UserError as error:
+                problem = str(error)
             if problem and on_failure is not None:
                 on_failure()
         problem = from_rank_zero(problem)
@@ -212,10 +256,11 @@ class RunDirectory:
             )
 
     def prune(self, *, keep_last: int) -> None:
-        """Remove all but the newest states."""
+        """Remove all but the newest states; one with something of the user's in it stays."""
         if self._world.rank == 0:
             for name in self.state_names()[:-keep_last]:
-                shutil.rmtree(self.states_dir / name)
+                with suppress(UserError, OSError):
+                    remove_artifact(self.states_dir / name)
 
 
 class _PendingWrite:
@@ -227,15 +272,14 @@ class _PendingWrite:
         self.problem: str | None = None
         self.records: dict[str, FileRecord] = {}
         self._out_dir, self._kind, self._rank, self._write = out_dir, kind, rank, write
-        self._writer = ArtifactWriter(out_dir.parent / f".{out_dir.name}.unfinished")
+        self._writer = ArtifactWriter(unfinished_dir(out_dir))
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._clock = time.monotonic()
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Rank 0 makes the folder before any rank writes."""
-        shutil.rmtree(self._writer.directory, ignore_errors=True)
-        self._writer.directory.mkdir(parents=True)
+        make_working(self._writer.directory)
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self.run, name=f"write {self._out_dir.name}")
@@ -253,8 +297,8 @@ class _PendingWrite:
         directory = self._writer.directory
         try:
             self._write(self._writer)
-            files = (path for path in directory.rglob("*") if path.is_file())
-            self.records = settle_files(directory, filter(self._is_mine, files))
+            files = filter(self._is_mine, files_below(directory))
+            self.records = settle_files(directory, files)
         except OSError as error:
             self.problem = f"rank {self._rank}: {describe_os_error(error)}"
         except Exception as error:  # a bug; the other ranks wait to hear of it
@@ -277,7 +321,7 @@ class _PendingWrite:
     ) -> None:
         """Write the manifest and move the artifact into place; rank 0 only."""
         wall_seconds = round(time.monotonic() - self._clock, 3)
-        seal_artifact(
+        manifest = seal_artifact(
             self._writer,
             kind=self._kind,
             stage=stage,
@@ -286,10 +330,19 @@ class _PendingWrite:
             run=RunRecord(started=self._started, wall_seconds=wall_seconds),
             files=files,
         )
-        replace_directory(self._writer.directory, self._out_dir)
+        publish_artifact(self._writer, manifest, out_dir=self._out_dir)
 
     def discard(self) -> None:
-        shutil.rmtree(self._writer.directory, ignore_errors=True)
+        discard_working(self._writer.directory)
+
+
+def _remove_leftover(directory: Path) -> None:
+    """Remove what a killed write left, by this version or by one that did not mark its folders."""
+    if why_not_ours(directory) is not None and not directory.is_symlink():
+        found = {path.name for path in directory.iterdir()}
+        if found <= _WRITTEN_BY_EARLIER_VERSIONS:
+            (directory / MARKER_NAME).touch()
+    remove_working(directory)
 
 
 def describe_os_error(error: OSError) -> str:
@@ -324,20 +377,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _lock(stream: IO[str], directory: Path) -> str | None:
-    """Take the lock and sign it; the sentence to refuse with where it is taken."""
-    for _ in range(20):
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(0.25)
-            continue
-        stream.truncate(0)
-        stream.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        stream.flush()
-        return None
-    stream.seek(0)
-    holder = stream.read().strip() or "another process"
-    return f"{directory} is being written by {holder}: wait for it, or stop it."

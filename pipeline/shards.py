@@ -62,9 +62,7 @@ class Shard:
 
 
 def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:
-    """Map one side of a pair into memory; only its offsets are read.
-
-    The digests are not compared here: ``artifact.verify(list(shard_names(…)))`` reads all of it.
+    """Map one side of a pair into memory; its digests are checked first, unless they are known.
 
     Raises:
         ArtifactError: no such side, or its two files do not fit together.
@@ -138,4 +136,9 @@ class ShardWriter:
         """Finish both files."""
         self._stream.close()
         lengths = np.concatenate([np.zeros(1, np.int32), *self._lengths])
-        np.save(self._offsets_path, np.cumsum(lengths, dtype="<i8"), allow_pickle=False)
+        offsets = np.cumsum(lengths, dtype="<i8")
+        # Not numpy.save, which loses the reason where a file cannot be written.
+        with self._offsets_path.open("wb") as stream:
+            header = np.lib.format.header_data_from_array_1_0(offsets)  # type: ignore[no-untyped-call]
+            np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[no-untyped-call]
+            stream.write(offsets.data)

@@ -42,6 +42,13 @@ class Stage:
     """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
     trains: bool = False
     """Takes a ds_config."""
+    needs_recipe: bool = True
+    """Where it has sections; False: their defaults serve where no recipe is named."""
+
+    @property
+    def keeps_work(self) -> bool:
+        """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
+        return self.parallel == "ranks"
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,15 @@ STAGES: dict[str, Stage] = {
             inputs={"raw": Input("raw", "OPUS-100-like tree of pair folders", required=False)},
         ),
         Stage(
+            name="import_tests",
+            module="data_prep.import_tests",
+            makes="corpus",
+            help="test sets from outside (FLORES-200, NTREX-128, pairs of files) into a corpus",
+            sections=("tests",),
+            inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
+            needs_recipe=False,
+        ),
+        Stage(
             name="clean",
             module="data_prep.clean",
             makes="corpus",
@@ -152,7 +168,7 @@ STAGES: dict[str, Stage] = {
             module="data_prep.group_languages",
             makes="groups",
             help="language groups by family, by family and embeddings, or the paper's table",
-            sections=("groups",),
+            sections=("groups", "languages"),
             inputs={
                 "shards": Input("shards", "for the corpus sizes"),
                 "checkpoint": Input(
@@ -225,6 +241,11 @@ STAGES: dict[str, Stage] = {
             inputs={
                 "corpus": Input("corpus", "references"),
                 "systems": Input("translations", "NAME=DIR, one per system", many=True),
+                "training": Input(
+                    "corpus",
+                    "what the systems were trained on, where the references' has test sets alone",
+                    required=False,
+                ),
             },
             parallel="workers",
         ),

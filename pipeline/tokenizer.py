@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, Self
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from sentencepiece import SentencePieceProcessor
 
-from pipeline.artifacts import to_json
+from pipeline.artifacts import Artifact, to_json
 from pipeline.config import TagScheme
 from pipeline.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
@@ -246,6 +246,19 @@ def write_tokenizer(
     (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(description))
     if model is not None:
         (directory / MODEL_NAME).write_bytes(model)
+
+
+def tokenizer_folder(artifact: Artifact) -> Path:
+    """Folder of the tokenizer's files in a tokenizer artifact, or of their copy in another one.
+
+    Raises:
+        ArtifactError: one of them is missing or not as the manifest says.
+    """
+    folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
+    directory = artifact.file(folder + DESCRIPTION_NAME).parent
+    if _read_description(directory).kind == "sentencepiece":
+        artifact.check([folder + MODEL_NAME])
+    return directory
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -33,7 +33,9 @@ from pipeline.routing_statistics import ROUTING_FILE, RoutingCounter
 from pipeline.run_directory import RunDirectory, link_or_copy
 from pipeline.sampling import GlobalStep, MicroBatch
 from pipeline.seeds import derive_seed
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.training_data import TrainingData
 from pipeline.weights import named_slices
 
@@ -46,9 +48,11 @@ def local_device(world: World) -> torch.device:
 
 
 def training_data(call: StageCall) -> TrainingData:
-    """Open the shards and the mixture a training stage is given."""
+    """Open the shards and the mixture a training stage is given; all ranks call this."""
+    shards = call.artifacts["shards"]
+    check_together(shards, shards.names())
     return TrainingData(
-        call.artifacts["shards"],
+        shards,
         read_mixture(call.artifacts["mixture"]),
         call.recipe.batches,
         seed=call.recipe.training.seed,
@@ -88,6 +92,7 @@ class TrainingRun:
         self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
+        self._earlier_seconds = 0.0
         self._interval = _Interval()
 
     def run(self) -> None:
@@ -120,12 +125,14 @@ class TrainingRun:
     def _resume(self) -> None:
         state = self.run_directory.resume_from(overwrite=self.call.overwrite)
         if state is not None:
+            check_together(state, state.names())
             self.progress = read_progress(state)
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
             if self.world.rank == 0:
                 self._interval = _Interval(self.progress.interval)
         if self.world.rank == 0:
             self.metrics.truncate_after(self.progress.update)
+        self._earlier_seconds = self.progress.seconds
         self._clock = time.monotonic() - self.progress.seconds
 
     def _rehearse(self) -> None:
@@ -293,7 +300,7 @@ class TrainingRun:
             write_model_files(
                 writer,
                 spec=self.engine.model.spec,
-                tokenizer_dir=shards.directory / "tokenizer",
+                tokenizer_dir=tokenizer_folder(shards),
             )
             if self.routing.layers:
                 writer.write_json(ROUTING_FILE, self.routing.to_json())
@@ -315,11 +322,24 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         best = open_artifact(run_directory.best_dir, kind="checkpoint")
-        with call.new_artifact(wall_seconds=self.progress.seconds) as writer:
+        # What earlier attempts had done when they were stopped, and all of this one: loading, the
+        # last validation and writing too, which the curves' clock leaves out.
+        wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
+        with call.new_artifact(wall_seconds=wall_seconds) as writer:
             for name in best.names():
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.statistics.update(best.statistics, updates=self.progress.update)
+            writer.summary += self._summary()
+
+    def _summary(self) -> list[str]:
+        progress, training = self.progress, self.data.train_lines
+        return [
+            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
+            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
+            f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
+            f"{progress.best_perplexity:.3f}, is the lowest",
+        ]
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._clock, 3)
@@ -348,7 +368,7 @@ class _Interval:
         return values
 
     def finish(self) -> dict[str, object]:
-        """Means over all ranks since the last call, and the rate; starts anew."""
+        """Means over all ranks since the last call, the rate and the tokens; starts anew."""
         cross_entropy, balance, labels, seconds = self.over_ranks()
         self._sums.zero_()
         self.note = f"loss {cross_entropy / labels:.3f}"
@@ -356,6 +376,7 @@ class _Interval:
             "loss": cross_entropy / labels,
             "balance": balance / labels,
             "tokens_per_second": labels / max(seconds, 1e-9),
+            "target_tokens": round(labels),
         }
 
 

@@ -19,7 +19,7 @@ from pipeline.sampling import (
     evaluation_batches,
 )
 from pipeline.shards import Shard, open_shard
-from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags
+from pipeline.tokenizer import Tags, Tokenizer, load_tokenizer, tags, tokenizer_folder
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class SplitData:
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
         self._tokenizer, self._directory = tokenizer, shards.directory
+        shards.check(shards.names(f"{split}/"))
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
         ]
@@ -64,16 +65,16 @@ class SplitData:
         """Read and assemble the sentences of a plan.
 
         Raises:
-            ArtifactError: the shards hold ids that their tokenizer does not have.
+            ArtifactError: the shards hold an id that the vocabulary has not.
         """
         rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
         examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
         batch = collate(examples, eos_id=self._tokenizer.eos_id)
-        largest = max(int(batch.source_N.max()), int(batch.target_N.max()))
+        largest = max(int(ids.max()) for ids in (batch.source_N, batch.target_N))
         if largest >= self._tokenizer.size:
             raise ArtifactError(
-                f"{self._directory} has the token id {largest:,}, and its tokenizer has "
-                f"{self._tokenizer.size:,} ids: run make_shards again."
+                f"{self._directory} holds the token id {largest} where its tokenizer has "
+                f"{self._tokenizer.size} ids: make the shards again."
             )
         return batch
 
@@ -128,7 +129,7 @@ class TrainingData:
         *,
         seed: int,
     ) -> None:
-        self.tokenizer = load_tokenizer(shards.directory / "tokenizer")
+        self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
         self.planner = Planner(self.train.lengths(), probabilities, config, seed=seed)

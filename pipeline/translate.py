@@ -1,23 +1,21 @@
-"""translate: the test sets of a corpus, over all ranks; or standard input, line by line.
+"""translate: the test sets of a corpus, over all ranks.
 
-Reads a checkpoint and a corpus; makes translations. Batches are cut from all sentences of all
-directions sorted by length and dealt out to the ranks; what is done is kept in ``OUT.run`` and not
-done again after an interruption.
+Reads a checkpoint and a corpus; makes translations of all directions whose two languages the model
+knows, and lists the others. Batches are cut from all sentences of all directions sorted by length
+and dealt out to the ranks; what is done is kept in ``OUT.run`` and not done again after an
+interruption. (Lines of standard input: ``line_filter.py``.)
 """
 
 import json
-import shutil
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipeline.artifacts import Artifact
-from pipeline.checkpoint import load_model, read_spec, read_tokenizer, refuse_other_tokenizer
-from pipeline.config import DecodingConfig
+from pipeline.artifacts import Artifact, ArtifactWriter
+from pipeline.checkpoint import read_tokenizer
 from pipeline.corpus import (
     Direction,
     Hypothesis,
@@ -28,35 +26,49 @@ from pipeline.corpus import (
     read_lines,
     write_hypotheses,
 )
-from pipeline.decoding import Source, beam_search
-from pipeline.distributed import StopFlag, World, distributed_world, leave, wait_for_all
-from pipeline.errors import ArtifactError, ConfigError, Interrupted
-from pipeline.languages import nearest_codes
-from pipeline.model.transformer import Transformer
+from pipeline.distributed import (
+    StopFlag,
+    World,
+    distributed_world,
+    from_rank_zero,
+    leave,
+    wait_for_all,
+)
+from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
+from pipeline.places import claim_run_folder, remove_files, run_dir
 from pipeline.progress import JsonLines, Progress
+from pipeline.run_directory import describe_change
+from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
-from pipeline.tokenizer import Tokenizer, tags
+from pipeline.summary import counted, listed
+from pipeline.translator import Job, Translator
 
-FILTER_LINES = 256
-"""Lines read ahead by the filter, where standard input is not a terminal."""
+OWN_FILES = (
+    *("identity.json", "seconds.json", ".seconds.json.unfinished"),
+    *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
+)
+"""What this stage writes into its run folder."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One line to translate."""
+class Selection:
+    """The test directions of a corpus: those that the model knows, and the others, sorted."""
 
-    direction: Direction
-    line: int
-    text: str
+    taken: tuple[Direction, ...]
+    skipped: tuple[Direction, ...]
 
 
 def run(call: StageCall) -> None:
-    """Translate every test line of the corpus in both directions of its pair."""
+    """Translate every test line of the corpus in all directions that the model knows."""
     corpus = call.artifacts["corpus"]
+    selection = select_directions(corpus, checkpoint=call.artifacts["checkpoint"])
     with distributed_world() as world, StopFlag() as stop:
-        translator = Translator(call.artifacts["checkpoint"], call.recipe.decoding)
+        checkpoint = call.artifacts["checkpoint"]
+        check_together(checkpoint, checkpoint.names())
+        translator = Translator(checkpoint, call.recipe.decoding)
         done = DoneLines(call, world)
-        todo = [job for job in all_jobs(corpus) if (str(job.direction), job.line) not in done.keys]
+        jobs = all_jobs(corpus, selection)
+        todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]
         batches = translator.cut(todo)
         with Progress(call.out_dir.name, total=len(todo), enabled=world.rank == 0) as bar:
             for turn in range(-(-len(batches) // world.size)):
@@ -65,110 +77,61 @@ def run(call: StageCall) -> None:
                 mine = batches[turn * world.size + world.rank :][:1]
                 for batch in mine:
                     done.write(batch, translator.translate(batch))
+                if world.rank == 0:
+                    done.time.save()
                 bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
         wait_for_all()
         if world.rank == 0:
-            publish(call, done)
+            publish(call, done, selection=selection)
 
 
-def all_jobs(corpus: Artifact) -> list[Job]:
-    """Every test line in both directions, in a fixed order."""
+def select_directions(corpus: Artifact, *, checkpoint: Artifact) -> Selection:
+    """Both directions of every pair that has test lines, by whether the model knows them.
+
+    Raises:
+        ArtifactError: the corpus has no test lines.
+        ConfigError: the model knows none of the directions.
+    """
+    known = set(read_tokenizer(checkpoint).languages)
+    every = directions(corpus, "test")
+    if not every:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines: translate a corpus that has test sets."
+        )
+    taken = [one for one in every if {one.source, one.target} <= known]
+    if not taken:
+        raise ConfigError(
+            f"The model knows none of the {len(every)} test directions of {corpus.directory} "
+            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}; name a corpus "
+            "with two of those."
+        )
+    return Selection(tuple(taken), tuple(sorted({*every} - {*taken})))
+
+
+def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
+    """Every test line of the directions taken, in a fixed order."""
     return [
         Job(direction, line, text)
-        for direction in directions(corpus, "test")
+        for direction in selection.taken
         for line, text in enumerate(read_lines(corpus, "test", direction.pair, direction.source))
     ]
-
-
-class Translator:
-    """A checkpoint ready to translate, on this rank's device."""
-
-    def __init__(self, checkpoint: Artifact, config: DecodingConfig) -> None:
-        self.config = config
-        self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
-        refuse_other_tokenizer(checkpoint, self.tokenizer)
-        self.scheme = read_spec(checkpoint).tag_scheme
-        dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Transformer = load_model(checkpoint, device=device).to(dtype)
-        self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
-
-    def cut(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Batches of similar length, longest first, within the budget of tokens times beams."""
-        sized = sorted(
-            ((len(self._encode(job.text)[0]), index) for index, job in enumerate(jobs)),
-            reverse=True,
-        )
-        batches: list[list[Job]] = []
-        longest = 0
-        for length, index in sized:
-            full = batches and (len(batches[-1]) + 1) * longest * self.config.beam_size
-            if not full or full > self.config.tokens:
-                batches.append([])
-                longest = length + 2
-            batches[-1].append(jobs[index])
-        return batches
-
-    def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
-        """Hypotheses in order; an empty line gives an empty one, a too long one is truncated.
-
-        Raises:
-            ConfigError: a language the model was not trained on.
-        """
-        encoded = [self._encode(job.text) for job in jobs]
-        busy = [index for index, (tokens, _) in enumerate(encoded) if tokens]
-        found = [Hypothesis("") for _ in jobs]
-        if busy:
-            sources = [self._source(jobs[index].direction, encoded[index][0]) for index in busy]
-            translations = beam_search(
-                self.model, sources, self.config, eos_id=self.tokenizer.eos_id
-            )
-            for index, translation in zip(busy, translations, strict=True):
-                found[index] = Hypothesis(
-                    self.tokenizer.decode(translation.tokens),
-                    score=round(translation.score, 4),
-                    truncated=encoded[index][1],
-                )
-        return found
-
-    def language(self, code: str) -> int:
-        """Index of a language of this model."""
-        if code not in self._language:
-            near = nearest_codes(code, self._language)
-            raise ConfigError(
-                f"This model does not know the language {code!r}: it knows "
-                f"{', '.join(self._language)}" + (f"; nearest is {near[0]!r}." if near else ".")
-            )
-        return self._language[code]
-
-    def _encode(self, text: str) -> tuple[list[int], bool]:
-        """Token ids and whether they were cut to what the model's positions hold."""
-        tokens = self.tokenizer.encode(text) if text.strip() else []
-        limit = self.model.spec.model.max_positions - 2
-        return tokens[:limit], len(tokens) > limit
-
-    def _source(self, direction: Direction, tokens: list[int]) -> Source:
-        language = self.language(direction.target)
-        self.language(direction.source)
-        tag = tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
-        return Source(
-            tokens=[*tag.source_prefix, *tokens, self.tokenizer.eos_id],
-            prompt=tag.decoder_prompt,
-            target_language=language,
-        )
 
 
 class DoneLines:
     """What the ranks have translated so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
-        self.directory = call.out_dir.parent / f"{call.out_dir.name}.run"
-        identity = json.dumps(
-            [call.config, {name: record.digest for name, record in call.records.items()}]
-        )
+        self.directory = run_dir(call.out_dir)
+        problem: str | None = None
         if world.rank == 0:
-            self._begin(identity)
-        wait_for_all()
+            try:
+                self._begin(call)
+            except (UserError, OSError) as error:
+                problem = str(error)
+        problem = from_rank_zero(problem)
+        if problem:
+            raise ArtifactError(problem)
+        self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
         self.records = list(self._read())
         self.keys = {(record["direction"], record["line"]) for record in self.records}
         wait_for_all()
@@ -190,13 +153,29 @@ class DoneLines:
             found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
         return found
 
-    def _begin(self, identity: str) -> None:
+    def _begin(self, call: StageCall) -> None:
+        """Go on with what is there, if it was translated with the same settings and inputs."""
+        digests = {name: record.digest for name, record in call.records.items()}
+        text = json.dumps([call.config, digests])
+        identity = _identity_of(text)
+        claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        if path.is_file() and path.read_bytes() == identity.encode():
+        before = _identity_of(path.read_bytes()) if path.is_file() else {}
+        change = describe_change(before, identity)
+        if change is None:
             return
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
-        path.write_text(identity, encoding="utf-8")
+        if before and not call.overwrite:
+            raise ArtifactError(
+                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                "on with those, name another --out, or pass --overwrite to begin anew."
+            )
+        self.remove()
+        claim_run_folder(self.directory, work="translation")
+        path.write_text(text, encoding="utf-8")
+
+    def remove(self) -> None:
+        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        remove_files(self.directory, OWN_FILES)
 
     def _read(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self.directory.glob("rank-*.jsonl")):
@@ -208,49 +187,92 @@ class DoneLines:
                 yield record
 
 
-def publish(call: StageCall, done: DoneLines) -> None:
+class WorkingTime:
+    """Seconds of work, those of interrupted attempts included, which a file keeps.
+
+    ``since`` is ``time.monotonic()`` when this attempt began. What an attempt did after it last
+    saved is forgotten, as are lines that it had not yet written.
+    """
+
+    def __init__(self, path: Path, *, since: float) -> None:
+        self._path, self._since = path, since
+        self._earlier = _read_seconds(path)
+
+    @property
+    def seconds(self) -> float:
+        """So far, to the millisecond."""
+        return round(self._earlier + time.monotonic() - self._since, 3)
+
+    def save(self) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.unfinished")
+        temporary.write_text(json.dumps(self.seconds), encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def _read_seconds(path: Path) -> float:
+    """What an earlier attempt saved; 0 where there is none, or nothing that is a duration."""
+    try:
+        seconds = float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0.0
+    return seconds if 0 <= seconds < math.inf else 0.0
+
+
+def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     """Write the artifact from the ranks' files, and remove them."""
-    corpus = call.artifacts["corpus"]
+    counts = line_counts(call.artifacts["corpus"], "test")
     found = done.by_direction()
-    with call.new_artifact() as writer:
-        counts = line_counts(corpus, "test")
-        for direction in directions(corpus, "test"):
-            lines = found.get(str(direction), {})
-            ordered = [lines[line] for line in range(counts[direction.pair])]
-            write_hypotheses(writer.path(hypotheses_name(direction)), ordered)
-        every = [hypothesis for lines in found.values() for hypothesis in lines.values()]
+    ordered = {
+        direction: [found[str(direction)][line] for line in range(counts[direction.pair])]
+        for direction in selection.taken
+    }
+    with call.new_artifact(wall_seconds=done.time.seconds) as writer:
+        for direction, hypotheses in ordered.items():
+            write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
+        every = [hypothesis for hypotheses in ordered.values() for hypothesis in hypotheses]
         writer.statistics.update(
             lines=len(every),
             empty=sum(not hypothesis.text for hypothesis in every),
             truncated=sum(hypothesis.truncated for hypothesis in every),
-            directions={name: len(lines) for name, lines in sorted(found.items())},
+            split=sum(hypothesis.split > 0 for hypothesis in every),
+            directions={str(one): len(hypotheses) for one, hypotheses in ordered.items()},
+            skipped_directions=[str(direction) for direction in selection.skipped],
         )
-    shutil.rmtree(done.directory)
+        summarize(writer, selection)
+    done.remove()
 
 
-def filter_lines(
-    checkpoint: Artifact,
-    *,
-    decoding: DecodingConfig,
-    source: str,
-    target: str,
-    lines: Iterator[str],
-    write: Callable[[str], None],
-) -> None:
-    """Translate a stream of lines in order; ``write`` gets each translation without a line end."""
-    translator = Translator(checkpoint, decoding)
-    direction = Direction(source, target)
-    translator.language(source)
-    translator.language(target)
-    ahead = 1 if sys.stdin.isatty() else FILTER_LINES
-    while chunk := list(islice(lines, ahead)):
-        jobs = [Job(direction, i, line.removesuffix("\n")) for i, line in enumerate(chunk)]
-        texts = [""] * len(jobs)
-        for batch in translator.cut(jobs):
-            for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
-                texts[job.line] = hypothesis.text.replace("\n", " ")
-        for text in texts:
-            write(text)
+def _identity_of(noted: str | bytes) -> dict[str, object]:
+    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    try:
+        settings, inputs = json.loads(noted)
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return {"settings": settings, "inputs": inputs}
+
+
+def summarize(writer: ArtifactWriter, selection: Selection) -> None:
+    """Say in the summary what the statistics count."""
+    counts = writer.statistics
+    writer.summary.append(
+        f"{counted(counts['lines'], 'line')} in {counted(len(selection.taken), 'direction')} "
+        f"translated; {counts['empty']:,} of the translations are empty"
+    )
+    if counts["split"]:
+        writer.summary.append(
+            f"{counted(counts['split'], 'line')} too long for the model: translated in parts, "
+            "split at sentence ends where there are any, and joined again"
+        )
+    if counts["truncated"]:
+        writer.summary.append(
+            f"{counted(counts['truncated'], 'line')} truncated: a single character has more tokens "
+            "than the model takes"
+        )
+    if selection.skipped:
+        writer.summary.append(
+            f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
+            f"know both of their languages: {listed(map(str, selection.skipped))}"
+        )
 
 
 if __name__ == "__main__":

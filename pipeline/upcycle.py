@@ -5,6 +5,7 @@ decoder; makes a checkpoint and its receipt (``receipt.json``).
 """
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 
 from pipeline.artifacts import Artifact
@@ -20,6 +21,7 @@ from pipeline.groups import read_groups
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.run_directory import describe_change
 from pipeline.stages import StageCall
+from pipeline.tokenizer import tokenizer_folder
 from pipeline.upcycling import Part, assemble, plan_assembly, receipt_lines
 
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
@@ -39,10 +41,13 @@ def run(call: StageCall) -> None:
     print("\n".join(receipt_lines(plan, {part: directories.get(part, "") for part in PARTS})))
     with call.new_artifact() as writer:
         write_weights(writer.directory / "weights", assemble(plan, spec, sources, config))
-        tokenizer_dir = checkpoints["embeddings"].directory / "tokenizer"
+        tokenizer_dir = tokenizer_folder(checkpoints["embeddings"])
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
         writer.write_json("receipt.json", [vars(entry) for entry in plan])
         writer.statistics["tensors"] = len(plan)
+        rules = Counter(entry.rule for entry in plan)
+        counts = ", ".join(f"{count:,} {rule}" for rule, count in sorted(rules.items()))
+        writer.summary.append(f"{len(plan):,} tensors: {counts}; each one's source in receipt.json")
 
 
 def target_spec(call: StageCall, checkpoints: Mapping[Part, Artifact]) -> ModelSpec:

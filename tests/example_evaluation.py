@@ -1,87 +1,170 @@
-"""A small evaluation of two systems, the runs behind it and a sample; names may be hostile."""
+"""A small evaluation of three systems, the runs behind it and a sample; names may be hostile.
+
+``dense`` is trained by itself; the second system is assembled from it and from ``routed`` and
+trained on; ``baseline`` is not trained.
+"""
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
+from pipeline.averages import average_accuracy, average_scores, by_group
+from pipeline.budgets import Parameters, Spent, SystemTraining, TrainingRun
 from pipeline.corpus import Direction
-from pipeline.metrics import (
-    DirectionProfile,
+from pipeline.directions import DirectionProfile
+from pipeline.history import Curve, CurvePoint, History, StageRun
+from pipeline.language_accuracy import LanguageAccuracy
+from pipeline.scores import (
+    Comparison,
     DirectionScores,
     Evaluation,
-    LanguageAccuracy,
+    Interval,
+    Metric,
     ReferenceAccuracy,
     Scores,
+    Significance,
     SystemScores,
-    average_accuracy,
-    average_scores,
 )
-from pipeline.report import Curve, CurvePoint, History, StageRun
-from pipeline.report_html import Sample
+from pipeline.tables import Imprint, Sample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
+IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")
 
 PROFILES = (
-    DirectionProfile(Direction("de", "en"), "into_pivot", "high", 900, 10),
-    DirectionProfile(Direction("de", "fr"), "zero_shot", None, 0, 10),
-    DirectionProfile(Direction("en", "de"), "out_of_pivot", "high", 900, 10),
-    DirectionProfile(Direction("en", "fr"), "out_of_pivot", "low", 20, 10),
+    DirectionProfile(Direction("de", "en"), "into_pivot", "high", 900, 30),
+    DirectionProfile(Direction("de", "fr"), "zero_shot", None, 0, 30),
+    DirectionProfile(Direction("de", "mg"), "zero_shot", None, 0, 30),
+    DirectionProfile(Direction("en", "de"), "out_of_pivot", "high", 900, 30),
+    DirectionProfile(Direction("en", "fr"), "out_of_pivot", "low", 20, 30),
 )
-NAMES = {"de": "German", "en": "English", "fr": "French"}
+NAMES = {"de": "German", "en": "English", "fr": "French", "mg": "Malagasy"}
+
+BLEU: Mapping[str, Mapping[str, float]] = {
+    "dense": {"de-en": 30.0, "de-fr": 5.0, "de-mg": 1.0, "en-de": 20.0, "en-fr": 11.0},
+    "second": {"de-en": 31.0, "de-fr": 4.0, "de-mg": 2.0, "en-de": 22.0, "en-fr": 11.04},
+    "baseline": {"de-en": 3.0, "de-fr": 1.0, "de-mg": 0.5, "en-de": 2.0, "en-fr": 1.04},
+}
+SEPARATED = {"de-en", "en-de"}
+"""Directions where the second system leads beyond chance; so do the averages over these alone."""
+
+
+def scores_of(bleu: Mapping[str, float]) -> dict[str, Scores]:
+    """chrF++ is twice BLEU; langdetect does not know Malagasy."""
+    return {
+        direction: Scores(
+            value, 2 * value, None if direction == "de-mg" else LanguageAccuracy(90.0, 95.0)
+        )
+        for direction, value in bleu.items()
+    }
 
 
 def system(name: str, bleu: Mapping[str, float]) -> SystemScores:
-    scores = {
-        direction: Scores(value, 2 * value, LanguageAccuracy(90.0, 95.0))
-        for direction, value in bleu.items()
-    }
+    scores = scores_of(bleu)
     return SystemScores(
         name=name,
         directions={
-            direction: DirectionScores(one, 10, 0, 0, "tok:13a|version:x", "nc:6|nw:2")
+            direction: DirectionScores(one, 30, 0, 0, "tok:13a|version:x", "nc:6|nw:2")
             for direction, one in scores.items()
         },
         averages=average_scores(scores, profiles=PROFILES),
     )
 
 
+def comparison(names: Mapping[str, str], values: Mapping[str, float], *, clear: bool) -> Comparison:
+    return Comparison(
+        intervals={names[key]: Interval(value - 0.5, value + 0.5) for key, value in values.items()},
+        best=names["second"] if clear else None,
+    )
+
+
+def significance(names: Mapping[str, str]) -> Significance:
+    def compared(directions: list[str]) -> dict[Metric, Comparison]:
+        clear = set(directions) <= SEPARATED
+        means = {
+            key: sum(bleu[name] for name in directions) / len(directions)
+            for key, bleu in BLEU.items()
+        }
+        double = {key: 2 * value for key, value in means.items()}
+        return {
+            "bleu": comparison(names, means, clear=clear),
+            "chrf": comparison(names, double, clear=clear),
+        }
+
+    members = by_group(
+        {str(one.direction): str(one.direction) for one in PROFILES}, profiles=PROFILES
+    )
+    return Significance(
+        resamples=1000,
+        directions={str(one.direction): compared([str(one.direction)]) for one in PROFILES},
+        averages={
+            family: {group: compared(found) for group, found in groups.items()}
+            for family, groups in members.items()
+        },
+    )
+
+
 def evaluation(*, second: str = "experts") -> Evaluation:
-    references = {str(one.direction): LanguageAccuracy(97.1, 98.2) for one in PROFILES}
+    names = {"dense": "dense", "second": second, "baseline": "baseline"}
+    references = {
+        str(one.direction): LanguageAccuracy(97.1, 98.2)
+        for one in PROFILES
+        if one.direction.target != "mg"
+    }
     return Evaluation(
         pivot="en",
         thresholds=(100, 500),
         directions=PROFILES,
         language_names=NAMES,
-        tokenizers={"de": "13a", "en": "13a", "fr": "13a"},
-        systems=(
-            system("dense", {"de-en": 30.0, "de-fr": 5.0, "en-de": 20.0, "en-fr": 11.0}),
-            system(second, {"de-en": 31.0, "de-fr": 4.0, "en-de": 22.0, "en-fr": 11.04}),
-        ),
+        tokenizers=dict.fromkeys(NAMES, "13a"),
+        systems=tuple(system(names[key], bleu) for key, bleu in BLEU.items()),
         references=ReferenceAccuracy(references, average_accuracy(references, profiles=PROFILES)),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
+        significance=significance(names),
     )
+
+
+DENSE = TrainingRun("dense", "pretrain", Spent(8, 800, 4.8e6, 120.0))
+ROUTED = TrainingRun("routed", "pretrain", Spent(8, 800, 9.6e6, 180.0))
+TUNED = TrainingRun("tuned", "finetune", Spent(8, 800, 9.6e6, 200.0))
 
 
 def history(system_name: str) -> History:
     points = tuple(
-        CurvePoint(update, 1.5 * update, 9.0 / update, {"high": 8.0 / update, "low": 10.0 / update})
+        CurvePoint(
+            update,
+            1.5 * update,
+            9.0 / update,
+            {"high": 8.0 / update, "low": 10.0 / update},
+            target_tokens=100 * update,
+        )
         for update in range(1, 9)
+    )
+    assembled = SystemTraining(
+        system_name, Parameters(40_000, 2_000), TUNED, (DENSE, ROUTED), complete=True
     )
     return History(
         stages=(
-            StageRun("clean", "clean", 4.0, ("dense", system_name)),
+            StageRun("clean", "clean", 4.0, ("dense", system_name), (f"kept 9 of {HOSTILE}",)),
             StageRun("pretrain", HOSTILE, 7200.0, (system_name,)),
         ),
-        curves=(Curve(system_name, points, points), Curve("dense", points[:1], ())),
+        curves=(
+            Curve(system_name, points, points, before=assembled.spent_before),
+            Curve("dense", points[:1], ()),
+        ),
         missing=("shards",),
+        trainings=(
+            SystemTraining("dense", Parameters(1_000, 1_000), DENSE, (), complete=True),
+            assembled,
+            SystemTraining("baseline", None, None, (), complete=True),
+        ),
     )
 
 
 def sample(system_name: str) -> Sample:
     return Sample(
-        direction=Direction("de", "fr"),
-        family="zero_shot",
+        profile=PROFILES[1],
         line=7,
         source=HOSTILE,
         reference="réf",
-        translations={"dense": "", system_name: HOSTILE},
+        translations={"dense": "", system_name: HOSTILE, "baseline": "x"},
     )

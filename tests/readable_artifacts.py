@@ -3,6 +3,7 @@
 A reader takes a folder that holds one artifact, which may be broken, and a place for scratch files.
 """
 
+import gzip
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ import torch
 from stored_checkpoints import make_state, weights_of
 from tiny_models import tiny_model
 
-from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
+from data_prep import (
+    clean,
+    group_languages,
+    import_corpus,
+    import_tests,
+    make_shards,
+    mix,
+    train_tokenizer,
+)
 from pipeline import evaluate, retrieve, upcycle
 from pipeline.artifacts import Artifact, open_artifact
 from pipeline.averaging import average_checkpoints, average_states
@@ -31,6 +40,7 @@ from pipeline.corpus import Direction
 from pipeline.ds_config import load_ds_config
 from pipeline.finetune import refuse_other_model
 from pipeline.groups import read_groups
+from pipeline.history import trace_history
 from pipeline.inspection import diff, inspect, inspection_text, verify
 from pipeline.mixture import read_mixture
 from pipeline.model.spec import ModelSpec, groups_of_languages
@@ -41,7 +51,7 @@ from pipeline.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_lay
 from pipeline.stages import STAGES, StageCall
 from pipeline.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.training_data import TrainingData
-from pipeline.translate import Job, Translator
+from pipeline.translator import Job, Translator
 from pipeline.weights import tensor_shapes
 
 LINES = {
@@ -110,6 +120,7 @@ def build_shelf(folder: Path) -> Shelf:
     """Make one artifact of every kind, and the files that are none."""
     shelf = Shelf(folder)
     write_raw(shelf.path("raw"))
+    write_other_raw(shelf)
     import_corpus.run(stage_call("import_corpus", shelf.path("imported"), {}, raw=folder / "raw"))
     clean.run(stage_call("clean", shelf.path("corpus"), {"corpus": shelf.open("imported")}))
     corpus = {"corpus": shelf.open("corpus")}
@@ -157,6 +168,17 @@ def write_raw(folder: Path) -> None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 text = "".join(f"{line[side]}\n" for line in chosen)
                 path.write_text(text, encoding="utf-8")
+
+
+def write_other_raw(shelf: Shelf) -> None:
+    """The same text, packed; and test sets as FLORES-200 has them."""
+    for path in shelf.path("raw").rglob("*.*"):
+        packed = shelf.path("packed") / path.parent.name / f"{path.name}.gz"
+        packed.parent.mkdir(parents=True, exist_ok=True)
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+    shelf.path("tests").mkdir()
+    for code in ("eng_Latn", "deu_Latn"):
+        (shelf.path("tests") / f"{code}.devtest").write_text(f"one {code}\ntwo {code}\n")
 
 
 def model_spec(moe: MoEConfig | None) -> ModelSpec:
@@ -235,6 +257,10 @@ class Reader:
 
 def _import(_: Shelf, raw: Path, scratch: Path) -> None:
     import_corpus.run(stage_call("import_corpus", scratch / "out", {}, raw=raw))
+
+
+def _import_tests(_: Shelf, raw: Path, scratch: Path) -> None:
+    import_tests.run(stage_call("import_tests", scratch / "out", {}, raw=raw))
 
 
 def _clean(_: Shelf, directory: Path, scratch: Path) -> None:
@@ -348,8 +374,9 @@ def _diff(shelf: Shelf, directory: Path, _: Path) -> None:
 
 
 def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    checkpoint = open_artifact(directory, kind="checkpoint")
-    inputs: dict[str, Artifact] = dict.fromkeys(upcycle.PARTS, checkpoint)
+    inputs: dict[str, Artifact] = {
+        part: open_artifact(directory, kind="checkpoint") for part in upcycle.PARTS
+    }
     inputs["groups"] = shelf.open("groups")
     upcycle.run(stage_call("upcycle", scratch / "out", inputs))
 
@@ -399,7 +426,7 @@ def _curves(shelf: Shelf, directory: Path, scratch: Path) -> None:
     )
     with call.new_artifact():
         pass
-    evaluate.trace_history({"one": open_artifact(scratch / "out", kind="translations")})
+    trace_history({"one": open_artifact(scratch / "out", kind="translations")})
 
 
 def _recipe(_: Shelf, directory: Path, __: Path) -> None:
@@ -420,6 +447,8 @@ _BIG = (*_WEIGHTS, "metrics.jsonl")
 
 READERS: tuple[Reader, ...] = (
     Reader("import_corpus", "raw", _import, files="de-en/train"),
+    Reader("import_corpus of gzip", "packed", _import, files="de-en/train.de"),
+    Reader("import_tests", "tests", _import_tests, files="eng"),
     Reader("clean", "corpus", _clean, files="train/de-en/"),
     Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),
     Reader("make_shards from a corpus", "corpus", _shards_of_corpus, files="valid/de-en/"),
@@ -451,7 +480,7 @@ READERS: tuple[Reader, ...] = (
         "translations",
         _evaluate_system,
         files="hypotheses/de-en",
-        manifest="inputs",
+        manifest="",
     ),
     Reader("curves", "dense", _curves, files="metrics.jsonl"),
     Reader("recipe", "documents", _recipe, files="recipe.toml"),

@@ -90,7 +90,7 @@ def cases(
 
 def is_text(name: str) -> bool:
     """Lines of text of any length are read as what they are."""
-    return name.endswith(".txt") or "/train." in name
+    return name.endswith((".txt", ".devtest")) or "/train." in name
 
 
 def broken_copy(directory: Path, name: str, label: str, content: bytes, *, place: Path) -> Path:

@@ -18,18 +18,36 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_TOOLS = ("inspection", "averaging", "pruning")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("allocator", "errors", "seeds", "hints", "documents", "settings", "progress", "config"),
-    ("artifacts", "languages", "distributed", "ds_config"),
+    (
+        *("allocator", "errors", "seeds", "hints", "documents", "settings", "progress", "config"),
+        *("scripts", "summary", "sentences", "incoming_lines"),
+    ),
+    (
+        *("manifest", "places", "digests", "artifacts", "locks"),
+        *("languages", "distributed", "ds_config"),
+    ),
     ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
-    ("batches", "training_data", "plan"),
+    ("shared_hashing", "gradient_order", "batches", "training_data", "plan"),
     ("model", "losses", "optim", "weights", "routing_statistics"),
     (
         *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
-        *("metrics", "charts", "report", "report_html", "memory"),
+        *("directions", "bleu_chrf", "language_accuracy", "scores", "averages", "scoring"),
+        *(
+            "significance",
+            "lineage",
+            "budgets",
+            "history",
+            "tables",
+            "budget_table",
+            "samples",
+            "caveats",
+        ),
+        *("html_parts", "charts", "curves", "page_tables", "page", "markdown", "memory"),
     ),
-    ("train_loop",),
+    ("train_loop", "translator"),
     (
         *("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
+        "line_filter",
         *CHECKPOINT_TOOLS,
     ),
     ("cli",),
@@ -110,6 +128,8 @@ def layer(name: str) -> int:
 
 
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
+TEXT_ALONE = {"data_prep.folding"}
+"""Modules of ``data_prep`` that know of nothing but text."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
 
 
@@ -135,7 +155,7 @@ def test_imports_form_no_circle() -> None:
 @pytest.mark.parametrize("name", DATA_PREP)
 def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     used = {target for target in own_imports(name) if target.startswith("pipeline.")}
-    assert used, "every module of data_prep reads or writes something of the pipeline's"
+    assert used or name in TEXT_ALONE, "data_prep reads or writes something of the pipeline's"
     assert not {target for target in used if layer(target) >= TRAIN_LOOP}
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_listing import names_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import artifacts
+from pipeline import artifacts, digests
 from pipeline.artifacts import (
     FORMAT_VERSION,
     MANIFEST_NAME,
@@ -24,18 +25,18 @@ from pipeline.artifacts import (
     ArtifactWriter,
     InputRecord,
     Manifest,
-    file_record,
     json_digest,
     new_artifact,
     open_artifact,
     raw_digest,
     read_manifest,
     refuse_to_overwrite,
-    replace_directory,
     stage_key,
-    verify_file,
 )
+from pipeline.digests import compare_files, file_record
 from pipeline.errors import ArtifactError
+from pipeline.manifest import MARKER_NAME
+from pipeline.places import replace_directory
 
 CONTENTS = {"text.txt": b"one\ntwo\n", "deep/er/numbers.bin": bytes(range(100)), "empty": b""}
 SOURCE = InputRecord(kind="raw", path="/data/raw", digest="0" * 64)
@@ -92,7 +93,7 @@ def test_a_finished_artifact_holds_its_files_and_says_where_it_came_from(tmp_pat
         config={"clean": {"max_characters": 5}},
         inputs={"raw": SOURCE.digest},
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    assert names_in(tmp_path) == ["corpus"]
 
 
 def test_the_manifest_is_written_when_all_files_are_there(tmp_path: Path) -> None:
@@ -103,22 +104,24 @@ def test_the_manifest_is_written_when_all_files_are_there(tmp_path: Path) -> Non
         assert not (tmp_path / "corpus").exists()
 
     make(tmp_path / "corpus", before_end=look)
-    assert listed == [["deep", "empty", "text.txt"]]
+    assert listed == [[MARKER_NAME, "deep", "empty", "text.txt"]]
 
 
 KILLED_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import artifacts
+from pipeline import artifacts, digests
 from pipeline.artifacts import new_artifact
 
 moment = sys.argv[2]
-def kill(*_):
+def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 if moment == "before the manifest":
-    artifacts.file_record = kill
+    artifacts.file_records = kill
 if moment == "before the renaming":
-    artifacts.replace_directory = kill
+    artifacts.publish_artifact = kill
+if moment == "at the renaming":
+    Path.rename = kill
 with new_artifact(Path(sys.argv[1]), kind="corpus", stage="clean", config={}, inputs={}) as writer:
     writer.path("deep/text.txt").write_text("half")
     if moment == "within the block":
@@ -127,7 +130,7 @@ with new_artifact(Path(sys.argv[1]), kind="corpus", stage="clean", config={}, in
 
 
 @pytest.mark.parametrize(
-    "moment", ["within the block", "before the manifest", "before the renaming"]
+    "moment", ["within the block", "before the manifest", "before the renaming", "at the renaming"]
 )
 def test_a_killed_stage_leaves_nothing_that_looks_finished_and_can_run_again(
     tmp_path: Path, moment: str
@@ -141,20 +144,22 @@ def test_a_killed_stage_leaves_nothing_that_looks_finished_and_can_run_again(
     with pytest.raises(ArtifactError, match="does not exist"):
         open_artifact(out_dir, kind="corpus")
     make(out_dir, {"text.txt": b"whole"}).verify()
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    assert names_in(tmp_path) == ["corpus"]
     assert open_artifact(out_dir, kind="corpus").names() == ["text.txt"]
 
 
-def test_a_kill_between_the_two_renamings_leaves_the_old_artifact_aside(tmp_path: Path) -> None:
+def test_what_a_kill_between_the_two_renamings_left_aside_is_put_back(tmp_path: Path) -> None:
     """The worst moment of replacing: the old one is set aside, the new one not yet in place."""
     make(tmp_path / "corpus", {"text.txt": b"old"})
     (tmp_path / "corpus").rename(tmp_path / ".corpus.replaced")
     with pytest.raises(ArtifactError, match="does not exist"):
         open_artifact(tmp_path / "corpus", kind="corpus")
-    make(tmp_path / "corpus", {"text.txt": b"new"})
+    with pytest.raises(ArtifactError, match="exists already"):
+        make(tmp_path / "corpus", {"text.txt": b"new"})
+    assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"old", "it was put back"
     make(tmp_path / "corpus", {"text.txt": b"newer"}, overwrite=True)
     assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"newer"
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    assert names_in(tmp_path) == ["corpus"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), OSError(errno.EIO, "io")])
@@ -172,7 +177,7 @@ def test_an_error_within_the_block_leaves_what_was_there_before(
     after = open_artifact(tmp_path / "corpus", kind="corpus")
     after.verify()
     assert after.manifest == before.manifest
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    assert names_in(tmp_path) == ["corpus"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -200,7 +205,7 @@ def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
     after = open_artifact(tmp_path / "corpus", kind="corpus")
     after.verify()
     assert after.manifest == before.manifest
-    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+    assert names_in(tmp_path) == ["corpus"]
 
 
 def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path) -> None:
@@ -221,12 +226,12 @@ def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path)
 
 
 def test_a_directory_takes_the_place_of_another_as_a_whole(tmp_path: Path) -> None:
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.txt").write_text(name)
+    make(tmp_path / "old", {"old.txt": b"old"})
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "new.txt").write_text("new")
     replace_directory(tmp_path / "new", tmp_path / "old")
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new.txt"]
+    assert names_in(tmp_path) == ["old"]
+    assert names_in(tmp_path / "old") == ["new.txt"]
 
 
 # ---------------------------------------------------------------- opening
@@ -275,10 +280,10 @@ def test_a_manifest_that_cannot_be_read_is_refused_with_the_remedy(
 
 def test_an_unknown_field_or_kind_in_a_manifest_is_refused(tmp_path: Path) -> None:
     for change in ({"colour": "red"}, {"kind": "corpse"}):
-        make(tmp_path / "corpus", overwrite=True)
-        edit_manifest(tmp_path / "corpus", **change)
+        directory = make(tmp_path / next(iter(change))).directory
+        edit_manifest(directory, **change)
         with pytest.raises(ArtifactError, match="1 problems"):
-            open_artifact(tmp_path / "corpus", kind="corpus")
+            open_artifact(directory, kind="corpus")
 
 
 def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path: Path) -> None:
@@ -294,7 +299,7 @@ def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(artifacts, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 16)
     return 16
 
 
@@ -312,7 +317,7 @@ def test_a_record_has_the_size_and_one_digest_per_chunk(
     assert record.chunks == tuple(
         hashlib.sha256(content[start : start + 16]).hexdigest() for start in range(0, size, 16)
     )
-    verify_file(path, record)
+    compare_files(tmp_path, {"file": record})
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -329,7 +334,7 @@ def test_a_flipped_bit_is_found_in_its_chunk(
     damaged[bit // 8] ^= 1 << bit % 8
     path.write_bytes(damaged)
     with pytest.raises(ArtifactError, match=rf"file is damaged in chunk {bit // 8 // 16} "):
-        verify_file(path, record)
+        compare_files(tmp_path, {"file": record})
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -340,7 +345,7 @@ def test_a_file_that_is_shorter_or_longer_is_found_by_its_size(tmp_path: Path, s
     record = file_record(path)
     path.write_bytes(b"x" * size)
     with pytest.raises(ArtifactError, match=rf"file has {size} bytes, its manifest says 33"):
-        verify_file(path, record)
+        compare_files(tmp_path, {"file": record})
 
 
 def test_verifying_an_artifact_names_the_file_that_is_gone_or_damaged(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pipeline import cli
 from pipeline.artifacts import open_artifact
 from pipeline.averaging import average_checkpoints, average_states
 from pipeline.checkpoint import Piece, load_model, read_spec
-from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, CheckpointError
 from pipeline.inspection import diff, verify
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -138,6 +138,26 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
     batch = random_batch(SPEC, sentences=2, seed=1)
     one = load_model(open_artifact(tmp_path / "one", kind="checkpoint"))
     assert torch.equal(one.eval()(batch).logits_LV, models[100].eval()(batch).logits_LV)
+
+
+def test_the_mean_of_a_run_can_take_the_name_of_its_result(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})
+    options = ["--run", str(run_dir), "--last", "1", "--out", str(tmp_path / "moe")]
+    assert cli.main(["checkpoint", "average", *options]) == 0
+    assert diff(run_dir / "best", tmp_path / "moe").identical
+
+
+def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
+    before = stored(made)
+    for out, relation in ((made, "is"), (made / "weights" / "mean", "lies within")):
+        options = ["average", str(made), str(made), "--out", str(out), "--overwrite"]
+        assert cli.main(["checkpoint", *options]) == EXIT_USER_ERROR
+        assert f"{relation} the input checkpoints/0" in capsys.readouterr().err
+    assert stored(made).keys() == before.keys()
+    verify(made)
 
 
 def test_more_states_than_a_run_keeps_are_refused_with_how_many_there_are(tmp_path: Path) -> None:

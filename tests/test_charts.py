@@ -4,13 +4,14 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from importlib import resources
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.charts import Series, line_chart, nice_ticks, spread_labels, thin_out
+from pipeline.charts import MARKERS, Series, legend, line_chart, nice_ticks, thin_out
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 8))
@@ -26,23 +27,6 @@ def test_ticks_enclose_the_range_at_round_and_even_steps(
     mantissa = steps[0] / 10 ** math.floor(math.log10(steps[0]) + 1e-6)
     assert min(abs(mantissa - round_one) for round_one in (1, 2, 5)) < 1e-3
     assert len(ticks) <= about + 3
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=8), st.floats(1, 40))
-def test_labels_keep_their_order_their_distance_and_the_range(
-    positions: list[float], gap: float
-) -> None:
-    placed = spread_labels(positions, gap=gap, low=0.0, high=100.0)
-    order = sorted(range(len(positions)), key=lambda place: positions[place])
-    possible = min(gap, 100.0 / max(len(positions) - 1, 1))
-    distances = [placed[b] - placed[a] for a, b in pairwise(order)]
-    assert all(distance >= possible - 1e-6 for distance in distances)
-    assert min(placed) >= -1e-6
-    assert max(placed) <= 100.0 + 1e-6
-
-
-def test_labels_that_are_far_apart_stay_where_they_are() -> None:
-    assert spread_labels([80.0, 10.0, 50.0], gap=13.0, low=0.0, high=100.0) == [80.0, 10.0, 50.0]
 
 
 def test_thinned_curves_keep_their_mean_and_their_last_update() -> None:
@@ -64,14 +48,14 @@ def drawn_points(svg: str) -> Iterator[tuple[float, float]]:
 
 def test_a_chart_maps_its_data_linearly_onto_its_ticks() -> None:
     data = ((10.0, 4.0), (20.0, 2.5), (40.0, 1.0))
-    svg = line_chart([Series("a", data, "s0")], title="t", x_label="x", y_label="y")
+    svg = line_chart([Series("a", data, 0)], title="t", x_label="x", y_label="y")
     ticks = [
         (element.attrib["text-anchor"], float(element.text or ""), element.attrib)
         for element in ElementTree.fromstring(svg).iter("text")
         if element.get("class") == "tick"
     ]
     at_x = {value: float(place["x"]) for anchor, value, place in ticks if anchor == "middle"}
-    at_y = {value: float(place["y"]) - 3.5 for anchor, value, place in ticks if anchor == "end"}
+    at_y = {value: float(place["y"]) - 4 for anchor, value, place in ticks if anchor == "end"}
     x_unit = (at_x[40.0] - at_x[0.0]) / 40
     y_unit = (at_y[4.0] - at_y[1.0]) / 3
     for (x, y), (drawn_x, drawn_y) in zip(data, drawn_points(svg), strict=True):
@@ -81,19 +65,68 @@ def test_a_chart_maps_its_data_linearly_onto_its_ticks() -> None:
 
 def test_the_dot_of_a_chart_is_on_the_lowest_point() -> None:
     data = ((1.0, 4.0), (2.0, 2.0), (3.0, 3.0))
-    svg = line_chart(
-        [Series("a", data, "s0")], title="t", x_label="x", y_label="y", mark_lowest=True
-    )
+    svg = line_chart([Series("a", data, 0)], title="t", x_label="x", y_label="y", mark_lowest=True)
     dot = next(ElementTree.fromstring(svg).iter("circle"))
     assert (float(dot.attrib["cx"]), float(dot.attrib["cy"])) == list(drawn_points(svg))[1]
 
 
 def test_a_single_point_and_a_constant_line_can_be_drawn() -> None:
-    series = [Series("a", ((5.0, 3.0),), "s0"), Series("b", ((1.0, 3.0), (9.0, 3.0)), "s1")]
+    series = [Series("a", ((5.0, 3.0),), 0), Series("b", ((1.0, 3.0), (9.0, 3.0)), 1)]
     svg = line_chart(series, title="t", x_label="x", y_label="y")
     root = ElementTree.fromstring(svg)
-    assert len(list(root.iter("circle"))) == 1
+    markers = [one for one in root.iter("path") if one.get("class") == "marker s0"]
+    assert len(markers) == 1, "a line of one point shows by its marker"
     heights = {
         y for line in root.iter("polyline") for y in re.findall(r",([\d.]+)", line.attrib["points"])
     }
     assert len(heights) == 1
+
+
+def test_a_line_that_begins_later_has_a_dotted_one_from_zero_to_where_it_begins() -> None:
+    data = ((30.0, 2.0), (40.0, 1.0))
+    series = [Series("a", ((40.0, 1.0),), 0), Series("b", data, 1, begin=20.0)]
+    root = ElementTree.fromstring(line_chart(series, title="t", x_label="x", y_label="y"))
+    (lead,) = [one for one in root.iter("line") if one.get("class") == "lead s1"]
+    (begin,) = [one for one in root.iter("line") if one.get("class") == "begin s1"]
+    line = next(one for one in root.iter("polyline") if one.get("class") == "line s1")
+    (first_x, first_y), (last_x, _) = (
+        tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()
+    )
+    unit = (last_x - first_x) / 10
+    zero = first_x - 30 * unit
+    assert float(lead.attrib["x1"]) == pytest.approx(zero, abs=0.2)
+    assert float(lead.attrib["x2"]) == pytest.approx(zero + 20 * unit, abs=0.2)
+    assert float(begin.attrib["x1"]) == float(lead.attrib["x2"])
+    assert lead.attrib["y1"] == lead.attrib["y2"]
+    assert float(lead.attrib["y1"]) == first_y
+
+
+def test_lines_that_coincide_are_told_apart_by_markers_at_different_places() -> None:
+    data = tuple((float(x), 1.0 / x) for x in range(1, 41))
+    series = [Series("a", data, 0), Series("b", data, 1)]
+    root = ElementTree.fromstring(line_chart(series, title="t", x_label="x", y_label="y"))
+    drawn = {
+        style: {one.attrib["transform"] for one in root.iter("path") if one.get("class") == style}
+        for style in ("marker s0", "marker s1")
+    }
+    shapes = {one.attrib["d"] for one in root.iter("path")}
+    assert len(shapes) == 2
+    assert all(5 <= len(places) <= 12 for places in drawn.values())
+    assert len(drawn["marker s0"] & drawn["marker s1"]) == 1, "the last point alone"
+
+
+def test_the_legend_shows_names_in_full_with_line_and_marker() -> None:
+    name = "Enc(dense)-Dec(MoE-LGR) & more"
+    root = ElementTree.fromstring(legend([Series(name, ((1.0, 1.0),), 9), Series("x", (), 0)]))
+    assert ["".join(item.itertext()) for item in root.iter("li")] == [name]
+    assert [one.get("class") for one in root.iter("path")] == ["line s1", "marker s1"]
+    assert [one.get("d") for one in root.iter("path")][1] == MARKERS[9 % len(MARKERS)]
+
+
+@pytest.mark.parametrize("width", [300, 350])
+def test_type_in_a_chart_is_at_least_ten_pixels_at_the_width_of_a_phone(width: int) -> None:
+    style = (resources.files("pipeline") / "report.css").read_text(encoding="utf-8")
+    (size,) = re.findall(r"figure>svg\{[^}]*font-size:(\d+)px", style)
+    svg = line_chart([Series("a", ((1.0, 1.0),), 0)], title="t", x_label="x", y_label="y")
+    units = float(ElementTree.fromstring(svg).attrib["viewBox"].split()[2])
+    assert int(size) * width / units >= 10

@@ -1,7 +1,8 @@
 """Weights and training states survive every change of topology, and damage is named."""
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from stored_checkpoints import Weights, make_checkpoint
 from tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline import artifacts, checkpoint
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline import artifacts, checkpoint, digests
+from pipeline.artifacts import Artifact, FileRecord, new_artifact, open_artifact
 from pipeline.checkpoint import (
     Piece,
     PieceReader,
@@ -367,7 +368,7 @@ def flip(path: Path, position: int) -> None:
 def test_a_damaged_value_is_an_error_that_names_file_and_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 4096)
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
     name = "weights/part-00001-000.safetensors"
     path = saved.file(name)
@@ -402,15 +403,20 @@ def test_a_file_is_compared_with_its_digest_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
-    verified: list[Path] = []
-    monkeypatch.setattr(checkpoint, "verify_file", lambda path, _record: verified.append(path))
-    files = TensorFiles(saved, "weights/")
-    for name in files.names():
-        files.read(name)
-    assert sorted(path.name for path in verified) == [
-        "part-00000-000.safetensors",
-        "part-00001-000.safetensors",
-    ]
+    for name in saved.names("weights/"):
+        os.utime(saved.directory / name, (0, 0))
+    hashed: list[str] = []
+
+    def compare(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[str, digests.Stamp]:
+        hashed.extend(sorted(files))
+        return digests.compare_files(directory, files)
+
+    monkeypatch.setattr(artifacts, "compare_files", compare)
+    for _ in range(2):
+        files = TensorFiles(saved, "weights/")
+        for name in files.names():
+            files.read(name)
+    assert hashed == ["weights/part-00000-000.safetensors", "weights/part-00001-000.safetensors"]
 
 
 def test_names_of_experts_are_global_whatever_rank_holds_them() -> None:

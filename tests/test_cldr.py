@@ -231,7 +231,7 @@ def test_a_drawn_clause_obeys_its_side_of_the_split() -> None:
     ("settings", "message"),
     [
         (CldrConfig(), "train_pairs is empty"),
-        (CldrConfig(train_pairs={"qx": 5}), "no language 'qx'"),
+        (CldrConfig(train_pairs={"qx": 5}), "no locale for 'qx'"),
         (CldrConfig(train_pairs={"en": 5}), "the pivot 'en'"),
         (CldrConfig(train_pairs={"he": 5, "iw": 5}), "one language twice"),
         (CldrConfig(train_pairs={"de": 5}, zero_shot=("de", "fr")), "names fr"),

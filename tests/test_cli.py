@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts import new_artifact, open_artifact, raw_digest
@@ -113,6 +115,7 @@ def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
 def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None:
     frozen = {
         "import_corpus": "--out --overwrite --raw --recipe",
+        "import_tests": "--out --overwrite --raw --recipe",
         "clean": "--corpus --out --overwrite --processes --recipe",
         "train_tokenizer": "--corpus --out --overwrite --recipe",
         "make_shards": "--corpus --out --overwrite --processes --recipe --tokenizer",
@@ -126,7 +129,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "translate": "--checkpoint --corpus --from --local-rank --local_rank --out --overwrite "
         "--processes --recipe --to",
         "retrieve": "--corpus --out --overwrite",
-        "evaluate": "--corpus --out --overwrite --processes --recipe --systems",
+        "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
     }
     found = {
         name: " ".join(
@@ -206,6 +209,27 @@ def test_a_finished_result_of_the_same_inputs_is_not_built_again(
     assert "already done" in capsys.readouterr().err
     assert bench.read("--overwrite") == 0
     assert len(bench.calls) == 2
+
+
+@pytest.mark.parametrize("edited", ['"rewritten"\n', '"READ"\n', None])
+def test_a_finished_result_that_was_edited_is_not_called_done_and_not_thrown_away(
+    bench: Bench, capsys: pytest.CaptureFixture[str], edited: str | None
+) -> None:
+    bench.read()
+    path = Path(bench.at("corpus")) / "text.json"
+    if edited is None:
+        path.unlink()
+    else:
+        path.write_text(edited)
+        os.utime(path, (time.time() + 5, time.time() + 5))
+    capsys.readouterr()
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert f"remove the folder {path.parent}" in said
+    assert said.count("\n") == 1
+    assert (path.read_text() if path.exists() else None) == edited
+    assert len(bench.calls) == 1
 
 
 def test_another_result_in_the_output_folder_is_refused_with_what_differs(
@@ -318,7 +342,7 @@ def test_a_signal_before_a_stage_handles_it_ends_it_cleanly(
     bench.action = interrupted
     assert bench.read() == EXIT_RUN_AGAIN
     assert signal.getsignal(number) == before
-    assert [entry.name for entry in bench.folder.iterdir()] == ["recipe.toml"]
+    assert names_in(bench.folder) == ["recipe.toml"]
 
 
 def test_a_second_writer_of_the_same_artifact_is_refused(
@@ -401,15 +425,18 @@ def translate(
 ) -> list[dict[str, Any]]:
     """A translator that turns lines round; what it was told, per call."""
     told: list[dict[str, Any]] = []
-    module = types.ModuleType("pipeline.translate")
+    module = types.ModuleType("pipeline.line_filter")
 
-    def filter_lines(checkpoint: object, **options: Any) -> None:
+    def filter_lines(checkpoint: object, **options: Any) -> types.SimpleNamespace:
         told.append({"checkpoint": checkpoint, **options})
-        for line in options["lines"]:
-            options["write"](line[::-1])
+        lines = options["lines"].take(256)
+        for line in lines:
+            options["write"](line.text[::-1])
+        options["say"]("done.")
+        return types.SimpleNamespace(unreadable=sum(bool(line.problem) for line in lines))
 
     monkeypatch.setattr(module, "filter_lines", filter_lines, raising=False)
-    monkeypatch.setitem(sys.modules, "pipeline.translate", module)
+    monkeypatch.setitem(sys.modules, "pipeline.line_filter", module)
     monkeypatch.chdir(tmp_path)
     bench.read()
     return told
@@ -417,21 +444,27 @@ def translate(
 
 def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> io.BytesIO:
     written = io.BytesIO()
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    Path("input").write_bytes(data)
+    given = os.open("input", os.O_RDONLY)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.FileIO(given)))
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written))
     return written
 
 
-def test_a_filter_translates_line_by_line_and_only_line_feeds_end_a_line(
-    bench: Bench, translate: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+def test_a_filter_translates_standard_input_and_says_the_rest_on_standard_error(
+    bench: Bench,
+    translate: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bench.train()
-    written = _pipe(monkeypatch, "ab\u2028c\rd\n\nüx".encode())
+    written = _pipe(monkeypatch, "ab\n\nüx".encode())
     code = cli.main(["translate", "--checkpoint", bench.at("model"), "--from", "en", "--to", "de"])
     assert code == 0
-    assert written.getvalue().decode() == "d\rc\u2028ba\n\nxü\n"
+    assert written.getvalue().decode() == "ba\n\nxü\n"
     assert translate[0]["decoding"] == DecodingConfig()
     assert (translate[0]["source"], translate[0]["target"]) == ("en", "de")
+    assert capsys.readouterr().err == "mmnmt translate: done.\n"
 
 
 def test_a_filter_without_a_checkpoint_takes_the_demos(
@@ -448,17 +481,14 @@ def test_a_filter_without_a_checkpoint_takes_the_demos(
     assert translate[0]["checkpoint"].directory == Path("runs/demo/mmnmt")
 
 
-def test_a_filter_names_the_line_that_is_not_utf8(
-    bench: Bench,
-    translate: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.usefixtures("translate")
+def test_a_filter_that_could_not_read_a_line_says_so_by_its_exit_code(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.train(out="runs/demo/mmnmt")
-    _pipe(monkeypatch, b"good\nb\xffd\n")
+    written = _pipe(monkeypatch, b"good\nb\xffd\n")
     assert cli.main(["translate", "--from", "en", "--to", "de"]) == EXIT_USER_ERROR
-    assert "Line 2 of standard input is not UTF-8" in capsys.readouterr().err
-    assert len(translate) == 1
+    assert written.getvalue() == b"doog\n\n"
 
 
 @pytest.mark.parametrize(

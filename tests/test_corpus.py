@@ -13,6 +13,7 @@ from pipeline.corpus import (
     Hypothesis,
     Split,
     directions,
+    emptied_pairs,
     hypotheses_name,
     iterate_lines,
     languages,
@@ -90,6 +91,19 @@ def test_pairs_without_lines_count_for_the_languages_alone(tmp_path: Path) -> No
     made = corpus(tmp_path, {"en-yi": {"train": 0}, "de-en": {"train": 9, "test": 2}})
     assert line_counts(made, "train") == {"de-en": 9}
     assert languages(made) == ["de", "en", "yi"]
+
+
+def test_pairs_that_lost_their_training_lines_are_told_where_the_artifact_says_so(
+    tmp_path: Path,
+) -> None:
+    pairs = {"de-en": {"train": 0, "test": 1}, "de-fr": {"test": 1}}
+    assert emptied_pairs(corpus(tmp_path, pairs)) == set()
+    made = artifact(
+        tmp_path / "new",
+        "corpus",
+        lambda writer: writer.statistics.update(pairs=pairs, emptied=["de-en"]),
+    )
+    assert emptied_pairs(made) == {"de-en"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The evaluate stage, from translations artifacts to scores and reports."""
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pipeline.artifacts import (
     new_artifact,
     open_artifact,
 )
+from pipeline.bleu_chrf import corpus_bleu, corpus_chrf
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.corpus import (
     Direction,
@@ -29,8 +30,6 @@ from pipeline.corpus import (
     write_hypotheses,
 )
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluate import trace_history
-from pipeline.metrics import corpus_bleu, corpus_chrf
 from pipeline.stages import STAGES, StageCall
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {
@@ -71,17 +70,18 @@ def records(inputs: Mapping[str, Artifact]) -> dict[str, InputRecord]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Artifact:
-    def fill(writer: ArtifactWriter) -> None:
-        for pair, sides in TEST_LINES.items():
-            for language, lines in sides.items():
-                text = "".join(f"{line}\n" for line in lines)
-                writer.path(text_name("test", pair, language)).write_text(text, encoding="utf-8")
-        writer.statistics["pairs"] = {
-            pair: {"train": TRAINING_LINES[pair], "test": len(next(iter(sides.values())))}
-            for pair, sides in TEST_LINES.items()
-        }
+    return artifact(tmp_path / "corpus", "corpus", "clean", write_test_lines)
 
-    return artifact(tmp_path / "corpus", "corpus", "clean", fill)
+
+def write_test_lines(writer: ArtifactWriter) -> None:
+    for pair, sides in TEST_LINES.items():
+        for language, lines in sides.items():
+            text = "".join(f"{line}\n" for line in lines)
+            writer.path(text_name("test", pair, language)).write_text(text, encoding="utf-8")
+    writer.statistics["pairs"] = {
+        pair: {"train": TRAINING_LINES[pair], "test": len(next(iter(sides.values())))}
+        for pair, sides in TEST_LINES.items()
+    }
 
 
 Translate = Callable[[Direction, list[str], list[str]], list[Hypothesis]]
@@ -104,8 +104,10 @@ def translations(
     corpus: Artifact,
     translate: Translate,
     inputs: Mapping[str, Artifact] | None = None,
+    statistics: Mapping[str, object] | None = None,
 ) -> Artifact:
     def fill(writer: ArtifactWriter) -> None:
+        writer.statistics.update(statistics or {})
         for direction in directions(corpus, "test"):
             found = translate(
                 direction,
@@ -125,6 +127,7 @@ def stage_call(
     *,
     processes: int = 1,
     settings: EvaluationConfig | None = None,
+    training: Artifact | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -133,6 +136,8 @@ def stage_call(
         evaluation=settings or EvaluationConfig(),
     )
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
+    if training is not None:
+        inputs["training"] = training
     return StageCall(
         stage=stage,
         recipe=recipe,
@@ -239,7 +244,10 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path, corpus: Artifact)
     }
     alone = evaluated(stage_call(tmp_path / "alone", corpus, systems))
     together = evaluated(stage_call(tmp_path / "together", corpus, systems, processes=2))
-    assert alone.digest == together.digest
+    stamped = {"report.md", "report.html"}
+    assert {name: one for name, one in alone.manifest.files.items() if name not in stamped} == {
+        name: one for name, one in together.manifest.files.items() if name not in stamped
+    }
     names = [one["name"] for one in alone.read_json("scores.json")["systems"]]
     assert names == ["second", "first"]
 
@@ -249,6 +257,10 @@ def test_language_accuracy_can_be_left_out(tmp_path: Path, corpus: Artifact) -> 
     settings = EvaluationConfig(language_accuracy=False)
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     scores = made.read_json("scores.json")
+    assert scores.keys() >= {
+        *("pivot", "thresholds", "directions", "language_names", "tokenizers"),
+        *("systems", "references", "undetectable", "warnings"),
+    }
     assert scores["references"] is None
     assert "Language accuracy" not in made.file("report.md").read_text(encoding="utf-8")
     with np.load(made.file("sentences/perfect/de-en.npz"), allow_pickle=False) as arrays:
@@ -262,7 +274,7 @@ def test_the_summary_is_printed_and_both_reports_are_written(
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
     summary = capsys.readouterr().out.strip()
     assert summary.startswith("BLEU")
-    assert "| perfect | 100.0 |" in summary
+    assert "| perfect | no training | 100.0 |" in summary
     assert summary in made.file("report.md").read_text(encoding="utf-8")
     page = made.file("report.html").read_text(encoding="utf-8")
     assert "L&#x27;eau est froide." in page
@@ -283,7 +295,10 @@ def test_truncated_and_empty_translations_are_counted_in_the_report(
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
     found = system_scores(made, "flawed")["directions"]["de-en"]
     assert (found["truncated"], found["empty"], found["lines"]) == (1, 2, 3)
-    expected = "flawed: of 12 translations 1 were cut at the maximum length and 2 are empty."
+    expected = (
+        "flawed: of 12 translations 1 are of a source that was cut to what the model takes and "
+        "2 are empty."
+    )
     assert expected in made.file("report.md").read_text(encoding="utf-8")
 
 
@@ -323,7 +338,7 @@ def test_another_number_of_lines_than_the_corpus_is_refused(
         evaluate.run(stage_call(tmp_path / "out", corpus, systems))
 
 
-@pytest.mark.parametrize("name", ["..", "a/b"])
+@pytest.mark.parametrize("name", ["..", "", "a/b", "a\\b", "a\0b", "a\nb", "ü" * 101])
 def test_a_system_name_that_is_no_folder_name_is_refused(
     tmp_path: Path, corpus: Artifact, name: str
 ) -> None:
@@ -332,73 +347,165 @@ def test_a_system_name_that_is_no_folder_name_is_refused(
         evaluate.run(stage_call(tmp_path / "out", corpus, systems))
 
 
+def test_system_names_that_differ_in_case_alone_are_refused(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    made = translations(tmp_path / "a", corpus, perfect)
+    with pytest.raises(ConfigError, match="'MoE' and 'moe' differ in case alone"):
+        evaluate.run(stage_call(tmp_path / "out", corpus, {"MoE": made, "moe": made}))
+
+
 def test_no_system_at_all_is_refused(tmp_path: Path, corpus: Artifact) -> None:
     with pytest.raises(ConfigError, match="NAME=DIR"):
         evaluate.run(stage_call(tmp_path / "out", corpus, {}))
 
 
-# History
+# A corpus with test lines alone, and models that know some of its languages
 
 
-def checkpoint(path: Path, losses: list[float | None], inputs: Mapping[str, Artifact]) -> Artifact:
+def test_families_and_resources_come_from_the_corpus_that_was_trained_on(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    """Trained directions of an outside test set stood under "Zero-shot"."""
+    outside = corpus_of_tests(tmp_path / "outside")
+    systems = {"perfect": translations(tmp_path / "a", outside, perfect)}
+    made = evaluated(stage_call(tmp_path / "out", outside, systems, training=corpus))
+    expected = evaluated(
+        stage_call(
+            tmp_path / "expected",
+            corpus,
+            {"perfect": translations(tmp_path / "b", corpus, perfect)},
+        )
+    )
+    assert made.read_json("scores.json") == expected.read_json("scores.json")
+    assert made.read_json("scores.json")["pivot"] == "en"
+
+
+def test_without_it_nothing_is_called_zero_shot_and_a_warning_says_what_to_name(
+    tmp_path: Path,
+) -> None:
+    outside = corpus_of_tests(tmp_path / "outside")
+    systems = {"perfect": translations(tmp_path / "a", outside, perfect)}
+    made = evaluated(stage_call(tmp_path / "out", outside, systems))
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "Zero-shot" not in text
+    assert "Training data unknown all (6)" in text
+    (warning,) = made.read_json("scores.json")["warnings"]
+    assert "input 'training'" in warning
+
+
+def corpus_of_tests(path: Path) -> Artifact:
     def fill(writer: ArtifactWriter) -> None:
-        lines = []
-        for update, loss in enumerate(losses, start=1):
-            resources = {"high": loss, "low": None}
-            entry = {"update": update, "seconds": 2.0 * update, "loss": loss}
-            lines.append(json.dumps({"kind": "train", "balance": 1.0, **entry}))
-            lines.append(json.dumps({"kind": "validation", "resources": resources, **entry}))
-        lines.append(json.dumps({"kind": "routing", "update": 1}))
-        writer.path("metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_test_lines(writer)
+        for counts in writer.statistics["pairs"].values():
+            counts["train"] = 0
 
-    return artifact(path, "checkpoint", "pretrain", fill, inputs)
+    return artifact(path, "corpus", "import_tests", fill)
 
 
-def test_stages_behind_the_systems_are_listed_once_inputs_first(
+def without_french(direction: Direction, _: list[str], references: list[str]) -> list[Hypothesis]:
+    knows = "fr" not in (direction.source, direction.target)
+    return [Hypothesis(text) for text in references] if knows else []
+
+
+def test_directions_that_a_model_does_not_know_are_left_out_for_all_systems(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    dense = checkpoint(tmp_path / "dense", [3.0, 2.0], {"corpus": corpus})
-    tuned = checkpoint(tmp_path / "tuned", [1.5], {"corpus": corpus, "checkpoint": dense})
+    small = translations(
+        tmp_path / "a",
+        corpus,
+        without_french,
+        statistics={"skipped_directions": ["de-fr", "en-fr", "fr-de", "fr-en"]},
+    )
+    systems = {"small": small, "perfect": translations(tmp_path / "b", corpus, perfect)}
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    assert list(system_scores(made, "perfect")["directions"]) == ["de-en", "en-de"]
+    assert made.read_json("scores.json")["warnings"] == [
+        "4 of 6 directions are left out, since not every system knows their languages: "
+        "de-fr, en-fr, fr-de, fr-en."
+    ]
+
+
+def test_systems_without_a_direction_in_common_are_refused(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    every = [str(direction) for direction in directions(corpus, "test")]
+    none = translations(
+        tmp_path / "a", corpus, lambda *_: [], statistics={"skipped_directions": every}
+    )
+    with pytest.raises(ConfigError, match=r"No direction of .* by all of the systems none"):
+        evaluate.run(stage_call(tmp_path / "out", corpus, {"none": none}))
+
+
+# Intervals
+
+
+def test_intervals_are_a_function_of_lines_and_seed_and_bold_follows_them(
+    tmp_path: Path,
+) -> None:
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
+
+    def worse(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+        return [Hypothesis(text.replace("3", "three of")) for text in references]
+
     systems = {
-        "dense": translations(tmp_path / "a", corpus, perfect, {"checkpoint": dense}),
-        "tuned": translations(tmp_path / "b", corpus, perfect, {"checkpoint": tuned}),
-        "baseline": translations(tmp_path / "c", corpus, copied),
+        "better": translations(tmp_path / "a", corpus, perfect),
+        "worse": translations(tmp_path / "b", corpus, worse),
     }
-    history = trace_history(systems)
-    assert [(one.stage, one.folder, one.systems) for one in history.stages] == [
-        ("clean", "corpus", ("dense", "tuned", "baseline")),
-        ("pretrain", "dense", ("dense", "tuned")),
-        ("translate", "a", ("dense",)),
-        ("pretrain", "tuned", ("tuned",)),
-        ("translate", "b", ("tuned",)),
-        ("translate", "c", ("baseline",)),
-    ]
-    assert history.stages[1].wall_seconds == dense.manifest.run.wall_seconds
-    assert [(one.system, [point.loss for point in one.training]) for one in history.curves] == [
-        ("dense", [3.0, 2.0]),
-        ("tuned", [1.5]),
-    ]
-    assert history.missing == ()
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    again = evaluated(stage_call(tmp_path / "again", corpus, systems, processes=2))
+    assert made.manifest.files["scores.json"] == again.manifest.files["scores.json"]
+    significance = made.read_json("scores.json")["significance"]
+    compared = significance["directions"]["de-en"]["bleu"]
+    assert compared["best"] == "better"
+    score = system_scores(made, "worse")["directions"]["de-en"]["scores"]["bleu"]
+    interval = compared["intervals"]["worse"]
+    assert interval["low"] < score < interval["high"]
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "| better | no training | **100.0** (100.0–100.0)" in text
+    other = evaluated(
+        stage_call(tmp_path / "other", corpus, systems, settings=EvaluationConfig(seed=2))
+    )
+    assert other.read_json("scores.json")["significance"] != significance
 
 
-def test_losses_that_were_not_finite_leave_a_gap_in_the_curves(
+def write_many_lines(writer: ArtifactWriter) -> None:
+    for code in ("de", "en"):
+        lines = [f"line {number} {code} is number {number * 7 % 31}\n" for number in range(40)]
+        writer.path(text_name("test", "de-en", code)).write_text("".join(lines), encoding="utf-8")
+    writer.statistics["pairs"] = {"de-en": {"train": 50, "test": 40}}
+
+
+def test_three_lines_make_no_interval_and_no_best_system(tmp_path: Path, corpus: Artifact) -> None:
+    systems = {
+        "better": translations(tmp_path / "a", corpus, perfect),
+        "worse": translations(tmp_path / "b", corpus, copied),
+    }
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    assert set(map(str, made.read_json("scores.json")["significance"]["directions"].values())) == {
+        "{}"
+    }
+    assert "**" not in made.file("report.md").read_text(encoding="utf-8")
+
+
+def test_the_stage_says_what_it_scored(tmp_path: Path, corpus: Artifact) -> None:
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems))
+    assert made.manifest.summary == (
+        "1 system scored on 12 test lines in 6 directions (2 Any → En, 2 En → Any, 2 Zero-shot)",
+        "language accuracy measured in 6 of 6 directions",
+    )
+
+
+def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
     tmp_path: Path, corpus: Artifact
 ) -> None:
-    made = checkpoint(tmp_path / "dense", [3.0, None, 2.0], {})
-    system = translations(tmp_path / "a", corpus, perfect, {"checkpoint": made})
-    (curve,) = trace_history({"dense": system}).curves
-    assert [(point.update, point.seconds) for point in curve.validation] == [(1, 2.0), (3, 6.0)]
-    assert [dict(point.resources) for point in curve.validation] == [{"high": 3.0}, {"high": 2.0}]
+    def broken(_: Direction, __: list[str], references: list[str]) -> list[Hypothesis]:
+        return [Hypothesis("\x00 </main> \x1b[31m | `") for _ in references]
 
-
-def test_a_checkpoint_that_was_replaced_since_lends_no_curve_and_no_time(
-    tmp_path: Path, corpus: Artifact
-) -> None:
-    first = checkpoint(tmp_path / "dense", [3.0], {})
-    system = translations(tmp_path / "a", corpus, perfect, {"checkpoint": first})
-    (tmp_path / "dense").rename(tmp_path / "before")
-    checkpoint(tmp_path / "dense", [1.0], {})
-    history = trace_history({"dense": system})
-    assert history.curves == ()
-    assert history.missing == ("dense",)
-    assert [one.folder for one in history.stages] == ["corpus", "a"]
+    made = evaluated(
+        stage_call(tmp_path / "out", corpus, {"x": translations(tmp_path / "a", corpus, broken)})
+    )
+    page = made.file("report.html").read_text(encoding="utf-8")
+    assert page.count("</main>") == 1
+    assert not re.search(r"[\x00-\x08\x1b]", page + made.file("report.md").read_text("utf-8"))

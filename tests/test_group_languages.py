@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.config import GroupsConfig, Recipe
+from pipeline.config import GroupsConfig, LanguagesConfig, Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.groups import read_groups
 from pipeline.languages import FAMILIES
@@ -51,8 +51,9 @@ def group(
     *,
     counts: dict[str, int] = COUNTS,
     checkpoint: Artifact | None = None,
+    families: dict[str, str] | None = None,
 ) -> Artifact:
-    recipe = Recipe(name="test", groups=config)
+    recipe = Recipe(name="test", groups=config, languages=LanguagesConfig(family=families or {}))
     stage = STAGES["group_languages"]
     artifacts = {"shards": make_shards(tmp_path / "shards", counts)}
     group_languages.run(
@@ -259,9 +260,68 @@ def test_groups_by_typology_are_the_families(tmp_path: Path) -> None:
     assert len(set(groups.values())) == 5
 
 
-def test_an_unknown_language_is_refused_with_the_nearest_codes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nearest codes"):
-        group(tmp_path, GroupsConfig(method="typology"), counts={"de-qq": 4})
+RARE = {"de-en": 9, "chr-en": 4, "cop-en": 4, "chy-en": 2}
+
+
+def test_each_language_of_unknown_family_is_a_group_of_its_own_and_named(tmp_path: Path) -> None:
+    made = group(tmp_path, GroupsConfig(method="typology"), counts=RARE)
+    assert made.statistics["groups"] == {
+        "Germanic": ["de", "en"],
+        "unknown (chr)": ["chr"],
+        "unknown (chy)": ["chy"],
+        "unknown (cop)": ["cop"],
+    }
+    reasons = made.read_json("groups.json")["reasons"]
+    assert reasons[1] == (
+        "unknown (chr) is a group of its own: its family is not known, and languages.family says "
+        "it."
+    )
+    assert made.manifest.summary[0] == "5 languages in 4 groups"
+    assert made.manifest.summary[-1] == (
+        "no family is known of chr, chy, cop: each began alone; set "
+        'languages.family = { chr = "…" } in the recipe'
+    )
+
+
+def test_the_recipe_says_what_family_a_language_has(tmp_path: Path) -> None:
+    families = {"chr_Cher": "Iroquoian", "cop": "Afro-Asiatic", "chy": "Algic", "fr": "Romance"}
+    made = group(tmp_path, GroupsConfig(method="typology"), counts=RARE, families=families)
+    assert made.statistics["groups"] == {
+        "Afro-Asiatic": ["cop"],
+        "Algic": ["chy"],
+        "Germanic": ["de", "en"],
+        "Iroquoian": ["chr"],
+    }
+    assert len(made.manifest.summary) == 2
+
+
+def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'cherokee' is no language code"):
+        group(tmp_path, GroupsConfig(method="typology"), families={"cherokee": "Iroquoian"})
+
+
+def test_languages_of_unknown_family_merge_by_their_embeddings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = ("chr", "chy", "cop", "de", "en")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", codes)
+    vectors = embeddings(codes) | {"chr": [1.0, 0, 0, 0, 0, 0], "chy": [1.0, 0.1, 0, 0, 0, 0]}
+    replace_embeddings(monkeypatch, checkpoint, vectors)
+    config = GroupsConfig(max_group_share=0.4)
+    made = group(tmp_path, config, counts=RARE, checkpoint=checkpoint)
+    # Of 19 sentences 0.4 is 7.6: chr and chy together have 6, cop and either of them 8.
+    assert partition(read_groups(made)) == {
+        frozenset({"de", "en"}),
+        frozenset({"chr", "chy"}),
+        frozenset({"cop"}),
+    }
+    assert "no family is known of chr, chy, cop" in made.manifest.summary[-1]
+
+
+def test_a_language_that_comes_in_two_scripts_has_one_family(tmp_path: Path) -> None:
+    counts = {"en-zh": 3, "en-zh_Hant": 3}
+    made = group(tmp_path, GroupsConfig(method="typology"), counts=counts)
+    assert made.statistics["groups"] == {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}
 
 
 def test_the_paper_s_groups_count_from_zero(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from stored_checkpoints import (
 )
 from tiny_models import tiny_model, tiny_spec
 
-from pipeline import artifacts, checkpoint
+from pipeline import checkpoint, digests
 from pipeline.artifacts import new_artifact
 from pipeline.checkpoint import Piece
 from pipeline.config import MoEConfig
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_named_when_it_is_inspected(tmp_path: Path, file: str)
 def test_verifying_names_the_file_and_the_chunk_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 4096)
     made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
     files = inspect(made)["files"]
     assert f"all {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)

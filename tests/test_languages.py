@@ -11,8 +11,12 @@ from pipeline.languages import (
     ALIASES,
     FAMILIES,
     PAPER_GROUPS,
+    Language,
     canonical,
+    codes_one_edit_away,
+    distinct_codes,
     family,
+    find_code,
     language,
     nearest_codes,
 )
@@ -112,9 +116,99 @@ def test_aliases_agree_with_those_of_cldr() -> None:
         assert cldr[alias].split("_")[0] == ours_differ.get(code, code)
 
 
-def test_an_unknown_code_is_refused_with_the_nearest_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'qfr'.*\bfr\b"):
-        language("qfr")
+@pytest.mark.parametrize(
+    ("code", "found", "name", "script"),
+    [
+        ("chr", "chr", "Cherokee", "Cher"),
+        ("chr_Cher_US", "chr", "Cherokee", "Cher"),
+        ("COP", "cop", "Coptic", "Copt"),
+        ("syr-Syrc", "syr", "Syriac", "Syrc"),
+        ("qfr", "qfr", "qfr", "Zzzz"),
+        ("qfr_Arab", "qfr_Arab", "qfr_Arab", "Arab"),
+    ],
+)
+def test_any_well_formed_code_is_a_language_of_unknown_family(
+    code: str, found: str, name: str, script: str
+) -> None:
+    assert language(code) == Language(found, name, "unknown", script)
+    assert canonical(code) == found.split("_")[0]
+    assert family(code) == "unknown"
+
+
+@pytest.mark.parametrize("code", ["german", "d", "", "de en", "de_", "d3", "zh_Hant_TW_x", "1a"])
+def test_what_is_no_code_is_refused_with_how_codes_are_written(code: str) -> None:
+    with pytest.raises(ConfigError, match="is no language code: write two or three letters"):
+        canonical(code)
+
+
+def test_a_name_in_place_of_a_code_is_refused_with_the_nearest_codes() -> None:
+    with pytest.raises(ConfigError, match=r"'ger_man'.*nearest codes: .*\bger\b"):
+        canonical("ger_man")
+
+
+@pytest.mark.parametrize(
+    ("spellings", "codes"),
+    [
+        (["zho_Hans", "zho_Hant"], ["zh", "zh_Hant"]),
+        (["zho_Hant"], ["zh"]),
+        (["zho_Hant", "zh_TW"], ["zh", "zh"]),
+        (["zh_cn", "zh_tw"], ["zh", "zh_Hant"]),
+        (["zh", "zho_Hant"], ["zh", "zh_Hant"]),
+        (["srp_Cyrl", "srp_Latn", "hrv_Latn"], ["sr", "sr_Latn", "hr"]),
+        (["srp_Latn", "eng_Latn"], ["sr", "en"]),
+        (["de", "deu_Latn", "de_AT"], ["de", "de", "de"]),
+        (["ace_Arab", "ace_Latn"], ["ace_Arab", "ace"]),
+        (["xyz_Arab", "xyz_Latn", "xyz"], ["xyz_Arab", "xyz_Latn", "xyz"]),
+        (["pt_BR", "pt_PT"], ["pt", "pt"]),
+        (["pes_Arab", "prs_Arab"], ["fa", "fa"]),
+    ],
+)
+def test_two_scripts_in_one_corpus_are_two_codes_and_one_script_is_none(
+    spellings: list[str], codes: list[str]
+) -> None:
+    assert distinct_codes(spellings) == dict(zip(spellings, codes, strict=True))
+
+
+def test_codes_of_a_corpus_mean_the_same_when_they_are_read_again() -> None:
+    codes = set(distinct_codes(["zho_Hans", "zho_Hant", "srp_Latn", "srp_Cyrl"]).values())
+    assert {find_code(code, codes) for code in codes} == codes
+    assert distinct_codes(codes) == {code: code for code in codes}
+
+
+@pytest.mark.parametrize(
+    ("spelling", "codes", "found"),
+    [
+        ("zho_Hant", ["zh", "zh_Hant"], "zh_Hant"),
+        ("zho_Hant", ["zh"], "zh"),
+        ("zh_Hans", ["zh", "zh_Hant"], "zh"),
+        ("iw", ["he"], "he"),
+        ("chr_Cher", ["chr", "en"], "chr"),
+        ("fr", ["de"], None),
+    ],
+)
+def test_a_spelling_is_found_among_the_codes_of_a_model(
+    spelling: str, codes: list[str], found: str | None
+) -> None:
+    assert find_code(spelling, codes) == found
+
+
+def test_two_scripts_have_one_family_and_a_name_each() -> None:
+    assert family("zh_Hant") == family("zh") == "Sino-Tibetan"
+    assert language("zh_Hant") == Language("zh_Hant", "Traditional Chinese", "Sino-Tibetan", "Hant")
+    assert language("ace_Arab").name == "Acehnese (Arabic)"
+
+
+def test_a_recipe_s_family_goes_before_the_registry_s() -> None:
+    assert family("chr", {"chr": "Iroquoian"}) == family("chr_Cher", {"chr": "Iroquoian"})
+    assert family("la", {"la": "Romance"}) == "Romance"
+    assert family("de", {"la": "Romance"}) == "Germanic"
+
+
+def test_codes_one_edit_away_are_those_with_one_letter_more_less_or_other() -> None:
+    assert codes_one_edit_away("frx") == ["fr", "fy"]
+    assert "de" in codes_one_edit_away("dee")
+    assert "de" not in codes_one_edit_away("de")
+    assert codes_one_edit_away("qxq") == []
 
 
 def test_nearest_codes_come_nearest_first_and_only_from_the_candidates() -> None:

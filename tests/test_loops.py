@@ -82,6 +82,19 @@ def test_a_token_that_is_not_a_number_has_two_experts_that_exist() -> None:
     assert routing.balance_loss.isnan()
 
 
+@pytest.mark.parametrize("num_experts", [4, 32, 100])
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_of_equal_logits_every_path_chooses_the_first(num_experts: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    logits_NE = torch.randint(levels, (300, num_experts), generator=generator).float()
+    expected = [
+        sorted(range(num_experts), key=lambda e: (-row[e], e))[:2] for row in logits_NE.tolist()
+    ]
+    assert choose(logits_NE, top_k=2).expert_NC.tolist() == expected
+    by_operators = choose_by_operators(logits_NE, top_k=2, is_renormalized=True)
+    assert by_operators.expert_NC.tolist() == expected
+
+
 @settings(deadline=None)
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(0, 12), st.booleans(), SEEDS)
 def test_the_loop_places_routes_as_sorting_does(

@@ -29,7 +29,7 @@ def mixture(tmp_path: Path, *, sampling_temperature: float = 2.0) -> Artifact:
     ) as writer:
         pairs = {pair: {"train": count, "valid": 1} for pair, count in COUNTS.items()}
         writer.statistics["pairs"] = pairs | {"de-fr": {"train": 0, "valid": 0}}
-        writer.statistics["tokens"] = TOKENS
+        writer.statistics |= {"tokens": TOKENS, "emptied": ["de-fr"]}
     recipe = Recipe(
         name="test",
         mixture=MixtureConfig(sampling_temperature=sampling_temperature),
@@ -117,6 +117,22 @@ def test_the_table_lists_every_training_pair_the_largest_first(tmp_path: Path) -
     rows = mixture(tmp_path).statistics["table"]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]] == list(COUNTS)
     assert "| 800 |" in rows[2]
+
+
+def test_the_summary_has_the_pairs_most_and_least_repeated_and_those_left_out(
+    tmp_path: Path,
+) -> None:
+    made = mixture(tmp_path)
+    epochs = {
+        pair: f"{entry['expected_epochs']:.3g}"
+        for pair, entry in made.read_json("mixture.json")["pairs"].items()
+    }
+    sentences = made.statistics["expected_sentences"]
+    assert made.manifest.summary == (
+        f"3 pairs with 1,004 training lines; the updates draw about {sentences:,.0f} sentence "
+        f"pairs: each of en-yi {epochs['en-yi']} times, each of de-en {epochs['de-en']} times",
+        "left out, no training data left: de-fr",
+    )
 
 
 def test_proportional_sampling_gives_every_pair_the_same_epochs(tmp_path: Path) -> None:

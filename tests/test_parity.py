@@ -1,11 +1,16 @@
 """The parity matrix: every topology, ZeRO stage and precision makes the same updates.
 
-ZeRO 1 and 2 × fp32 and bf16 × worlds of 1, 2 and 4 × expert-parallel sizes of 1, 2 and 4, with
-accumulation that keeps the micro-batches. In fp32 the reference is plain PyTorch in one process
-(see ``test_engine.py``); in bf16, whose rounding depends on how a master weight is kept, it is the
-same engine in one process. Then training states that move between worlds of 2, 1, 4 and 2 ranks.
+ZeRO 1, 1 with overlap and 2 × fp32 and bf16 × worlds of 1, 2 and 4 × expert-parallel sizes of 1, 2
+and 4, with accumulation that keeps the micro-batches. In fp32 the reference is plain PyTorch in one
+process (see ``test_engine.py``); in bf16, whose rounding depends on how a master weight is kept, it
+is the same engine in one process. Kernels are chosen by size: in fp32 all choices are made once far
+from, and once between, the sizes of the ranks' micro-batches; buckets are small enough to be sent
+several times per backward pass. Then training states that move between worlds of 2, 1, 4 and 2
+ranks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +36,7 @@ from pipeline.checkpoint import PieceReader, write_pieces
 from pipeline.config import OptimizerConfig
 from pipeline.distributed import World
 from pipeline.engine import Engine, connect, expert_parallel_group
+from pipeline.model import attention, linear, threads
 from pipeline.model.transformer import build_model
 from pipeline.optim import make_optimizer
 from pipeline.run_directory import RunDirectory
@@ -42,6 +48,13 @@ ADAM = OptimizerConfig(learning_rate=1e-2, clip_norm=CLIP_NORM)
 RATES = {"fp32": LEARNING_RATE, "bf16": LEARNING_RATE / 10}
 """In bf16 a rate at which the loss does not rise, so that rounding is not blown up."""
 TOPOLOGIES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+ZEROS: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"stage": 1, "overlap_comm": False},
+    "ZeRO 1 + overlap": {"stage": 1, "overlap_comm": True},
+    "ZeRO 2": {"stage": 2, "overlap_comm": False},
+}
+BUCKET = 3000
+"""Gradients sent at a time: some twenty buckets per rank."""
 Precision = Literal["fp32", "bf16"]
 Method = Literal["sgd", "adam"]
 
@@ -72,14 +85,35 @@ class Joined:
     parts: dict[str, Tensor]
 
 
+@contextmanager
+def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
+    """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
+    before = linear.WORTH_A_KERNEL, attention.FEW_QUERIES, threads.WORTH_OTHER_THREADS
+    if wanted:
+        linear.WORTH_A_KERNEL, attention.FEW_QUERIES = 16 * 32 * 32, 8
+        threads.WORTH_OTHER_THREADS = 16 * 32 * 16
+        torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        linear.WORTH_A_KERNEL, attention.FEW_QUERIES, threads.WORTH_OTHER_THREADS = before
+        torch.set_num_threads(1)
+
+
 def make_engine(
-    world: World, *, parallel_size: int, zero_stage: int, precision: Precision, method: Method
+    world: World,
+    *,
+    parallel_size: int,
+    zero: str,
+    precision: Precision,
+    method: Method,
+    bucket: int = BUCKET,
 ) -> Engine:
     connect(world)
     parallel = expert_parallel_group(parallel_size, world=world)
     model = build_model(SPEC, expert_parallel=parallel)
     set_weights(model)
-    config: dict[str, Any] = {"zero_optimization": {"stage": zero_stage, "overlap_comm": False}}
+    config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
 
@@ -116,23 +150,26 @@ def one_update(engine: Engine, world: World, update: int, *, rate: float) -> tup
 
 
 def train(
-    world: World, *, parallel_size: int, zero_stage: int, precision: Precision, method: Method
+    world: World,
+    *,
+    parallel_size: int,
+    zero: str,
+    precision: Precision,
+    method: Method,
+    at_thresholds: bool = False,
 ) -> Run:
     engine = make_engine(
-        world,
-        parallel_size=parallel_size,
-        zero_stage=zero_stage,
-        precision=precision,
-        method=method,
+        world, parallel_size=parallel_size, zero=zero, precision=precision, method=method
     )
     rate = RATES[precision] if method == "sgd" else ADAM.learning_rate
     run = Run([], [], first=masters(engine), second={}, last={})
-    for update in range(UPDATES):
-        loss, norm = one_update(engine, world, update, rate=rate)
-        run.losses.append(loss)
-        run.norms.append(norm)
-        if update == 0:
-            run.second = masters(engine)
+    with thresholds_among_the_sizes(at_thresholds):
+        for update in range(UPDATES):
+            loss, norm = one_update(engine, world, update, rate=rate)
+            run.losses.append(loss)
+            run.norms.append(norm)
+            if update == 0:
+                run.second = masters(engine)
     run.last = masters(engine)
     return run
 
@@ -178,19 +215,25 @@ def plain_adam() -> Tensor:
     return torch.cat([trained.weights[name].flatten() for name in sorted(trained.weights)])
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
+@pytest.mark.parametrize("at_thresholds", [False, True])
 def test_fp32_updates_by_sgd_are_those_of_one_plain_process(
-    request: pytest.FixtureRequest, world_size: int, parallel_size: int, zero_stage: int
+    request: pytest.FixtureRequest,
+    world_size: int,
+    parallel_size: int,
+    zero: str,
+    at_thresholds: bool,
 ) -> None:
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
     found = join(
         pool.run(
             train,
             parallel_size=parallel_size,
-            zero_stage=zero_stage,
+            zero=zero,
             precision="fp32",
             method="sgd",
+            at_thresholds=at_thresholds,
         )
     )
     losses, norms, weights = plain_sgd()
@@ -205,17 +248,17 @@ def test_fp32_updates_by_sgd_are_those_of_one_plain_process(
     assert float(clipped) == pytest.approx(CLIP_NORM, rel=1e-4)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
 def test_fp32_updates_by_adam_reach_the_same_whole_model_norm(
-    request: pytest.FixtureRequest, world_size: int, parallel_size: int, zero_stage: int
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int, zero: str
 ) -> None:
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
     found = join(
         pool.run(
             train,
             parallel_size=parallel_size,
-            zero_stage=zero_stage,
+            zero=zero,
             precision="fp32",
             method="adam",
         )
@@ -223,27 +266,27 @@ def test_fp32_updates_by_adam_reach_the_same_whole_model_norm(
     assert float(found.last.norm()) == pytest.approx(float(plain_adam().norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2])
+@pytest.mark.parametrize("zero", ZEROS)
 @pytest.mark.parametrize(("world_size", "parallel_size"), TOPOLOGIES)
 def test_bf16_updates_follow_those_of_one_process(
     request: pytest.FixtureRequest,
     pool1: ProcessPool,
     world_size: int,
     parallel_size: int,
-    zero_stage: int,
+    zero: str,
 ) -> None:
     pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
     found = join(
         pool.run(
             train,
             parallel_size=parallel_size,
-            zero_stage=zero_stage,
+            zero=zero,
             precision="bf16",
             method="sgd",
         )
     )
     reference = join(
-        pool1.run(train, parallel_size=1, zero_stage=1, precision="bf16", method="sgd")
+        pool1.run(train, parallel_size=1, zero="ZeRO 1", precision="bf16", method="sgd")
     )
     plain_losses, _, _ = plain_sgd()
     assert found.losses == pytest.approx(reference.losses, rel=2e-3)
@@ -260,7 +303,7 @@ def continue_training(
     directory: Path,
     *,
     parallel_size: int,
-    zero_stage: int,
+    zero: str,
     updates: range,
     resume: str | None,
     save_as: str,
@@ -269,7 +312,7 @@ def continue_training(
     engine = make_engine(
         world,
         parallel_size=parallel_size,
-        zero_stage=zero_stage,
+        zero=zero,
         precision="fp32",
         method="adam",
     )
@@ -299,16 +342,21 @@ def continue_training(
 def test_a_state_that_moves_from_two_ranks_to_one_to_four_to_two_trains_as_if_it_had_stayed(
     pool1: ProcessPool, pool2: ProcessPool, pool4: ProcessPool, tmp_path: Path
 ) -> None:
-    moves = [(pool2, 2, 1), (pool1, 1, 2), (pool4, 4, 1), (pool2, 1, 2)]
+    moves = [
+        (pool2, 2, "ZeRO 1"),
+        (pool1, 1, "ZeRO 2"),
+        (pool4, 4, "ZeRO 1 + overlap"),
+        (pool2, 1, "ZeRO 2"),
+    ]
     losses: list[float] = []
     resume = None
-    for turn, (pool, parallel_size, zero_stage) in enumerate(moves):
+    for turn, (pool, parallel_size, zero) in enumerate(moves):
         moved = join(
             pool.run(
                 continue_training,
                 tmp_path / "moved",
                 parallel_size=parallel_size,
-                zero_stage=zero_stage,
+                zero=zero,
                 updates=range(2 * turn, 2 * turn + 2),
                 resume=resume,
                 save_as=f"state-{turn}",
@@ -321,7 +369,7 @@ def test_a_state_that_moves_from_two_ranks_to_one_to_four_to_two_trains_as_if_it
             continue_training,
             tmp_path / "stayed",
             parallel_size=2,
-            zero_stage=1,
+            zero="ZeRO 1",
             updates=range(2 * len(moves)),
             resume=None,
             save_as="state",

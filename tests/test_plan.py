@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_listing import names_in
 
 from pipeline.artifacts import InputRecord, new_artifact, open_artifact, raw_digest
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.launch import StopRequests
+from pipeline.locks import exclusive
 from pipeline.plan import (
     MAX_RERUNS,
     PlacedPlan,
     dry_run,
-    exclusive,
     load_plan,
     place_plan,
     plan_names,
@@ -307,7 +309,7 @@ def test_a_run_starts_every_stage_once_and_a_second_run_none(setup: Setup) -> No
     code, said = setup.run()
     assert (code, setup.workshop.started) == (0, [])
     assert said.count("already done") == 6
-    assert sorted(entry.name for entry in setup.out_dir.iterdir()) == ["corpus", "model", "shards"]
+    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
 
 
 def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_to_what(
@@ -338,11 +340,11 @@ def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup)
 def test_a_stage_rebuilt_with_the_same_result_leaves_what_follows_alone(setup: Setup) -> None:
     setup.run()
     before = open_artifact(setup.out_dir / "corpus", kind="corpus").digest
-    (setup.out_dir / "corpus" / "manifest.json").unlink()
+    shutil.rmtree(setup.out_dir / "corpus")
     code, said = setup.run()
     assert open_artifact(setup.out_dir / "corpus", kind="corpus").digest == before
     assert (code, setup.workshop.started) == (0, ["corpus"])
-    assert "corpus: running read (unfinished)" in said
+    assert "corpus: running read (missing)" in said
 
 
 def test_a_dry_run_names_what_would_run_and_makes_nothing(setup: Setup) -> None:
@@ -402,6 +404,108 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
     assert hashed == [setup.text_path.parent]
+
+
+# ---------------------------------------------------------------- changed since they were made
+
+
+def test_an_artifact_whose_file_only_looks_changed_is_checked_and_done(setup: Setup) -> None:
+    setup.run()
+    later = time.time() + 5
+    os.utime(setup.out_dir / "corpus" / "text", (later, later))
+    assert setup.forecast() == [
+        "corpus: would be checked (its file text changed since it was made)",
+        "shards: done",
+        "model: done",
+    ]
+    assert "changed  its file text changed since it was made" in setup.status()
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    os.utime(setup.out_dir / "corpus" / "text", (later - 100, later - 100))
+    assert setup.run()[0] == 0
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
+    setup: Setup, stale: bool
+) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.write_text("xyz")
+    os.utime(path, (time.time() + 5, time.time() + 5))
+    if stale:
+        setup.recipe_path.write_text(RECIPE.replace("max_train_lines = 5", "max_train_lines = 6"))
+    with pytest.raises(ArtifactError) as caught:
+        setup.run()
+    assert f"{path} is damaged in chunk 0" in str(caught.value)
+    assert f"restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
+    assert path.read_text() == "xyz"
+    assert setup.workshop.started == []
+    shutil.rmtree(path.parent)
+    assert setup.run()[0] == 0
+    assert setup.workshop.started[0] == "corpus"
+
+
+def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "shards" / "text").unlink()
+    assert setup.forecast()[1] == "shards: would be checked (its file text is missing)"
+    with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
+        setup.run()
+
+
+def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.rename(setup.folder / "elsewhere")
+    path.symlink_to(setup.folder / "elsewhere")
+    with pytest.raises(ArtifactError, match="text is a link"):
+        setup.run()
+
+
+def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
+    setup: Setup,
+) -> None:
+    path = setup.out_dir / "corpus" / "thesis.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("thesis")
+    assert "holds thesis.txt and no manifest.json" in setup.forecast()[0]
+    with pytest.raises(ArtifactError, match=r"holds thesis\.txt .* never replaced"):
+        setup.run()
+    assert path.read_text() == "thesis"
+
+
+def test_what_a_killed_stage_left_aside_is_put_back_before_a_plan_looks(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "corpus").rename(setup.out_dir / ".corpus.replaced")
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("raw", "The plan's folder .* is the input text"),
+        (".", "The plan's folder .* holds the input text"),
+        ("raw/runs/tiny", "The plan's folder .* lies within the input text"),
+    ],
+)
+def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
+    setup: Setup, out: str, words: str
+) -> None:
+    setup.out_dir = setup.folder / out
+    with pytest.raises(ConfigError, match=words):
+        setup.placed()
+    assert setup.text_path.read_text() == "banana"
+
+
+def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> None:
+    setup.out_dir.mkdir()
+    (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
+    with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
+        setup.placed()
 
 
 # ---------------------------------------------------------------- failures and stops
@@ -497,7 +601,7 @@ def test_a_second_run_of_the_same_folder_says_who_holds_it(setup: Setup) -> None
 def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.plan import exclusive\n"
+        "import sys, time; from pathlib import Path; from pipeline.locks import exclusive\n"
         "with exclusive(Path(sys.argv[1]), what='x'):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
@@ -636,4 +740,4 @@ def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finis
         runner.kill()
     assert runner.returncode == EXIT_RUN_AGAIN
     assert "stopped as asked (SIGTERM) in shards" in said
-    assert [entry.name for entry in (real / "out dir").iterdir()] == ["corpus"]
+    assert names_in(real / "out dir") == ["corpus"]

@@ -144,6 +144,18 @@ def test_lines_without_a_neighbour_and_zero_shot_lines_are_copied(tmp_path: Path
     assert texts_of(translations, "fr", "de") == ["Bonjour !"]
 
 
+def test_the_summary_counts_lines_and_names_what_was_copied(tmp_path: Path) -> None:
+    made = corpus(tmp_path, german=["Guten Abend"], english=[""])
+    translations = run_stage(tmp_path, made)
+    assert translations.statistics["lines"] == 6
+    assert translations.statistics["empty"] == 1
+    assert translations.statistics["copied_directions"] == ["de-fr", "fr-de"]
+    assert translations.manifest.summary == (
+        "6 lines in 4 directions answered; 1 of the answers are empty",
+        "2 directions without training lines, answered with the source itself: de-fr, fr-de",
+    )
+
+
 def test_the_stage_writes_the_same_bytes_again(tmp_path: Path) -> None:
     made = corpus(tmp_path, german=["Gute Nacht", "Guten Tag"], english=["Good night", "Hello"])
     first = run_stage(tmp_path, made)

@@ -1,7 +1,6 @@
 """The working folder of a training run: one writer, whole states, the right one to go on from."""
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_listing import names_in
 from process_pool import ProcessPool
 
 from pipeline.artifacts import ArtifactWriter, InputRecord, open_artifact
@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_its_highest_complete_state(tmp_path: Path) -> None:
 
 def test_the_folder_is_a_sibling_of_the_result(tmp_path: Path) -> None:
     save(run_directory(tmp_path), 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.run"]
+    assert names_in(tmp_path) == ["model.run"]
 
 
 def test_states_without_manifest_do_not_count(tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
     directory = run_directory(tmp_path)
     with pytest.raises(ZeroDivisionError), directory.locked():
         raise ZeroDivisionError
-    with (directory.directory / "lock").open() as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with run_directory(tmp_path).locked():
+        pass
 
 
 # ---------------------------------------------------------------- writing together
@@ -285,7 +285,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
     assert "no space is left; make room" in messages[0]
     assert "run again" in messages[0]
     states = tmp_path / "model.run" / "states"
-    assert [path.name for path in states.iterdir()] == ["update-0000001"]
+    assert names_in(states) == ["update-0000001"]
     open_artifact(states / "update-0000001", kind="training_state").verify()
 
 

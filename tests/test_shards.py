@@ -10,7 +10,7 @@ import pytest
 from data_prep import make_shards
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.config import Recipe, ShardsConfig
-from pipeline.corpus import Split, languages, line_counts, text_name
+from pipeline.corpus import Split, emptied_pairs, languages, line_counts, text_name
 from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.stages import STAGES, StageCall
@@ -237,12 +237,24 @@ def test_a_truncated_shard_is_refused(inputs: tuple[Artifact, Artifact], tmp_pat
     made = shard(*inputs, tmp_path / "shards")
     tokens = made.file(shard_names("valid", "de-en", "de")[0])
     tokens.write_bytes(tokens.read_bytes()[:-2])
-    with pytest.raises(ArtifactError, match=r"de\.tokens has \d+ bytes, which does not fit"):
+    with pytest.raises(ArtifactError, match=r"de\.tokens has \d+ bytes, its manifest says \d+"):
         open_shard(made, "valid", "de-en", "de")
     offsets = made.file(shard_names("valid", "de-en", "en")[1])
     offsets.write_bytes(b"no array")
     with pytest.raises(ArtifactError, match=r"en\.offsets\.npy"):
         open_shard(made, "valid", "de-en", "en")
+
+
+def test_two_files_of_a_side_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    tokens, offsets = shard_names("valid", "de-en", "de")
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        writer.path(tokens).write_bytes(b"12345")
+        np.save(writer.path(offsets), np.array([0, 2]))
+    made = open_artifact(tmp_path / "shards", kind="shards")
+    with pytest.raises(ArtifactError, match=r"de\.tokens has 5 bytes, which does not fit the 2"):
+        open_shard(made, "valid", "de-en", "de")
 
 
 def test_a_tokenizer_without_a_language_of_the_corpus_is_refused(
@@ -253,13 +265,53 @@ def test_a_tokenizer_without_a_language_of_the_corpus_is_refused(
         shard(inputs[0], small, tmp_path / "out")
 
 
-def test_a_training_pair_of_which_nothing_is_left_is_refused(
+def test_a_training_pair_of_which_nothing_is_short_enough_is_left_without_training_data(
     inputs: tuple[Artifact, Artifact], tmp_path: Path
 ) -> None:
-    texts: Texts = {"train": {**TEXTS["train"], "de-ru": {"de": ["a" * 99], "ru": ["b"]}}}
-    with pytest.raises(DataError, match=r"No training sentence of de-ru"):
+    texts: Texts = {
+        "train": {**TEXTS["train"], "de-ru": {"de": ["a" * 99, "b"], "ru": ["b", "c" * 41]}}
+    }
+    made = shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
+    assert list(line_counts(made, "train")) == ["de-en", "en-ru"]
+    assert emptied_pairs(made) == {"de-ru"}
+    assert made.statistics["too_long_sides"]["de-ru"] == {"de": 1, "ru": 1}
+    assert made.manifest.summary[-1] == "no training data left: de-ru"
+
+
+def test_a_corpus_of_which_nothing_is_short_enough_is_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    texts: Texts = {"train": {"de-ru": {"de": ["a" * 99], "ru": ["b"]}}}
+    with pytest.raises(DataError, match=r"No training sentence of .* shards\.max_tokens: raise"):
         shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_summary_says_what_was_read_kept_and_too_long(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    texts: Texts = {
+        "train": {"de-en": {"de": ["abc", "a" * 41, "d"], "en": ["ab", "b", "c" * 50]}},
+        "valid": {"de-en": {"de": ["x"], "en": ["y"]}},
+    }
+    made = shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
+    assert made.manifest.summary == (
+        "read 3 training lines and 1 of validation, kept 1 and 1: 5 training tokens",
+        "left out 2 of more than 40 tokens (de 1, en 1)",
+    )
+
+
+def test_chunks_are_bounded_in_lines_and_in_characters(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["a" * 10, "b" * 30, "", "c", "d" * 100, "e"]
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
+    tokenizer = load_tokenizer(inputs[1].directory)
+    [job] = make_shards.pair_jobs(corpus, tokenizer=tokenizer, out_dir=tmp_path, max_tokens=99)
+    monkeypatch.setattr(make_shards, "CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr(make_shards, "CHUNK_LINES", 2)
+    chunks = [[first for first, _ in chunk] for chunk in make_shards.line_pairs(job, "train")]
+    assert chunks == [lines[:2], lines[2:4], lines[4:5], lines[5:]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -317,6 +317,20 @@ def test_statistics_count_what_was_drawn_and_covered(trained: Artifact) -> None:
     distinct = len(set("".join(LETTERS.values())))
     assert statistics["characters"] == {"sample": distinct, "covered": distinct}
     assert statistics["language_tokens"]["en"] == {"token": "__en__", "id": 301}
+    assert trained.manifest.summary == (
+        "300 pieces and 4 language tokens",
+        f"sampled 1,300 of 1,300 training lines of 4 languages; the vocabulary has {distinct} of "
+        f"their {distinct} different characters",
+    )
+
+
+def test_a_language_of_which_nothing_was_sampled_is_named(tmp_path: Path) -> None:
+    texts: dict[Split, dict[str, dict[str, list[str]]]] = {
+        "train": {"de-en": {"de": sentences("de", 200), "en": sentences("en", 200)}},
+        "test": {"de-ru": {"de": ["a"], "ru": ["б"]}},
+    }
+    made = train(make_corpus(tmp_path / "corpus", texts), tmp_path / "out", SMALL)
+    assert made.manifest.summary[-1] == "no text was sampled of: ru"
 
 
 def test_text_is_not_normalised(tmp_path: Path) -> None:
@@ -374,6 +388,9 @@ def test_a_stop_request_while_lines_are_read_is_no_failure_of_the_corpus(
 def test_a_byte_tokenizer_is_its_description_alone(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "bytes", TokenizerConfig(kind="bytes"))
     assert made.names() == ["tokenizer.json"]
+    assert made.manifest.summary == (
+        "260 pieces and 4 language tokens; bytes need no training, nothing was read",
+    )
     tokenizer = load_tokenizer(made.directory)
     assert tokenizer.size == 4 + 256 + 4
     copy_tokenizer(made.directory, tmp_path / "copy")

@@ -4,10 +4,13 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,18 +18,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from folder_listing import names_in
 from process_pool import ProcessPool, RankFailed
 from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep import make_shards, mix
 from pipeline.artifacts import Artifact, Kind, new_artifact, open_artifact
-from pipeline.checkpoint import load_model, read_spec
+from pipeline.checkpoint import Progress, load_model, read_spec
 from pipeline.config import Recipe
 from pipeline.corpus import Direction, Split, text_name
 from pipeline.distributed import World
 from pipeline.engine import Engine, StepResult, connect, expert_parallel_group
-from pipeline.errors import Interrupted
+from pipeline.errors import ArtifactError, Interrupted
+from pipeline.manifest import MARKER_NAME
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
 from pipeline.pretrain import model_spec
@@ -279,6 +284,31 @@ def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> N
     assert open_artifact(straight, kind="checkpoint").statistics["updates"] == UPDATES
 
 
+def test_the_curves_count_the_target_tokens_of_every_update(
+    inputs: Inputs, straight: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
+    steps = islice(data.planner.steps(Progress().cursor), UPDATES)
+    expected = [
+        sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
+    ]
+    records = read_metrics(straight / "metrics.jsonl")
+    assert [one["target_tokens"] for one in records if one["kind"] == "train"] == expected
+
+
+def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    pool1.run(pretrain, inputs, tmp_path / "model", make_recipe(), terminate_at=(0, 5))
+    assert pool1.run(pretrain, inputs, tmp_path / "model", make_recipe()) == ["done"]
+    records = (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()
+    last_update = json.loads(records[-1])["seconds"]
+    wall = open_artifact(tmp_path / "model", kind="checkpoint").manifest.run.wall_seconds
+    assert last_update < wall <= time.monotonic() - began
+
+
 STOPS = {
     "in the first update": (0, 1),
     "in an update, on the other rank": (1, 3),
@@ -355,12 +385,13 @@ def test_a_run_that_died_goes_on_from_its_last_state_and_rewrites_what_came_afte
     with pytest.raises(RankFailed, match="killed"):
         pool2.run(_stop_when_saved, inputs, out_dir, recipe)
     states = tmp_path / "model.run" / "states"
-    assert [path.name for path in states.iterdir()] == ["update-0000002"]
+    assert names_in(states) == ["update-0000002"]
     metrics_path = tmp_path / "model.run" / "metrics.jsonl"
     assert read_metrics(metrics_path)[-1]["update"] == 3
     leftover = states / ".update-0000004.unfinished"
     (leftover / "optimizer").mkdir(parents=True)
     (leftover / "optimizer" / "part").write_bytes(b"half")
+    (leftover / MARKER_NAME).touch()
     assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
     assert not leftover.exists()
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
@@ -423,6 +454,38 @@ def validation_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(path) if record["kind"] == "validation"]
 
 
+def tokens_of(shards: Artifact) -> Path:
+    return next(shards.directory.glob("train/*/*.tokens"))
+
+
+def test_tampered_shards_are_not_trained_on(inputs: Inputs, tmp_path: Path) -> None:
+    shutil.copytree(inputs.shards.directory, tmp_path / "shards")
+    shards = open_artifact(tmp_path / "shards", kind="shards")
+    path = tokens_of(shards)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    call = make_call(
+        "pretrain", make_recipe(), {**inputs.artifacts(), "shards": shards}, tmp_path / "model"
+    )
+    with pytest.raises(ArtifactError, match=rf"{path.name} is damaged in chunk 0"):
+        training_data(call)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_even_where_the_manifest_says_the_same(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with write_artifact(tmp_path / "shards", "shards", "make_shards") as writer:
+        for name in inputs.shards.names():
+            shutil.copyfile(inputs.shards.file(name), writer.path(name))
+        for path in writer.directory.glob("valid/*/*.tokens"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        writer.statistics.update(inputs.shards.statistics)
+    forged = Inputs(
+        open_artifact(tmp_path / "shards", kind="shards"), inputs.mixture, inputs.groups
+    )
+    with pytest.raises(ArtifactError, match="holds the token id 65535 where its tokenizer has"):
+        next(batches_of(forged, make_recipe()))
+
+
 def batches_of(inputs: Inputs, recipe: Recipe) -> Iterator[Any]:
     """Every validation line alone, in both directions."""
     data = SplitData(
@@ -463,6 +526,10 @@ def test_the_checkpoint_is_the_one_of_the_lowest_validation_perplexity(
     saved = open_artifact(tmp_path / "model", kind="checkpoint")
     assert saved.statistics["update"] == best["update"]
     assert saved.statistics["perplexity"] == best["perplexity"]
+    trained, kept = saved.manifest.summary
+    assert trained.startswith(f"{UPDATES} updates on ")
+    assert kept.startswith(f"kept the weights of update {best['update']}, ")
+    assert f"{best['perplexity']:.3f}" in kept
     losses = losses_by_hand(tmp_path / "model", inputs)
     total, labels = (sum(each) for each in zip(*losses.values(), strict=True))
     assert total / labels == pytest.approx(best["loss"], rel=1e-5)
@@ -529,5 +596,5 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(
 def test_only_the_last_states_are_kept(inputs: Inputs, pool2: ProcessPool, tmp_path: Path) -> None:
     recipe = make_recipe(checkpoint_every=1, keep_last=2, validate_every=UPDATES)
     pool2.run(pretrain, inputs, tmp_path / "model", recipe)
-    states = sorted(path.name for path in (tmp_path / "model.run" / "states").iterdir())
+    states = names_in(tmp_path / "model.run" / "states")
     assert states == ["update-0000004", "update-0000005"]

@@ -1,31 +1,33 @@
-"""The translate stage and filter, from a tiny checkpoint of bytes to translations."""
+"""The translate stage, from a tiny checkpoint of bytes to translations."""
 
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from folder_listing import names_in
 from tiny_models import perturb_vectors
 
-from pipeline import cli, translate
+from pipeline import cli
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.checkpoint import write_model_files, write_weights
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
 from pipeline.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
-from pipeline.decoding import Source, beam_search
+from pipeline.decoding import Source, Translation, beam_search
 from pipeline.distributed import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 from pipeline.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
-from pipeline.translate import Job, Translator
+from pipeline.translate import WorkingTime
+from pipeline.translator import Job, Translator
 from pipeline.weights import initialize_weights, named_slices
 
 LANGUAGES = ("de", "en", "fr")
@@ -130,7 +132,7 @@ def assert_same(found: dict[str, list[Hypothesis]], expected: dict[str, list[Hyp
     for direction, hypotheses in expected.items():
         pairs = zip(found[direction], hypotheses, strict=True)
         for one, other in pairs:
-            assert (one.text, one.truncated) == (other.text, other.truncated)
+            assert (one.text, one.split) == (other.text, other.split)
             assert one.score == pytest.approx(other.score, abs=2e-4)
 
 
@@ -155,17 +157,82 @@ def test_every_line_is_translated_as_if_it_were_alone_and_kept_in_order(bench: B
     assert len(set(texts)) > NUM_LINES / 2
 
 
-def test_empty_lines_stay_empty_and_too_long_ones_are_cut_and_say_so(bench: Bench) -> None:
+def test_empty_lines_stay_empty_and_too_long_ones_are_translated_in_parts_and_say_so(
+    bench: Bench,
+) -> None:
     assert bench.run("out") == 0
     found = bench.found("out")
     assert found["de-en"][1] == found["en-fr"][1] == Hypothesis("")
-    assert [one.truncated for one in found["de-en"]] == [False, False, False, False, True]
-    translator = Translator(bench.checkpoint, DecodingConfig(beam_size=2))
-    cut = Job(Direction("de", "en"), 0, "x" * (MAX_POSITIONS - 2))
-    longer = Job(Direction("de", "en"), 0, "x" * (MAX_POSITIONS - 1))
-    (one,), (other,) = translator.translate([cut]), translator.translate([longer])
-    assert (one.text, one.score) == (other.text, other.score)
-    assert (one.truncated, other.truncated) == (False, True)
+    assert [one.split for one in found["de-en"]] == [0, 0, 0, 0, 4]
+    assert not any(one.truncated for lines in found.values() for one in lines)
+
+
+def test_a_long_line_is_what_its_sentences_are_joined(checkpoint: Artifact) -> None:
+    translator = Translator(checkpoint, DecodingConfig(beam_size=2, max_extra_length=6))
+    sentences = ["Das ist der erste Satz.", "Und hier der zweite!", "Ja?"]
+
+    def translated(text: str) -> Hypothesis:
+        return translator.translate([Job(Direction("de", "en"), 0, text)])[0]
+
+    alone = [translated(sentence) for sentence in sentences]
+    joined = translated("  ".join(sentences))
+    assert joined.text == " ".join(one.text.strip() for one in alone if one.text.strip())
+    assert (joined.split, joined.truncated) == (3, False)
+
+
+def test_the_score_of_a_split_line_is_the_mean_over_its_tokens(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = Translator(checkpoint, DecodingConfig())
+
+    def answered(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+        longest_first = [Translation((7, 7, 7), -2.0), Translation((7,), -1.0)]
+        return longest_first[: len(sources)]
+
+    monkeypatch.setattr("pipeline.translator.beam_search", answered)
+    text = "Ein ziemlich langer erster Satz. Und ein zweiter."
+    (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
+    assert found.score == pytest.approx((4 * -2.0 + 2 * -1.0) / 6, abs=1e-4)
+
+
+def test_a_line_that_just_fits_is_translated_whole_and_one_token_more_is_not(
+    checkpoint: Artifact,
+) -> None:
+    translator = Translator(checkpoint, DecodingConfig(beam_size=2))
+    fits, longer = (
+        translator.translate([Job(Direction("de", "en"), 0, "x" * length)])[0]
+        for length in (MAX_POSITIONS - 2, MAX_POSITIONS - 1)
+    )
+    assert (fits.split, longer.split) == (0, 2)
+    assert not fits.truncated
+    assert not longer.truncated
+
+
+def test_only_a_character_that_does_not_fit_by_itself_is_truncated_and_says_so(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    translator = Translator(checkpoint, DecodingConfig(beam_size=1))
+    monkeypatch.setattr(translator, "max_tokens", 2)
+    (found,) = translator.translate([Job(Direction("de", "en"), 0, "ab 中")])
+    assert (found.split, found.truncated) == (2, True)
+
+
+def test_the_parts_of_long_lines_are_batched_within_the_budget(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding = DecodingConfig(beam_size=2, tokens=200, max_length_ratio=0.1, max_extra_length=2)
+    translator = Translator(checkpoint, decoding)
+    sizes: list[tuple[int, int]] = []
+
+    def recorded(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+        sizes.append((len(sources), max(len(source.tokens) for source in sources)))
+        return [Translation((), -1.0) for _ in sources]
+
+    monkeypatch.setattr("pipeline.translator.beam_search", recorded)
+    translator.translate([Job(Direction("de", "en"), 0, "Ein Satz. " * 100)])
+    assert sum(count for count, _ in sizes) == 100
+    assert all(count * longest * 2 <= 200 for count, longest in sizes)
+    assert len(sizes) < 50
 
 
 def test_a_line_is_tagged_with_both_languages_and_ended(bench: Bench) -> None:
@@ -190,9 +257,99 @@ def test_the_statistics_count_lines_empty_and_cut_ones(bench: Bench) -> None:
     assert statistics == {
         "lines": NUM_LINES,
         "empty": sum(not one.text for one in every),
-        "truncated": 1,
+        "truncated": 0,
+        "split": 1,
         "directions": {"de-en": 5, "en-de": 5, "en-fr": 3, "fr-en": 3},
+        "skipped_directions": [],
     }
+
+
+def test_the_summary_says_what_the_statistics_count(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run("out") == 0
+    manifest = open_artifact(bench.directory / "out", kind="translations").manifest
+    assert manifest.summary[0].startswith(f"{NUM_LINES} lines in 4 directions translated; ")
+    assert manifest.summary[1].startswith("1 line too long for the model: ")
+    assert len(manifest.summary) == 2
+    said = capsys.readouterr().out
+    assert all(f"mmnmt translate: {line}\n" in said for line in manifest.summary)
+
+
+def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) -> None:
+    with new_artifact(
+        tmp_path / "old", kind="translations", stage="translate", config={}, inputs={}
+    ) as writer:
+        line = {"text": "Ja", "score": -0.5, "truncated": True}
+        path = writer.path("hypotheses/de-en.jsonl")
+        path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    old = open_artifact(tmp_path / "old", kind="translations")
+    assert read_hypotheses(old, Direction("de", "en")) == [Hypothesis("Ja", -0.5, truncated=True)]
+
+
+# ---------------------------------------------------------------- which directions
+
+
+def corpus_of(directory: Path, pairs: Sequence[str]) -> Artifact:
+    """A corpus of two test lines per pair and no training lines."""
+    with new_artifact(directory, kind="corpus", stage="import_tests", config={}, inputs={}) as made:
+        for pair in pairs:
+            for language in pair.split("-"):
+                path = made.path(text_name("test", pair, language))
+                path.write_text(f"{language} eins\n{language} zwei\n", encoding="utf-8")
+        made.statistics["pairs"] = {pair: {"test": 2} for pair in pairs}
+    return open_artifact(directory, kind="corpus")
+
+
+def test_directions_the_model_does_not_know_are_left_out_and_listed(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = corpus_of(tmp_path / "tests", ["de-en", "de-zu", "de-fr"])
+    other = Bench(bench.directory, bench.checkpoint, corpus)
+    assert other.run("out") == 0
+    translations = open_artifact(bench.directory / "out", kind="translations")
+    translations.verify()
+    assert translations.statistics["directions"] == dict.fromkeys(
+        ["de-en", "de-fr", "en-de", "fr-de"], 2
+    )
+    assert translations.statistics["skipped_directions"] == ["de-zu", "zu-de"]
+    assert translations.names("hypotheses") == [
+        f"hypotheses/{name}.jsonl" for name in ("de-en", "de-fr", "en-de", "fr-de")
+    ]
+    assert "2 directions left out" in translations.manifest.summary[-1]
+    assert "de-zu, zu-de" in capsys.readouterr().out
+
+
+def test_every_pair_of_the_model_s_languages_is_translated_seen_in_training_or_not(
+    bench: Bench, tmp_path: Path
+) -> None:
+    corpus = corpus_of(tmp_path / "tests", ["de-fr"])
+    other = Bench(bench.directory, bench.checkpoint, corpus)
+    assert other.run("out") == 0
+    found = other.found("out")
+    assert [len(found[name]) for name in ("de-fr", "fr-de")] == [2, 2]
+    assert all(one.score < 0 for lines in found.values() for one in lines)
+
+
+def test_a_corpus_of_which_the_model_knows_no_direction_is_refused_in_one_sentence(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [f"de-{code}" for code in ("ha", "is", "sw", "yo", "zu")]
+    other = Bench(bench.directory, bench.checkpoint, corpus_of(tmp_path / "tests", pairs))
+    assert other.run("out") == EXIT_USER_ERROR
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "knows none of the 10 test directions" in said
+    assert "and 5 more" in said
+    assert "it knows de, en, fr" in said
+    assert not (bench.directory / "out").exists()
+
+
+def test_a_corpus_without_test_lines_is_refused(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Bench(bench.directory, bench.checkpoint, corpus_of(tmp_path / "tests", []))
+    assert other.run("out") == EXIT_USER_ERROR
+    assert "has no test lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
@@ -287,16 +444,89 @@ def test_a_line_that_a_killed_run_half_wrote_is_translated_again(
     assert_same(bench.found("out"), bench.found("whole"))
 
 
-def test_what_was_translated_with_other_settings_is_not_used(
-    bench: Bench, stop_after: Callable[[int], None]
+def test_what_was_translated_with_other_settings_is_replaced_only_on_demand(
+    bench: Bench, stop_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = DECODING.replace("beam_size = 2", "beam_size = 1")
     assert bench.run("whole") == 0
     stop_after(3)
     assert bench.run("out", decoding=other) == EXIT_RUN_AGAIN
+    (bench.directory / "out.run" / "seconds.json").write_text("1000.0", encoding="utf-8")
+    stop_after(10**6)
+    kept = (bench.directory / "out.run" / "rank-00000.jsonl").read_bytes()
+    capsys.readouterr()
+    assert bench.run("out") == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "other settings or inputs (settings.decoding.beam_size: 1 → 2)" in said
+    assert "--overwrite" in said
+    assert (bench.directory / "out.run" / "rank-00000.jsonl").read_bytes() == kept
+    assert bench.run("out", "--overwrite") == 0
+    run = open_artifact(bench.directory / "out", kind="translations").manifest.run
+    assert run.wall_seconds < 1000, "the time of what was thrown away does not count"
+    assert_same(bench.found("out"), bench.found("whole"))
+    assert not (bench.directory / "out.run").exists()
+
+
+@pytest.mark.parametrize("content", ["notes.txt", "states/update-0000001/manifest.json"])
+def test_a_run_folder_that_is_not_of_translations_is_left_alone(
+    bench: Bench, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    path = bench.directory / "out.run" / content
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    assert bench.run("out", "--overwrite") == EXIT_USER_ERROR
+    assert "nothing there is touched" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+    assert names_in(path.parent) == [path.name]
+
+
+def test_a_file_of_the_users_in_a_run_folder_outlives_the_run(
+    bench: Bench, stop_after: Callable[[int], None]
+) -> None:
+    stop_after(3)
+    assert bench.run("out") == EXIT_RUN_AGAIN
+    (bench.directory / "out.run" / "notes.txt").write_text("mine")
     stop_after(10**6)
     assert bench.run("out") == 0
-    assert_same(bench.found("out"), bench.found("whole"))
+    assert (bench.directory / "out.run" / "notes.txt").read_text() == "mine"
+
+
+def test_the_time_of_all_attempts_is_the_artifact_s(
+    bench: Bench, stop_after: Callable[[int], None]
+) -> None:
+    stop_after(3)
+    assert bench.run("out") == EXIT_RUN_AGAIN
+    path = bench.directory / "out.run" / "seconds.json"
+    assert 0 < float(path.read_text(encoding="utf-8")) < 100
+    path.write_text("1000.0", encoding="utf-8")
+    stop_after(10**6)
+    clock = time.monotonic()
+    assert bench.run("out") == 0
+    elapsed = time.monotonic() - clock
+    found = open_artifact(bench.directory / "out", kind="translations").manifest.run.wall_seconds
+    assert 1000 + elapsed / 2 < found < 1000 + elapsed
+
+
+def test_translating_is_timed_and_not_publishing_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Translator.translate
+
+    def slow(self: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
+        time.sleep(0.2)
+        return whole(self, jobs)
+
+    monkeypatch.setattr(Translator, "translate", slow)
+    assert bench.run("out") == 0
+    run = open_artifact(bench.directory / "out", kind="translations").manifest.run
+    assert run.wall_seconds > 4 * 0.2, "there are more than four batches"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[1]", "seven", "nan", "inf", "-3"])
+def test_a_damaged_record_of_time_counts_as_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "seconds.json"
+    path.write_text(content, encoding="utf-8")
+    assert WorkingTime(path, since=time.monotonic()).seconds < 1
 
 
 def run_process(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -337,55 +567,3 @@ def test_a_signal_keeps_what_is_translated(bench: Bench, monkeypatch: pytest.Mon
     monkeypatch.setattr(Translator, "translate", recorded)
     assert bench.run("out") == 0
     assert len(translated) == NUM_LINES - len(kept.splitlines())
-
-
-# ---------------------------------------------------------------- the filter
-
-
-def pipe(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, text: str, *, to: str = "en"
-) -> tuple[int, list[str]]:
-    """Exit code and output lines of the filter from German."""
-    written = io.BytesIO()
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, write_through=True))
-    recipe = bench.command("unused")[1:3]
-    model = ["--checkpoint", str(bench.checkpoint.directory)]
-    code = cli.main(["translate", *recipe, *model, "--from", "de", "--to", to])
-    output = written.getvalue().decode()
-    assert output == "" or output.endswith("\n")
-    return code, output.split("\n")[:-1]
-
-
-@pytest.mark.parametrize("ahead", [1, 3, 256])
-def test_the_filter_writes_one_line_per_line_in_order_however_far_it_reads_ahead(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, ahead: int
-) -> None:
-    monkeypatch.setattr(translate, "FILTER_LINES", ahead)
-    lines = [*LINES["de-en"]["de"], "a", *LINES["en-fr"]["fr"], "b\rc\u2028d", *"efghijk"]
-    code, found = pipe(bench, monkeypatch, "\n".join(lines))
-    assert code == 0
-    decoding = DecodingConfig(beam_size=2, max_length_ratio=0.3, max_extra_length=6)
-    translator = Translator(bench.checkpoint, decoding)
-    direction = Direction("de", "en")
-    expected = [translator.translate([Job(direction, 0, line)])[0].text for line in lines]
-    assert found == [text.replace("\n", " ") for text in expected]
-    assert found[1] == ""
-    assert len(set(found)) > len(lines) / 2
-
-
-def test_a_line_feed_within_a_translation_does_not_break_the_filters_lines(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def two_lines(_: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
-        return [Hypothesis(f"{job.text}\n{job.text}") for job in jobs]
-
-    monkeypatch.setattr(Translator, "translate", two_lines)
-    assert pipe(bench, monkeypatch, "a\nb\n") == (0, ["a a", "b b"])
-
-
-def test_the_filter_refuses_an_unknown_language_before_it_reads(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert pipe(bench, monkeypatch, "", to="deu") == (EXIT_USER_ERROR, [])
-    assert "nearest is 'de'" in capsys.readouterr().err

@@ -430,6 +430,10 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     targets = [entry["target"] for entry in receipt]
     assert targets == [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
     assert made.statistics["tensors"] == len(targets)
+    (summary,) = made.manifest.summary
+    fresh = sum(entry["rule"] == "fresh" for entry in receipt)
+    assert f"{len(targets)} tensors: " in summary
+    assert f", {fresh} fresh" in summary
     assert json.loads(json.dumps(receipt)) == receipt
     printed = capsys.readouterr().out
     up = "encoder.layers.1.feed_forward.experts.*.up.weight"

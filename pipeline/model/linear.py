@@ -26,11 +26,16 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b over the last dimension, differentiable."""
-    if not _prefers_onednn(x, weight):
+    """x Wᵀ + b over the last dimension, differentiable.
+
+    Which kernel is faster depends on the number of rows, which differs between ranks and
+    micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
+    the same order on all of them (:mod:`pipeline.gradient_order`).
+    """
+    if x.dtype != torch.float32 or x.device.type != "cpu" or not _by_onednn(x.dtype):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
-        return product(x, weight, bias)
+        return _faster_product(x, weight)(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
 
@@ -40,18 +45,19 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return product(x, weight, bias)
+        return _faster_product(x, weight)(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = gradients
         x, weight = ctx.saved_tensors
-        wants_dx, wants_d_weight, _ = ctx.needs_input_grad
-        dx = product(dy, weight.t()) if wants_dx else None
+        multiply = _faster_product(x, weight)
+        wants_dx, wants_d_weight, wants_d_bias = ctx.needs_input_grad
+        dx = multiply(dy, weight.t(), None) if wants_dx else None
         dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-        d_weight = product(dy.t(), x.t()) if wants_d_weight else None
-        return dx, d_weight, dy.sum(0) if ctx.has_bias else None
+        d_weight = multiply(dy.t(), x.t(), None) if wants_d_weight else None
+        return dx, d_weight, dy.sum(0) if wants_d_bias else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
@@ -75,10 +81,10 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
         torch.mm(x, matrix, out=out)
 
 
-def _prefers_onednn(x: Tensor, weight: Tensor) -> bool:
-    if x.dtype != torch.float32 or x.device.type != "cpu" or not _by_onednn(x.dtype):
-        return False
-    return x.numel() * weight.shape[0] >= WORTH_A_KERNEL
+def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
+    """:func:`product`, or what PyTorch takes, for products that are not worth a kernel."""
+    is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
+    return product if is_worth_it else F.linear
 
 
 @cache

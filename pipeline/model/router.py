@@ -57,7 +57,9 @@ def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool)
     """:func:`choose` on any device."""
     num_tokens, num_experts = logits_NE.shape
     probability_NE = F.softmax(logits_NE, dim=-1)
-    expert_NC = logits_NE.topk(top_k, dim=-1).indices
+    # of equal logits the first, as in the loops: topk may take any
+    order_NE = logits_NE.sort(dim=-1, descending=True, stable=True).indices
+    expert_NC = order_NE[:, :top_k]
     weight_NC = probability_NE.gather(1, expert_NC)
     if is_renormalized:
         weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)

@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Row, parse_options
+from ratios import Row, parse_options, write_rows
 from tiny_models import random_batch
 
 from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig
@@ -220,9 +220,7 @@ def main() -> None:
     rows = []
     for case in QUICK_CASES if options.quick else CASES:
         rows += [compare(case, keeps_freed=True), compare(case, keeps_freed=False)]
-    if options.json_path is not None:
-        text = json.dumps([asdict(row) for row in rows], indent=1)
-        options.json_path.write_text(text + "\n", encoding="utf-8")
+    write_rows(rows, options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """One mixture-of-experts layer, forward and backward, beside its bound and beside its peers.
 
-The bound is the dense feed-forward on twice the tokens: what two experts per token have to
-compute at least. Peers are DeepSpeed's own layer, without drops and with capacity factor 1, and
-Hugging Face's NLLB-MoE layer. All hold the same weights and get the same tokens, new ones in every
-round, so that every round routes anew. The balance loss is part of everyone's work.
+The bound is our dense feed-forward on twice the tokens: what two experts per token have to compute
+at least, by the same products. Peers are the same in PyTorch's linear layers, DeepSpeed's own
+layer, without drops and with capacity factor 1, and Hugging Face's NLLB-MoE layer. All hold the
+same weights and get the same tokens, new ones in every round, so that every round routes anew. The
+balance loss is part of everyone's work.
 
 A ratio of at least 1 means that ours takes no longer.
 
@@ -33,12 +34,14 @@ from pipeline.batches import Packing
 from pipeline.config import MoEConfig
 from pipeline.distributed import distributed_world, leave
 from pipeline.engine import connect
+from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe import MixtureOfExperts
 from pipeline.model.transformer import build_model
 from pipeline.weights import initialize_weights
 
 TOP_K = 2
 BALANCE_WEIGHT = 0.1
+BOUND = "our dense layer on twice the tokens"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 Layer = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -83,7 +86,7 @@ def our_layer(shape: Shape, dtype: torch.dtype) -> MixtureOfExperts:
 
 
 class Expert(nn.Module):
-    """A plain feed-forward: DeepSpeed's expert, and the dense layer of the bound."""
+    """A feed-forward of PyTorch's linear layers: DeepSpeed's expert, and a dense layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -169,6 +172,16 @@ def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Layer]:
     return peer, layer
 
 
+def on_twice_the_tokens(dense: nn.Module) -> tuple[nn.Module, Layer]:
+    """A dense layer with as many rows to compute as the experts have."""
+
+    def layer(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        y_ND = dense(torch.cat([x_ND] * TOP_K))
+        return y_ND, y_ND.new_zeros(())
+
+    return dense, layer
+
+
 def contestants(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[nn.Module, Layer]]:
     """Ours, the bound, and every peer that can be built here."""
     ours = our_layer(shape, dtype)
@@ -178,15 +191,13 @@ def contestants(shape: Shape, dtype: torch.dtype) -> dict[str, tuple[nn.Module, 
         y_ND, record = ours(x_ND, group_N)
         return y_ND, record.balance_loss
 
-    dense = Expert(shape).to(DEVICE, dtype)
-
-    def dense_call(x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        y_ND = dense(torch.cat([x_ND] * TOP_K))
-        return y_ND, y_ND.new_zeros(())
-
+    our_dense = FeedForward(width=shape.width, hidden_width=shape.hidden_width, activation="relu")
     found: dict[str, tuple[nn.Module, Layer]] = {
         "ours": (ours, our_call),
-        "dense on twice the tokens": (dense, dense_call),
+        BOUND: on_twice_the_tokens(our_dense.to(DEVICE, dtype)),
+        "PyTorch's linear layers on twice the tokens": on_twice_the_tokens(
+            Expert(shape).to(DEVICE, dtype)
+        ),
     }
     builders: dict[str, Callable[[], tuple[nn.Module, Layer]]] = {
         "DeepSpeed without drops": lambda: deepspeed_layer(shape, ours, drop_tokens=False),
@@ -244,7 +255,7 @@ def layer_rows(shape: Shape, dtype: torch.dtype, options: Options) -> list[Row]:
     rows = []
     for name in seconds:
         if name != "ours":
-            target = shape.of_bound[dtype] if name.startswith("dense") else 1.0
+            target = shape.of_bound[dtype] if name == BOUND else 1.0
             pair = {"ours": seconds["ours"], name: seconds[name]}
             rows += compare(pair, case=case, target=target)
     return rows

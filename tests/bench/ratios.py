@@ -64,17 +64,19 @@ def parse_options(description: str) -> Options:
     )
 
 
-def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
+def interleaved(
+    contestants: Mapping[str, Callable[[], object]], *, rounds: int, warm_up: int = WARM_UP
+) -> Seconds:
     """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(WARM_UP + rounds):
+    for turn in range(warm_up + rounds):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             started = time.perf_counter()
             contestants[name]()
             seconds[name].append(time.perf_counter() - started)
-    return {name: values[WARM_UP:] for name, values in seconds.items()}
+    return {name: values[warm_up:] for name, values in seconds.items()}
 
 
 def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -> list[Row]:
@@ -99,16 +101,49 @@ def compare(seconds: Seconds, *, case: str, target: float, ours: str = "ours") -
     return rows
 
 
+def processor() -> str:
+    """What the processor calls itself, its family and model, and what it has for bfloat16."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    said = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    flags = said.get("flags", "").split()
+    units = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    numbers = f"family {said.get('cpu family', '?')}, model {said.get('model', '?')}"
+    return f"{said.get('model name', platform.machine())} ({numbers}; {', '.join(units)})"
+
+
+def environment(options: Options) -> dict[str, str | int]:
+    """Where and with what the rows were measured."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    return {
+        "processor": device,
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def report(rows: Sequence[Row], options: Options, *, shapes: str) -> None:
     """Print what was compared and how it came out; write the rows where asked."""
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
-    print(f"Python {platform.python_version()}, {options.threads} threads; {shapes}; ", end="")
-    print(f"medians of {options.rounds} interleaved rounds")
+    measured = environment(options)
+    print(", ".join(f"{name} {value}" for name, value in measured.items()))
+    print(f"{shapes}; medians of {options.rounds} interleaved rounds")
     width = max(len(row.case) for row in rows)
     print(f"{'case':{width}} {'ours ms':>9} {'peer ms':>9} {'ratio':>6} {'target':>6}  holds")
     for row in rows:
         figures = f"{row.ours:9.1f} {row.peer:9.1f} {row.ratio:6.2f} {row.target:6.2f}"
         print(f"{row.case:{width}} {figures}  {'yes' if row.holds else 'NO'}")
+    write_rows(rows, options)
+
+
+def write_rows(rows: Sequence[Row], options: Options) -> None:
+    """The rows and what they were measured on, where asked."""
     if options.json_path is not None:
-        text = json.dumps([asdict(row) for row in rows], indent=1)
+        found = {**environment(options), "rows": [asdict(row) for row in rows]}
+        text = json.dumps(found, indent=1)
         options.json_path.write_text(text + "\n", encoding="utf-8")

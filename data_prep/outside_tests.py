@@ -1,0 +1,300 @@
+"""Test sets from outside: which layout a folder has, and which files of it translate each other.
+
+Layouts, each plain or ``.gz``, in the folder itself or up to two folders below it:
+
+- FLORES-200: ``dev/eng_Latn.dev`` and ``devtest/eng_Latn.devtest``, one file per language;
+- NTREX-128: ``newstest2019-src.eng.txt`` and ``newstest2019-ref.deu.txt``, one file per language;
+- pairs: ``NAME.de-en.de`` and ``NAME.de-en.en``.
+
+``dev`` is the valid split, ``devtest`` and NTREX the test split; pairs are test lines unless their
+name says ``dev`` (not ``devtest``) or ``valid``.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+from pipeline.config import OutsideTestsConfig
+from pipeline.corpus import Split, pair_name
+from pipeline.errors import ConfigError, DataError
+from pipeline.languages import distinct_codes, find_code, nearest_codes
+from pipeline.summary import listed
+
+LAYOUTS = (
+    "dev/eng_Latn.dev and devtest/eng_Latn.devtest as in FLORES-200, newstest2019-src.eng.txt and "
+    "newstest2019-ref.deu.txt as in NTREX-128, or pairs NAME.de-en.de and NAME.de-en.en"
+)
+DEPTH = 2
+"""Folders below the one named that are looked into."""
+
+Layout = Literal["FLORES-200", "NTREX-128", "pairs"]
+
+_CODE = r"[A-Za-z]{2,3}(?:[_-][A-Za-z]{4})?(?:[_-](?:[A-Za-z]{2}|[0-9]{3}))?"
+_PAIR_CODE = _CODE.replace("[_-]", "_")
+_FLORES = re.compile(rf"(?P<code>{_CODE})\.(?P<split>dev|devtest)(?:\.gz)?")
+_NTREX = re.compile(rf"(?P<name>.+)-(?P<role>src|ref)\.(?P<code>{_CODE})\.txt(?:\.gz)?")
+_PAIR = re.compile(
+    rf"(?P<name>.+)\.(?P<first>{_PAIR_CODE})-(?P<second>{_PAIR_CODE})\.(?P<code>{_PAIR_CODE})"
+    r"(?:\.gz)?"
+)
+_VALID_NAME = re.compile("dev(?!test)|valid", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of a test set, as its name describes it."""
+
+    path: Path
+    layout: Layout
+    split: Split
+    spelling: str
+    """Of its language."""
+    set_name: str = ""
+    """What the names of all files of a set begin with, where they do."""
+    pair: tuple[str, str] | None = None
+    """Spellings of the pair it is one side of."""
+    is_source: bool = False
+    """What all others were translated from."""
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Spellings of all languages that the file is of no use without."""
+        return self.pair or (self.spelling,)
+
+
+@dataclass(frozen=True)
+class AlignedFiles:
+    """Files of which line n of each is a translation of line n of all others."""
+
+    split: Split
+    paths: dict[str, Path]
+    """Language → file, sorted by language."""
+    pairs: tuple[tuple[str, str], ...]
+    """Which of the languages are paired, both sorted."""
+
+
+@dataclass(frozen=True)
+class OutsideTests:
+    """All that is to be read of a folder, and what is not."""
+
+    layout: Layout
+    aligned: tuple[AlignedFiles, ...]
+    spellings: dict[str, str]
+    """Language → how the files that are read spell it."""
+    other_versions: tuple[str, ...]
+    """Names of files beside which another one of the same language is read."""
+    not_wanted: int
+    """Files of languages that were not asked for."""
+    ignored: int
+    """Files whose names are those of no layout."""
+
+
+def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
+    """What a folder of test sets holds, by the names of its files.
+
+    Raises:
+        ConfigError: a language or pivot that was asked for is not there, or no pair is left.
+        DataError: no layout or several, a side of a pair is missing, or two files are one text.
+    """
+    if not root.is_dir():
+        raise DataError(f"{root} is no folder: name one with {LAYOUTS}.")
+    paths = list(_files(root, depth=DEPTH))
+    found = [file for path in paths if (file := describe_file(path))]
+    layout = _one_layout(root, found)
+    selected = select_files(found, config.languages)
+    codes = _codes(selected)
+    read, aligned = (
+        _align_pairs(selected, codes)
+        if layout == "pairs"
+        else _align_languages(selected, codes, config)
+    )
+    if not any(files.pairs for files in aligned):
+        raise ConfigError(
+            f"{root} has no pair of the languages that were asked for "
+            f"({listed(config.languages) or 'all'}): add the other language of a pair."
+        )
+    versions = sorted(file.path.name for file in selected if file not in read)
+    return OutsideTests(
+        layout=layout,
+        aligned=tuple(aligned),
+        spellings={codes[file.spelling]: file.spelling for file in read},
+        other_versions=tuple(versions),
+        not_wanted=len(found) - len(selected),
+        ignored=len(paths) - len(found),
+    )
+
+
+def describe_file(path: Path) -> TextFile | None:
+    """What a file is by its name; None where it is of no test set."""
+    if match := _FLORES.fullmatch(path.name):
+        split: Split = "valid" if match["split"] == "dev" else "test"
+        return TextFile(path, "FLORES-200", split, match["code"])
+    if match := _NTREX.fullmatch(path.name):
+        is_source = match["role"] == "src"
+        return TextFile(
+            path, "NTREX-128", "test", match["code"], set_name=match["name"], is_source=is_source
+        )
+    match = _PAIR.fullmatch(path.name)
+    if match is None or match["code"].lower() not in (
+        match["first"].lower(),
+        match["second"].lower(),
+    ):
+        return None
+    split = "valid" if _VALID_NAME.search(match["name"]) else "test"
+    pair = (match["first"], match["second"])
+    return TextFile(path, "pairs", split, match["code"], set_name=match["name"], pair=pair)
+
+
+def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextFile]:
+    """The files of the languages wanted, in any usual spelling; all where none is named.
+
+    Raises:
+        ConfigError: there is none of a language that is wanted.
+    """
+    if not wanted:
+        return list(files)
+    codes = _codes(files)
+    present = sorted(set(codes.values()))
+    chosen = {spelling: find_code(spelling, present) for spelling in wanted}
+    missing = [spelling for spelling, code in chosen.items() if code is None]
+    if missing:
+        near = sorted({code for spelling in missing for code in nearest_codes(spelling, present)})
+        raise ConfigError(
+            f"tests.languages asks for {', '.join(missing)}, of which there is no file: correct it "
+            f"(nearest codes that are there: {', '.join(near) or 'none'})."
+        )
+    return [
+        file for file in files if {codes[one] for one in file.languages} <= set(chosen.values())
+    ]
+
+
+def _codes(files: Sequence[TextFile]) -> dict[str, str]:
+    """Spelling → code; a script counts where files are in several of one language."""
+    return distinct_codes({spelling for file in files for spelling in file.languages})
+
+
+def _files(directory: Path, *, depth: int) -> Iterator[Path]:
+    """Files of a folder and of those below it, by name; hidden ones are left alone."""
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and depth:
+            yield from _files(entry, depth=depth - 1)
+
+
+def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
+    examples = {file.layout: file.path for file in reversed(files)}
+    match list(examples):
+        case []:
+            raise DataError(
+                f"{root} holds no test sets: expected are {LAYOUTS}; for folders like en-de with "
+                "test.en and test.de, use import_corpus."
+            )
+        case [layout]:
+            return layout
+    named = " and ".join(f"{layout} ({path})" for layout, path in examples.items())
+    raise DataError(f"{root} holds several test sets, {named}: import each from its own folder.")
+
+
+def _align_languages(
+    files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig
+) -> tuple[list[TextFile], list[AlignedFiles]]:
+    """One set of aligned files per split, of one file per language."""
+    names = sorted({file.set_name for file in files})
+    if len(names) > 1:
+        raise DataError(
+            f"There are several test sets, {listed(names)}: import each from its own folder."
+        )
+    versions: dict[tuple[Split, str], list[TextFile]] = defaultdict(list)
+    for file in files:
+        versions[file.split, codes[file.spelling]].append(file)
+    chosen = {key: _first_version(of, config.languages) for key, of in versions.items()}
+    aligned = []
+    for split in sorted({split for split, _ in chosen}):
+        of_split = {code: file for (own, code), file in sorted(chosen.items()) if own == split}
+        paths = {code: file.path for code, file in of_split.items()}
+        aligned.append(AlignedFiles(split, paths, tuple(_pairs(paths, config))))
+    return list(chosen.values()), aligned
+
+
+def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile:
+    """The one that is read of several files of one language and script in one split.
+
+    It is the one that is spelled as wanted, else what the others were translated from, else one
+    that names no region (``fra`` before ``fra-CA``), else the first by name (``pes``, ``prs``).
+    """
+
+    def preference(file: TextFile) -> tuple[bool, bool, int, str]:
+        spelling = file.spelling
+        return spelling not in wanted, not file.is_source, len(spelling), spelling
+
+    first, *others = sorted(files, key=preference)
+    if others and others[0].spelling == first.spelling and not first.is_source:
+        raise DataError(
+            f"{first.path} and {others[0].path} are both the {first.split} text of "
+            f"{first.spelling}: remove one."
+        )
+    return first
+
+
+def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple[str, str]]:
+    """The pairs of languages that are wanted."""
+    if config.directions == "all":
+        yield from combinations(sorted(paths), 2)
+        return
+    pivot = find_code(config.pivot, paths)
+    if pivot is None:
+        raise ConfigError(
+            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}: name "
+            'another tests.pivot, or set tests.directions = "all".'
+        )
+    for code in sorted(paths):
+        if code != pivot:
+            first, second = sorted((code, pivot))
+            yield first, second
+
+
+def _align_pairs(
+    files: Sequence[TextFile], codes: dict[str, str]
+) -> tuple[list[TextFile], list[AlignedFiles]]:
+    """One set of two aligned files per split and pair."""
+    found: dict[tuple[Split, str], dict[str, TextFile]] = defaultdict(dict)
+    for file in files:
+        first, second = (codes[spelling] for spelling in file.languages)
+        if first == second:
+            raise DataError(f"{file.path} pairs a language with itself: rename or remove it.")
+        sides = found[file.split, pair_name(first, second)]
+        other = sides.setdefault(codes[file.spelling], file)
+        if other is not file:
+            raise DataError(
+                f"{other.path} and {file.path} are both {file.split} text of one pair and "
+                "language: import each test set from its own folder."
+            )
+    aligned = []
+    for (split, name), sides in sorted(found.items()):
+        first, second = name.split("-")
+        _require_both(sides, first, second)
+        paths = {code: sides[code].path for code in (first, second)}
+        aligned.append(AlignedFiles(split, paths, ((first, second),)))
+    return list(files), aligned
+
+
+def _require_both(sides: dict[str, TextFile], first: str, second: str) -> None:
+    for here, missing in ((first, second), (second, first)):
+        if missing not in sides:
+            file = sides[here]
+            raise DataError(
+                f"{file.path} has no counterpart in {missing}: add the {file.split} text of "
+                f"{missing} beside it or remove the file."
+            )
+        if sides[here].set_name != sides[missing].set_name:
+            raise DataError(
+                f"{sides[here].path} and {sides[missing].path} are of two test sets: import each "
+                "from its own folder."
+            )

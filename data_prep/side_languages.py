@@ -1,0 +1,143 @@
+"""Whether the two sides of a pair are in the languages they are named for, judged on a sample.
+
+Scripts decide where the two languages are written in different ones. Where they share one,
+langdetect does, with a prior over the two alone; it is asked only if it knows both, and loaded only
+then. A pair of files is swapped where nearly all of the sample reads as the other way round.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipeline.languages import canonical, codes_one_edit_away, is_known, written_script
+from pipeline.scripts import count_scripts, letters_of
+from pipeline.summary import listed
+
+SAMPLE_LINES = 64
+"""Lines of a file that are looked at, evenly spaced."""
+SAMPLE_CHARACTERS = 500
+"""Of a line."""
+MIN_LETTERS = 40
+"""A sample with fewer letters on a side is not judged by its script."""
+MIN_CHARACTERS = 150
+"""Of each side in one piece that langdetect reads."""
+MIN_PIECES = 2
+SWAPPED_SHARE = 0.75
+"""Share of the pieces that must read as the pair the other way round."""
+
+SEED = 1
+"""Of langdetect."""
+
+NEAR_CODES = 3
+"""Codes that a warning proposes."""
+
+
+@dataclass
+class EvenSample:
+    """At most ``SAMPLE_LINES`` pairs of lines of a stream, evenly spaced over all of it."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+    stride: int = 1
+    """Every so many lines one is kept."""
+    _seen: int = 0
+
+    def offer(self, first: str, second: str) -> None:
+        """Take notice of the next pair of lines."""
+        if self._seen % self.stride == 0:
+            if len(self.lines) == SAMPLE_LINES:
+                self.lines = self.lines[::2]
+                self.stride *= 2
+            if self._seen % self.stride == 0:
+                self.lines.append((first[:SAMPLE_CHARACTERS], second[:SAMPLE_CHARACTERS]))
+        self._seen += 1
+
+    def side(self, index: int) -> list[str]:
+        return [line[index] for line in self.lines]
+
+
+def are_swapped(sample: EvenSample, spellings: tuple[str, str]) -> bool:
+    """Whether each side of a sample is in the language of the other, as far as can be told.
+
+    The languages are given as the raw folder spells them, scripts and all.
+    """
+    first, second = (expected_letters([spelling]) for spelling in spellings)
+    if not first or not second or first & second:
+        return _reads_swapped(pieces(sample), spellings)
+    found = [count_scripts(" ".join(sample.side(index))) for index in (0, 1)]
+    return all(
+        sum(counts.values()) >= MIN_LETTERS and most_letters(counts) in expected
+        for counts, expected in zip(found, (second, first), strict=True)
+    )
+
+
+def pieces(sample: EvenSample) -> list[tuple[str, str]]:
+    """The sample in pieces of consecutive lines, long enough on both sides to be identified."""
+    found: list[tuple[str, str]] = []
+    begun: list[tuple[str, str]] = []
+    for line in sample.lines:
+        begun.append(line)
+        texts = tuple("\n".join(side) for side in zip(*begun, strict=True))
+        if min(map(len, texts)) >= MIN_CHARACTERS:
+            found.append((texts[0], texts[1]))
+            begun = []
+    return found
+
+
+def expected_letters(spellings: Iterable[str]) -> frozenset[str]:
+    """Scripts of the letters that a language is written with; none where CLDR has none."""
+    scripts = {written_script(spelling) for spelling in spellings}
+    return frozenset(letter for script in scripts if script for letter in letters_of(script))
+
+
+def script_of_language(counts: Counter[str], spellings: Iterable[str]) -> str | None:
+    """The script of a language in this corpus: its usual one where the text has its letters.
+
+    Args:
+        counts: script → letters of a sample of its text.
+        spellings: how the raw folders spell the language.
+    """
+    found = most_letters(counts)
+    for script in sorted({written_script(spelling) or "" for spelling in spellings} - {""}):
+        if found is None or found in letters_of(script):
+            return script
+    return found
+
+
+def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
+    """A few words where the text is not in the script of its language, or nobody knows the code.
+
+    Arguments as of ``script_of_language``. A sample with few letters says nothing.
+    """
+    spelled = sorted(spellings)
+    found, expected = most_letters(counts), expected_letters(spelled)
+    if found is None or sum(counts.values()) < MIN_LETTERS or found in expected:
+        return None
+    near = [code for code in codes_one_edit_away(spelled[0]) if found in expected_letters([code])]
+    meant = f" (meant: {', '.join(near[:NEAR_CODES])}?)" if near else ""
+    if not is_known(spelled[0]):
+        return f"{listed(spelled)} is the code of no known language{meant}"
+    if not expected:
+        return None
+    return f"{listed(spelled)} has {found} text, usual is {'/'.join(sorted(expected))}{meant}"
+
+
+def most_letters(counts: Counter[str]) -> str | None:
+    """The script with the most letters; the first in the alphabet of several, None of none."""
+    return min(counts, key=lambda script: (-counts[script], script), default=None)
+
+
+def _reads_swapped(texts: Sequence[tuple[str, str]], spellings: tuple[str, str]) -> bool:
+    first, second = map(canonical, spellings)
+    if len(texts) < MIN_PIECES or first == second:
+        return False
+    from pipeline.language_accuracy import LanguageDetector, detectable_languages
+
+    if not detectable_languages().issuperset((first, second)):
+        return False
+    detector = LanguageDetector((first, second), seed=SEED)
+    as_named, allowed = 0, (1 - SWAPPED_SHARE) * len(texts)
+    for one, other in texts:
+        as_named += detector.detect(one) != second or detector.detect(other) != first
+        if as_named > allowed:
+            return False
+    return True

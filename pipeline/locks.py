@@ -1,0 +1,91 @@
+"""One writer at a time: lock files, which the kernel gives up when their holder ends."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.errors import ArtifactError
+
+SIGNATURE = "process "
+"""How the contents of every lock file begin, which say who holds it."""
+
+
+@contextmanager
+def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[None]:
+    """Hold the lock file ``path``; its parent folders are made.
+
+    ``patience_seconds``: how long to wait for a holder that may be about to end.
+
+    Raises:
+        ArtifactError: another process holds it, the message says which; or it cannot be made.
+    """
+    descriptor: int | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, what=what, give_up=time.monotonic() + patience_seconds)
+        _sign(descriptor)
+    except OSError as error:
+        if descriptor is not None:
+            _release(path, descriptor)
+        raise ArtifactError(
+            f"{what} cannot be written ({error.strerror or error}): make room, or choose another "
+            "folder."
+        ) from error
+    try:
+        yield
+    finally:
+        _release(path, descriptor)
+
+
+def _locked(path: Path, *, what: str, give_up: float) -> int:
+    """Descriptor of the locked file that lies at ``path``, not of one just removed from there."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        text = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if text and not text.startswith(SIGNATURE):
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path} is where {what} is locked, but it is another file: move it away."
+            )
+        if not _lock(descriptor):
+            os.close(descriptor)
+            if time.monotonic() < give_up:
+                time.sleep(0.1)
+                continue
+            raise ArtifactError(
+                f"{what} is being written by {text.strip() or 'another process'}: wait for it or "
+                "stop it, then run again."
+            )
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(descriptor: int) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(
+        descriptor,
+        f"{SIGNATURE}{os.getpid()} on {socket.gethostname()} since {now}".encode(),
+        0,
+    )
+
+
+def _release(path: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)

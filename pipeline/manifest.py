@@ -1,0 +1,187 @@
+"""The manifest of an artifact: what it records, which names it may hold, how it is read.
+
+``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with
+their digests, and the size and SHA-256 of every 64 MiB chunk of every file. The names of files are
+relative, with ``/``, and stay within the artifact.
+"""
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.documents import read_bytes
+from pipeline.errors import ArtifactError
+
+MANIFEST_NAME = "manifest.json"
+
+MARKER_NAME = ".made-by-mmnmt"
+"""An empty file in every working folder, from its making on: what says that it is ours."""
+
+LONGEST_PART = 255
+"""Bytes of a file's name on the file systems of Linux."""
+
+Kind = Literal[
+    "corpus",
+    "tokenizer",
+    "shards",
+    "mixture",
+    "groups",
+    "checkpoint",
+    "training_state",
+    "translations",
+    "evaluation",
+]
+
+FORMAT_VERSION: dict[Kind, int] = {
+    "corpus": 1,
+    "tokenizer": 1,
+    "shards": 1,
+    "mixture": 1,
+    "groups": 1,
+    "checkpoint": 1,
+    "training_state": 1,
+    "translations": 1,
+    "evaluation": 1,
+}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class FileRecord(_Frozen):
+    """Size in bytes and one SHA-256 per 64 MiB chunk, in order."""
+
+    size: int
+    chunks: tuple[str, ...]
+
+
+class InputRecord(_Frozen):
+    """One artifact (or ``raw`` folder) a stage read."""
+
+    kind: str
+    path: str
+    digest: str
+
+
+class RunRecord(_Frozen):
+    """How the artifact came about; not part of its identity."""
+
+    started: str
+    wall_seconds: float
+
+
+class Manifest(_Frozen):
+    """The contents of ``manifest.json``."""
+
+    kind: Kind
+    format_version: int
+    stage: str
+    key: str
+    config: dict[str, Any]
+    inputs: dict[str, InputRecord]
+    files: dict[str, FileRecord]
+    statistics: dict[str, Any]
+    run: RunRecord
+    summary: tuple[str, ...] = ()
+    """What the stage read, kept, dropped and set aside, in one to five lines for people."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that makes the artifact what it is; where and when do not count."""
+        identity = {
+            "kind": self.kind,
+            "format_version": self.format_version,
+            "config": self.config,
+            "inputs": {name: record.digest for name, record in self.inputs.items()},
+            "files": {name: record.model_dump() for name, record in self.files.items()},
+        }
+        return json_digest(identity)
+
+
+def to_json(value: Any) -> str:
+    """JSON as every artifact stores it: sorted keys, indented, text unescaped."""
+    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def json_digest(value: Any) -> str:
+    """SHA-256 of a JSON value, independent of key order."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a finished artifact, or None where there is none.
+
+    Raises:
+        ArtifactError: there is a manifest, but it cannot be read, or it names a file that cannot
+            be within an artifact.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        if path.is_symlink():
+            raise ArtifactError(f"{path} is a link, and no part of an artifact is one: copy it.")
+        if not path.is_file():
+            return None
+        manifest = Manifest.model_validate_json(read_bytes(path))
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{path} is not a manifest of this version ({error.error_count()} problems): remove "
+            f"the folder {directory} and run its stage again."
+        ) from error
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} cannot be read ({error.strerror or error}): see to it that it can."
+        ) from error
+    problem = describe_names(manifest.files)
+    if problem is not None:
+        raise ArtifactError(
+            f"{path} lists a file {problem}: this is not as a stage writes it; do not use the "
+            "folder, and have its stage make it again."
+        )
+    return manifest
+
+
+# ---------------------------------------------------------------- names of files
+
+
+def describe_names(names: Iterable[str]) -> str | None:
+    """The first name that an artifact cannot hold, and why, to be put behind "a file"."""
+    seen: dict[str, str] = {}
+    for name in names:
+        problem = describe_name(name)
+        if problem is not None:
+            return f"{name!r}, which {problem}"
+        folded = fold_name(name)
+        if folded in seen:
+            return f"{name!r} beside {seen[folded]!r}, which are one where case is not told apart"
+        seen[folded] = name
+    return None
+
+
+def describe_name(name: str) -> str | None:
+    """Why an artifact cannot hold a file of this name, to be put behind "which"; None if it can."""
+    parts = name.split("/")
+    if name.startswith("/"):
+        return "is absolute"
+    if ".." in parts:
+        return "leads out of the folder with '..'"
+    if "" in parts or "." in parts:
+        return "has an empty part or '.'"
+    if "\\" in name or any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        return "has a backslash or a control character"
+    if max(len(part.encode()) for part in parts) > LONGEST_PART:
+        return f"has a part of more than {LONGEST_PART} bytes"
+    if fold_name(name) in (MANIFEST_NAME, MARKER_NAME):
+        return "is a name that no file of a stage has"
+    return None
+
+
+def fold_name(name: str) -> str:
+    """What two names must share to be one file on some file system."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

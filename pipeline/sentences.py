@@ -1,0 +1,105 @@
+"""Taking a line apart at sentence ends, where it is too long for a model, and joining it again.
+
+Marks that end a sentence are those of the scripts in use (Unicode's Sentence_Terminal, and the
+ellipsis, shad, sof pasuq and Greek question mark). Some end it wherever they stand (Han, Kana,
+dandas, Myanmar, Khmer, Ethiopic, Tibetan); after the others a space or the end must follow, and a
+full stop does not end a sentence after a single letter (``J. Smith``, ``z. B.``) or before a small
+one.
+"""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+
+_BEFORE_SPACE = ".!?…‼⁇⁈⁉‽．։؟۔؝؞׃\u037e᙮᠃᠉꓿჻܀܁܂߹᱾᱿꘎꘏꛳꛷᥄᥅"
+_ANYWHERE = "。｡！？।॥෴။។៕።፧፨།༎꯫꫰꫱᭞᭟꧈꧉꩝꩞꩟꣎꣏"
+_CLOSING = "\"'”’»›)\\]}」』）】〉》"
+_MARKS = _BEFORE_SPACE + _ANYWHERE
+_SENTENCE_END = re.compile(
+    rf"(?<![{_MARKS}])(?:"  # a run of marks is looked at once: linear time, whatever the text
+    rf"(?P<mark>[{_MARKS}]++)[{_CLOSING}]*+(?:(?P<space>\s++)|$)"
+    rf"|[{_BEFORE_SPACE}]*[{_ANYWHERE}][{_MARKS}]*[{_CLOSING}]*)"
+)
+_BETWEEN_CLAUSES = re.compile(r"\s+|[؛،，、；：၊፣፤፥]+")
+_ONE_LETTER = re.compile(r"(?:^|[\s(.\-])[^\W\d_]\.$")
+_ZERO_WIDTH_JOINER = "\u200d"
+
+LANGUAGES_WITHOUT_SPACES = frozenset("ja km lo my shn th yue zh".split())
+"""Their sentences stand side by side without a space."""
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of a text, without the spaces between them; nothing for a blank text."""
+    sentences, start = [], 0
+    for match in _SENTENCE_END.finditer(text):
+        if match["space"] and _continues(text, match):
+            continue
+        sentences.append(text[start : match.end()].strip())
+        start = match.end()
+    sentences.append(text[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def split_to_fit(text: str, *, fits: Callable[[str], bool]) -> list[str]:
+    """Parts of a text that ``fits`` accepts: its sentences, and where one is too long its halves.
+
+    A sentence is halved at the space or comma nearest its middle, one without any at the nearest
+    border between characters, so that a letter keeps its accents. Only spaces are lost. A single
+    character is not divided, whether it fits or not.
+    """
+    return [part for sentence in split_sentences(text) for part in _halves(sentence, fits)]
+
+
+def join_sentences(sentences: list[str], *, language: str) -> str:
+    """Translated parts as one line; ``language`` is the registry's code of their language."""
+    separator = "" if language in LANGUAGES_WITHOUT_SPACES else " "
+    return separator.join(sentence.strip() for sentence in sentences if sentence.strip())
+
+
+def _continues(text: str, match: re.Match[str]) -> bool:
+    """Whether what looks like a sentence end is a full stop within a sentence."""
+    if match["mark"] != "." or match.end("mark") != match.start("space"):
+        return False
+    following = text[match.end() : match.end() + 1]
+    return following.islower() or bool(
+        _ONE_LETTER.search(text, match.start() - 2, match.end("mark"))
+    )
+
+
+def _halves(text: str, fits: Callable[[str], bool]) -> Iterator[str]:
+    """The text, or the halves of its halves, in order; none of them blank."""
+    text = text.strip()
+    if not text:
+        return
+    if len(text) == 1 or fits(text):
+        yield text
+        return
+    border = _middle(text)
+    yield from _halves(text[:border], fits)
+    yield from _halves(text[border:], fits)
+
+
+def _middle(text: str) -> int:
+    """Where to halve a text of two or more characters: a place inside it."""
+    middle = len(text) // 2
+    places = [match.end() for match in _BETWEEN_CLAUSES.finditer(text)]
+    if inner := [place for place in places if 0 < place < len(text)]:
+        return min(inner, key=lambda place: abs(place - middle))
+    borders = (place for place in _outwards(middle, len(text)) if _is_character_border(text, place))
+    return next(borders, middle)
+
+
+def _outwards(middle: int, end: int) -> Iterator[int]:
+    """The places inside 0 to ``end``, those nearest the middle first."""
+    for distance in range(end):
+        for place in (middle - distance, middle + distance):
+            if 0 < place < end:
+                yield place
+
+
+def _is_character_border(text: str, place: int) -> bool:
+    """Whether what a reader sees as one character does not lie across the place."""
+    return not (
+        unicodedata.category(text[place]).startswith("M")
+        or _ZERO_WIDTH_JOINER in text[place - 1 : place + 1]
+    )

@@ -1,0 +1,95 @@
+"""BLEU and chrF++ are sacreBLEU's, from statistics that are kept per line."""
+
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sacrebleu.metrics.bleu import BLEU
+
+from pipeline import bleu_chrf
+from pipeline.bleu_chrf import bleu_tokenizer, corpus_bleu, corpus_chrf, line_statistics
+from pipeline.errors import ConfigError
+
+TEXTS = {
+    "13a": (
+        ["The cat sat on the mat.", "", "It's 5,000 km away!", "He did not go home today."],
+        ["The cat is on the mat.", "Not empty.", "It is 5,000 km away!", "He did not go home."],
+    ),
+    "zh": (["我们明天去北京。", "他 said 你好"], ["我们后天去北京。", "他说你好"]),
+    "ja-mecab": (["私は学生です。", "猫が好きだ"], ["彼は学生です。", "犬が好きだ"]),
+    "char": (["나는 학교에 간다", "물"], ["나는 집에 간다", "물을 마신다"]),
+}
+
+
+@pytest.mark.parametrize("tokenizer", TEXTS)
+def test_scores_from_line_statistics_equal_sacrebleus_corpus_scores(tokenizer: str) -> None:
+    hypotheses, references = TEXTS[tokenizer]
+    found = line_statistics(hypotheses, references, tokenizer=tokenizer)
+    bleu = sacrebleu.corpus_bleu(hypotheses, [references], tokenize=tokenizer)
+    chrf = sacrebleu.corpus_chrf(hypotheses, [references], word_order=2)
+    assert corpus_bleu(found.bleu) == bleu.score
+    assert corpus_chrf(found.chrf) == chrf.score
+
+
+words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=6), st.data())
+def test_any_selection_of_lines_can_be_scored_from_its_statistics(
+    pairs: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(pairs))), min_size=1, max_size=8))
+    rows = line_statistics([one for one, _ in pairs], [two for _, two in pairs], tokenizer="13a")
+    hypotheses = [pairs[line][0] for line in chosen]
+    references = [pairs[line][1] for line in chosen]
+    expected = sacrebleu.corpus_bleu(hypotheses, [references])
+    assert corpus_bleu(rows.bleu[chosen]) == expected.score
+    expected_chrf = sacrebleu.corpus_chrf(hypotheses, [references], word_order=2)
+    assert corpus_chrf(rows.chrf[chosen]) == pytest.approx(expected_chrf.score, abs=1e-9)
+
+
+def test_signatures_name_the_tokenizer_and_the_orders_of_chrf() -> None:
+    found = line_statistics(["a"], ["a"], tokenizer="zh")
+    assert "|tok:zh|" in found.bleu_signature
+    assert "|nc:6|nw:2|" in found.chrf_signature
+
+
+@pytest.mark.parametrize(
+    ("language", "tokenizer"),
+    [("de", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ja", "ja-mecab"), ("th", "13a")],
+)
+def test_the_bleu_tokenizer_follows_the_target_language(language: str, tokenizer: str) -> None:
+    assert bleu_tokenizer(language, option="per-language") == tokenizer
+
+
+def test_one_tokenizer_can_be_asked_for_in_all_languages() -> None:
+    assert {bleu_tokenizer(code, option="13a") for code in ("de", "zh", "ja", "ko")} == {"13a"}
+
+
+def test_a_missing_korean_tokenizer_is_replaced_by_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class WithoutMecab(BLEU):
+        def __init__(self, tokenize: str) -> None:
+            if tokenize == "ko-mecab":
+                raise RuntimeError("Korean tokenization requires extra dependencies")
+            super().__init__(tokenize=tokenize)
+
+    monkeypatch.setattr(bleu_chrf, "BLEU", WithoutMecab)
+    assert bleu_tokenizer("ko", option="per-language") == "char"
+
+
+def test_an_unavailable_flores_tokenizer_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(sacrebleu_models, "download_file", refuse)
+    with pytest.raises(ConfigError, match=r"flores200.*no route to host.*bleu_tokenizer"):
+        bleu_tokenizer("de", option="flores200")

@@ -1,0 +1,91 @@
+"""Directions stand in the family that the training corpus puts them in."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.directions import describe_directions, find_pivot
+
+
+def corpus(
+    tmp_path: Path, pairs: dict[str, dict[str, int]], *, emptied: Sequence[str] = ()
+) -> Artifact:
+    with new_artifact(
+        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
+    ) as writer:
+        writer.statistics |= {"pairs": pairs, "emptied": list(emptied)}
+    return open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "pivot"),
+    [
+        ({"de-en", "en-fr", "en-zh"}, "en"),
+        ({"de-fr", "fr-zh"}, "fr"),
+        ({"de-en", "en-fr", "de-fr"}, None),
+        ({"de-en"}, "en"),
+        ({"de-fr"}, None),
+        (set(), None),
+    ],
+)
+def test_the_pivot_is_the_language_of_every_training_pair(
+    pairs: set[str], pivot: str | None
+) -> None:
+    assert find_pivot(pairs) == pivot
+
+
+def test_directions_are_sorted_into_families_by_the_training_lines_of_their_pair(
+    tmp_path: Path,
+) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "en-fr": {"train": 3, "test": 2},
+        "de-fr": {"train": 0, "test": 1},
+        "en-yi": {"train": 5},
+    }
+    profiles = describe_directions(corpus(tmp_path, pairs), thresholds=(3, 9))
+    assert {str(one.direction): (one.family, one.resource, one.test_lines) for one in profiles} == {
+        "de-en": ("into_pivot", "high", 2),
+        "de-fr": ("zero_shot", None, 1),
+        "en-de": ("out_of_pivot", "high", 2),
+        "en-fr": ("out_of_pivot", "low", 2),
+        "fr-de": ("zero_shot", None, 1),
+        "fr-en": ("into_pivot", "low", 2),
+    }
+
+
+def test_a_pair_that_lost_its_training_lines_is_no_zero_shot_pair(tmp_path: Path) -> None:
+    pairs = {
+        "de-en": {"train": 9, "test": 2},
+        "de-fr": {"test": 1},
+        "en-fr": {"train": 0, "test": 1},
+    }
+    made = corpus(tmp_path, pairs, emptied=["en-fr"])
+    profiles = describe_directions(made, thresholds=(3, 9))
+    assert {str(one.direction): one.family for one in profiles} == {
+        "de-en": "into_pivot",
+        "en-de": "out_of_pivot",
+        "de-fr": "zero_shot",
+        "fr-de": "zero_shot",
+        "en-fr": "emptied",
+        "fr-en": "emptied",
+    }
+    assert {one.resource for one in profiles if one.family == "emptied"} == {None}
+
+
+def test_families_come_from_the_corpus_that_was_trained_on(tmp_path: Path) -> None:
+    for name in ("tests", "training"):
+        (tmp_path / name).mkdir()
+    tests = corpus(tmp_path / "tests", {"de-en": {"train": 0, "test": 2}, "de-fr": {"test": 2}})
+    pairs = {"de-en": {"train": 9}, "en-fr": {"train": 3}, "de-fr": {"test": 7}}
+    training = corpus(tmp_path / "training", pairs)
+    profiles = describe_directions(tests, thresholds=(3, 9), training=training)
+    assert [(str(one.direction), one.family, one.resource, one.test_lines) for one in profiles] == [
+        ("de-en", "into_pivot", "high", 2),
+        ("de-fr", "zero_shot", None, 2),
+        ("en-de", "out_of_pivot", "high", 2),
+        ("fr-de", "zero_shot", None, 2),
+    ]
+    assert {one.family for one in describe_directions(tests, thresholds=(3, 9))} == {"unknown"}

@@ -1,0 +1,133 @@
+"""Names in a manifest stay within the artifact, whoever wrote the manifest."""
+
+import json
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import cli
+from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact, read_manifest
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError
+from pipeline.inspection import verify
+from pipeline.manifest import MANIFEST_NAME, MARKER_NAME, describe_name, describe_names
+
+NOT_WITHIN = [
+    "valid/../../loot.txt",
+    "..",
+    "../loot.txt",
+    "/etc/hostname",
+    "a//b",
+    "./a",
+    "a/.",
+    "a/",
+    "",
+    "a\\..\\b",
+    "a\0b",
+    "a\x1b[2Jb",
+    "x" * 256,
+    MANIFEST_NAME,
+    "Manifest.JSON",
+    MARKER_NAME,
+]
+
+
+def make_corpus(directory: Path) -> Path:
+    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split in ("train", "valid", "test"):
+            for code in ("de", "en"):
+                writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code} word\n")
+        writer.statistics["pairs"] = {"de-en": {"train": 1, "valid": 1, "test": 1}}
+    return directory
+
+
+def rename_in_manifest(directory: Path, old: str, new: str) -> None:
+    path = directory / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    manifest["files"][new] = manifest["files"].pop(old)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", NOT_WITHIN)
+def test_a_manifest_with_a_name_that_is_not_within_is_refused_when_it_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    directory = make_corpus(tmp_path / "corpus")
+    rename_in_manifest(directory, "valid/de-en/de.txt", name)
+    with pytest.raises(ArtifactError) as caught:
+        read_manifest(directory)
+    assert repr(name) in str(caught.value)
+    with pytest.raises(ArtifactError):
+        open_artifact(directory, kind="corpus")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("a/B", "a/b"), ("straße", "STRASSE"), ("e\u0301", "\u00e9")]
+)
+def test_two_names_that_are_one_somewhere_are_refused(first: str, second: str) -> None:
+    assert describe_names([first, "else"]) is None
+    assert describe_names([first, second]) is not None
+
+
+@given(st.text(alphabet="ab./\\\0\n", max_size=8) | st.text(max_size=6))
+def test_a_name_that_is_accepted_leads_nowhere_else(name: str) -> None:
+    if describe_name(name) is not None:
+        return
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        assert not path.is_absolute()
+        assert not {"..", "."} & set(path.parts)
+    assert str(PurePosixPath(name)) == name
+    assert name not in (MANIFEST_NAME, "")
+
+
+def test_a_name_that_leads_out_lets_no_stage_write_outside_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = make_corpus(tmp_path / "deep" / "corpus")
+    (tmp_path / "deep" / "loot.txt").write_text("loot")
+    rename_in_manifest(directory, "valid/de-en/de.txt", "valid/../../loot.txt")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[clean]\n")
+    arguments = ["clean", "--recipe", str(recipe), "--corpus", str(directory)]
+    assert cli.main([*arguments, "--out", str(tmp_path / "out" / "clean")]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "'valid/../../loot.txt'" in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.glob("out/**/*.txt"))
+
+
+def test_verifying_tells_nothing_of_a_file_outside(
+    tmp_path: Path,
+) -> None:
+    directory = make_corpus(tmp_path / "corpus")
+    (tmp_path / "secret").write_bytes(b"x" * 12345)
+    rename_in_manifest(directory, "valid/de-en/de.txt", "../secret")
+    with pytest.raises(ArtifactError) as caught:
+        verify(directory)
+    assert "12345" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pair", ["../../x-en", "de-en-fr", "de", "/de-en", "-en", "..-en"])
+def test_a_pair_in_the_statistics_that_is_no_pair_is_refused_by_the_stages_that_name_files_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pair: str
+) -> None:
+    directory = make_corpus(tmp_path / "corpus")
+    path = directory / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    manifest["statistics"]["pairs"] = {pair: {"train": 1, "valid": 1}}
+    path.write_text(json.dumps(manifest))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[clean]\n")
+    arguments = ["clean", "--recipe", str(recipe), "--corpus", str(directory)]
+    assert cli.main([*arguments, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
+    assert f"name a pair {pair!r}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [name for name in NOT_WITHIN if name])
+def test_a_stage_cannot_write_what_its_manifest_could_not_hold(tmp_path: Path, name: str) -> None:
+    writer = ArtifactWriter(tmp_path / "out")
+    with pytest.raises(ArtifactError, match="which"):
+        writer.path(name)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,116 @@
+"""Sentences are taken apart where readers would, and no text is lost on the way."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.sentences import join_sentences, split_sentences, split_to_fit
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Hello there. How are you?  Fine!", ["Hello there.", "How are you?", "Fine!"]),
+        ("Wait?! No … Yes", ["Wait?!", "No …", "Yes"]),
+        ("你好。你是谁？好！", ["你好。", "你是谁？", "好！"]),
+        ("「走吧。」他说。", ["「走吧。」", "他说。"]),
+        ("そうですか。はい。", ["そうですか。", "はい。"]),
+        ("यह पहला है। यह दूसरा है॥", ["यह पहला है।", "यह दूसरा है॥"]),
+        ("هل هذا صحيح؟ نعم.", ["هل هذا صحيح؟", "نعم."]),
+        ("یہ پہلا ہے۔ یہ دوسرا ہے۔", ["یہ پہلا ہے۔", "یہ دوسرا ہے۔"]),
+        ("ပထမ။ဒုတိယ။", ["ပထမ။", "ဒုတိယ။"]),
+        ("ទីមួយ។ ទីពីរ។", ["ទីមួយ។", "ទីពីរ។"]),
+        ("አንደኛ። ሁለተኛ፧", ["አንደኛ።", "ሁለተኛ፧"]),
+        ("Առաջինը։ Երկրորդը։", ["Առաջինը։", "Երկրորդը։"]),
+        ("དང་པོ།གཉིས་པ།", ["དང་པོ།", "གཉིས་པ།"]),
+        ('He said "Go." Then (he left.) End', ['He said "Go."', "Then (he left.)", "End"]),
+        ("No end", ["No end"]),
+    ],
+)
+def test_a_sentence_ends_with_the_marks_of_its_script(text: str, expected: list[str]) -> None:
+    assert split_sentences(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Version 3.5 is at www.example.org now",
+        "Herr J. Smith kam z. B. gestern",
+        "about 5 approx. six",
+        "1,000.50",
+        "(J. Smith)",
+    ],
+)
+def test_a_full_stop_within_a_sentence_does_not_end_it(text: str) -> None:
+    assert split_sentences(text) == [text]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\u3000\t"])
+def test_a_blank_text_has_no_sentences(text: str) -> None:
+    assert split_sentences(text) == split_to_fit(text, fits=lambda _: False) == []
+
+
+def shorter_than(length: int) -> st.SearchStrategy[str]:
+    return st.text(st.sampled_from("ab.!?。।  ,，\u0301é中\u200d\n"), max_size=length)
+
+
+@given(shorter_than(80), st.integers(1, 12))
+def test_parts_fit_and_together_are_the_text_but_for_spaces(text: str, limit: int) -> None:
+    parts = split_to_fit(text, fits=lambda part: len(part) <= limit)
+    assert all(0 < len(part) <= limit for part in parts)
+    assert all(part == part.strip() for part in parts)
+    assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+@given(shorter_than(80), st.integers(0, 12))
+def test_parts_end_even_where_nothing_fits_and_bytes_count(text: str, limit: int) -> None:
+    parts = split_to_fit(text, fits=lambda part: len(part.encode()) <= limit)
+    assert all(len(part.encode()) <= limit or len(part) == 1 for part in parts)
+    assert "".join("".join(parts).split()) == "".join(text.split())
+
+
+def test_a_long_sentence_is_cut_at_spaces_then_between_clauses_then_between_characters() -> None:
+    assert split_to_fit("one two three four", fits=lambda t: len(t) <= 10) == [
+        "one two",
+        "three four",
+    ]
+    assert split_to_fit("一二三四，五六七八", fits=lambda t: len(t) <= 6) == [
+        "一二三四，",
+        "五六七八",
+    ]
+    assert split_to_fit("x" * 10, fits=lambda t: len(t) <= 6) == ["x" * 5, "x" * 5]
+
+
+@pytest.mark.parametrize("character", ["e\u0301", "कि", "👩\u200d🌾", "ก่"])
+def test_an_accent_is_not_cut_from_its_letter(character: str) -> None:
+    size = len(character)
+    text = character * 15
+    parts = split_to_fit(text, fits=lambda part: len(part) <= 4 * size + 1)
+    assert len(parts) > 2
+    assert all(len(part) % size == 0 for part in parts)
+    assert set("".join(parts[i][:size] for i in range(len(parts)))) == set(character)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "." * 200_000 + "x",
+        ".)" * 100_000 + "x",
+        "。." * 100_000,
+        " " * 200_000 + "x",
+        "x" * 200_000,
+    ],
+)
+def test_the_time_does_not_grow_with_the_square_of_the_text(text: str) -> None:
+    clock = time.monotonic()
+    split_to_fit(text, fits=lambda part: len(part) <= 500)
+    assert time.monotonic() - clock < 20, "seconds, where a square would take many minutes"
+
+
+def test_parts_are_joined_as_their_language_writes() -> None:
+    assert join_sentences([" Eins. ", "", "Zwei."], language="de") == "Eins. Zwei."
+    for language in ("zh", "ja", "th", "km", "lo", "my"):
+        assert join_sentences(["一。", " ", "二。"], language=language) == "一。二。"
+    assert join_sentences([], language="de") == ""

@@ -1,0 +1,22 @@
+"""How stages write numbers and lists for people."""
+
+import pytest
+
+from pipeline.summary import counted, listed, tallied
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 lines"), (1, "1 line"), (2, "2 lines"), (12345, "12,345 lines")]
+)
+def test_a_noun_follows_its_number(number: int, text: str) -> None:
+    assert counted(number, "line") == text
+
+
+def test_short_lists_are_written_out_and_of_long_ones_the_rest_is_counted() -> None:
+    assert listed([]) == ""
+    assert listed("abcdef") == "a, b, c, d, e, f"
+    assert listed("abcdefgh") == "a, b, c, d, e and 3 more"
+
+
+def test_counts_of_zero_are_left_out() -> None:
+    assert tallied({"empty": 3, "copy": 0, "long": 1000}) == "empty 3, long 1,000"
