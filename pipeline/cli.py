@@ -518,9 +518,11 @@ def _already_done(call: StageCall) -> bool:
 
 
 def _threads(processes: int) -> int:
-    """OMP_NUM_THREADS as it is set, else an equal share of the cores."""
-    set_threads = os.environ.get("OMP_NUM_THREADS", "")
-    return int(set_threads) if set_threads.isdigit() else max((os.cpu_count() or 1) // processes, 1)
+    """OMP_NUM_THREADS where it is set to a number, else an equal share of the cores."""
+    try:
+        return _count(MAX_PROCESSES)(os.environ.get("OMP_NUM_THREADS", ""))
+    except argparse.ArgumentTypeError:
+        return max((os.cpu_count() or 1) // processes, 1)
 
 
 @contextmanager

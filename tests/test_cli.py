@@ -731,3 +731,31 @@ def test_a_ds_config_that_cannot_be_used_is_refused(
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_ds_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "nan"], "--keep-mass", "nan"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "-0.1"], "--keep-mass", "-0.1"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "1.5"], "--keep-mass", "1.5"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "half"], "--keep-mass", "half"),
+        (["checkpoint", "prune-experts", "x", "--experts", "0"], "--experts", "0"),
+        (["checkpoint", "prune-experts", "x", "--experts", "99999"], "--experts", "99999"),
+        (["checkpoint", "average", "--run", "x", "--last", "0"], "--last", "0"),
+        (["checkpoint", "average", "--run", "x", "--last", "1e3"], "--last", "1e3"),
+        (["describe", "--recipe", "smoke", "--vocabulary", "-5"], "--vocabulary", "-5"),
+        (["describe", "--recipe", "smoke", "--groups", "²"], "--groups", "²"),
+        (["run", "demo", "--processes", "9" * 5000], "--processes", "9" * 39 + "…"),
+        (["pretrain", "--processes", "2000"], "--processes", "2000"),
+    ],
+)
+def test_numbers_of_options_have_ranges(
+    arguments: list[str], option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == EXIT_USER_ERROR
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: {value!r} is not a " in said
+    assert " to 1" in said or "at most 1" in said

@@ -25,6 +25,7 @@ from pipeline.corpus import (
     text_name,
     write_hypotheses,
 )
+from pipeline.errors import ArtifactError
 
 HARD_LINES = ["a\u2028b", "vertical\vtab", "form\ffeed\x85", "carriage\r", "", " spaces ", "日本"]
 """What str.splitlines and universal newlines would take apart, or strip."""
@@ -47,6 +48,7 @@ def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     def fill(writer: ArtifactWriter) -> None:
         text = "".join(f"{line}\n" for line in HARD_LINES)
         writer.path(text_name("test", "de-en", "de")).write_bytes(text.encode())
+        writer.statistics["pairs"] = {"de-en": {"test": len(HARD_LINES)}}
 
     assert read_lines(artifact(tmp_path, "corpus", fill), "test", "de-en", "de") == HARD_LINES
 
@@ -123,3 +125,36 @@ def test_hypotheses_are_read_as_they_were_written(tmp_path: Path) -> None:
         write_hypotheses(writer.path(hypotheses_name(direction)), written)
 
     assert read_hypotheses(artifact(tmp_path, "translations", fill), direction) == written
+
+
+@pytest.mark.parametrize(
+    ("statistics", "reason"),
+    [
+        ({}, "have no table 'pairs'"),
+        ({"pairs": [1]}, "have no table 'pairs'"),
+        ({"pairs": {"deen": {"train": 1}}}, "name a pair 'deen'"),
+        ({"pairs": {"en-de": {"train": 1}}}, "name a pair 'en-de'"),
+        ({"pairs": {"de-en": 1}}, "no counts of 'de-en'"),
+        ({"pairs": {"de-en": {"train": -1}}}, "no counts of 'de-en'"),
+        ({"pairs": {"de-en": {"train": "5"}}}, "no counts of 'de-en'"),
+        ({"pairs": {"de-en": {"train": True}}}, "no counts of 'de-en'"),
+    ],
+)
+def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
+    tmp_path: Path, statistics: dict[str, object], reason: str
+) -> None:
+    with new_artifact(
+        tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
+    ) as writer:
+        writer.statistics.update(statistics)
+    with pytest.raises(ArtifactError, match=f"{reason}.*run stage 'clean' again"):
+        line_counts(open_artifact(tmp_path / "corpus", kind="corpus"), "train")
+
+
+def test_a_text_of_another_number_of_lines_than_counted_is_refused(tmp_path: Path) -> None:
+    def fill(writer: ArtifactWriter) -> None:
+        writer.path(text_name("test", "de-en", "de")).write_text("a\nb\n", encoding="utf-8")
+        writer.statistics["pairs"] = {"de-en": {"test": 3}}
+
+    with pytest.raises(ArtifactError, match=r"de\.txt has 2 lines, the statistics of .* say 3"):
+        read_lines(artifact(tmp_path, "corpus", fill), "test", "de-en", "de")

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.batches import Example, collate
 from pipeline.config import DecodingConfig, MoEConfig
 from pipeline.decoding import Source, Translation, beam_search, max_target_length
+from pipeline.errors import CheckpointError
 from pipeline.model.transformer import Transformer
 
 TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
@@ -314,6 +315,16 @@ def test_the_length_limit_follows_the_source_within_the_models_positions(
 ) -> None:
     config = DecodingConfig(max_length_ratio=ratio, max_extra_length=extra)
     assert max_target_length(source_tokens, config, positions=60) == expected
+
+
+@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+def test_scores_that_are_no_numbers_are_one_sentence(stopping: str) -> None:
+    model = model_of("dense")
+    with torch.no_grad():
+        model.embedding.weight.fill_(3e38)
+    examples = random_examples(model.spec, sentences=2, seed=3)
+    with pytest.raises(CheckpointError, match="scores are not numbers"):
+        translate(model, examples, limit=3, stopping=stopping)
 
 
 def test_every_sentence_ends_at_its_own_limit_at_the_latest() -> None:

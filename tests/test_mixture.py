@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from data_prep import mix
 from pipeline.artifacts import Artifact, new_artifact, open_artifact
 from pipeline.config import BatchesConfig, MixtureConfig, OptimizerConfig, Recipe, TrainingConfig
-from pipeline.errors import DataError
+from pipeline.errors import ArtifactError, DataError
 from pipeline.mixture import lines_per_language, read_mixture, temperature_probabilities
 from pipeline.stages import STAGES, StageCall
 
@@ -145,3 +145,24 @@ def test_a_pivot_counts_in_each_of_its_pairs(tmp_path: Path) -> None:
     mixture(tmp_path)
     shards = open_artifact(tmp_path / "shards", kind="shards")
     assert lines_per_language(shards) == {"de": 800, "en": 1004, "fr": 200, "yi": 4}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "reason"),
+    [
+        ({"de-en": {"probability": 0.5}, "en-fr": {"probability": 0.4}}, "sum to 0.9, not to 1"),
+        ({"de-en": {"probability": 1.5}, "en-fr": {"probability": -0.5}}, "'de-en' no probability"),
+        ({"de-en": {"probability": "1"}}, "'de-en' no probability from 0 to 1"),
+        ({"de-en": {"share": 1.0}}, "'de-en' no probability from 0 to 1"),
+        ({"de-en": 1.0}, "'de-en' no probability from 0 to 1"),
+        ({}, "sum to 0, not to 1"),
+        ([], "sum to 0, not to 1"),
+    ],
+)
+def test_a_mixture_of_other_content_is_refused(tmp_path: Path, pairs: object, reason: str) -> None:
+    with new_artifact(
+        tmp_path / "mixture", kind="mixture", stage="mix", config={}, inputs={}
+    ) as writer:
+        writer.write_json("mixture.json", {"pairs": pairs})
+    with pytest.raises(ArtifactError, match=reason):
+        read_mixture(open_artifact(tmp_path / "mixture", kind="mixture"))

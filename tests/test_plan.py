@@ -231,7 +231,7 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('run = "train"', 'run = "tarin"', "no stage 'tarin'"),
+        ('run = "train"', 'run = "tarin"', r"no stage 'tarin': did you mean 'train'\?"),
         ('only = "shards"', 'only = "shard"', "no stage 'shard'"),
         ('only = "shards"', 'only = "corpus"', "'corpus' makes a corpus where a shards is wanted"),
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
@@ -239,8 +239,12 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
         ('raw = "$text"', 'raw = "$txt"', "'\\$txt' is not declared"),
         ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),
-        ("threads = 2", "threads = 0", "threads"),
-        ("threads = 2", "thread = 2", "thread"),
+        ("threads = 2", "threads = 0", "threads is 0: choose a whole number from 1 to 1,024"),
+        ("processes = 3", "processes = 99999", "processes is 99999: choose a whole number"),
+        ("processes = 3", 'processes = "3"', "processes is 3: choose a whole number"),
+        ("threads = 2", "thread = 2", r"model\.thread': did you mean 'threads'\?"),
+        ("[stages.shards]", "[stage.shards]", r"setting 'stage': did you mean 'stages'\?"),
+        ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"did you mean 'corpus'\?"),
         ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
     ],

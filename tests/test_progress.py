@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import ArtifactError
 from pipeline.progress import JsonLines, Progress, clock_text, progress_line, track
 
 
@@ -131,3 +132,17 @@ def test_a_resumed_run_drops_later_records_and_an_incomplete_last_line(tmp_path:
 def test_truncating_a_file_that_is_not_there_makes_none(tmp_path: Path) -> None:
     JsonLines(tmp_path / "metrics.jsonl").truncate_after(5)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_line_of_metrics_is_named_and_an_incomplete_last_one_dropped(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1}\n{"update": 2}\n{"upd', encoding="utf-8")
+    assert list(JsonLines(path).read()) == [{"update": 1}, {"update": 2}]
+    path.write_text('{"update": 1}\n{"upd\n{"update": 2}\n', encoding="utf-8")
+    before = path.read_bytes()
+    for use in (lambda: list(JsonLines(path).read()), lambda: JsonLines(path).truncate_after(1)):
+        with pytest.raises(ArtifactError, match=r"^Line 2 of .*metrics\.jsonl is not valid JSON"):
+            use()
+    assert path.read_bytes() == before

@@ -1,13 +1,17 @@
 """Every shipped recipe: it loads, has the paper's size, and fits every shipped ds_config."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
 from pipeline.config import Recipe, load_recipe, merge, recipe_names
-from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.ds_config import SECTIONS, ds_config_names, load_ds_config
 from pipeline.engine import accumulation_steps, merge_ds_config
 from pipeline.errors import ConfigError
 from pipeline.model.describe import count_parameters
@@ -278,3 +282,42 @@ def test_groups_that_do_not_fit_the_model_are_refused(
     model = load_recipe(recipe).model
     message = refusal(lambda: groups_of_languages(model, languages=LANGUAGES, groups=groups))
     assert reason in message
+
+
+DEEPSPEED_SECTIONS = {
+    "bf16": DeepSpeedBF16Config,
+    "comms_logger": CommsLoggerConfig,
+    "csv_monitor": CSVConfig,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+}
+
+
+@pytest.mark.parametrize("section", DEEPSPEED_SECTIONS)
+def test_the_keys_of_a_ds_configs_sections_are_deepspeeds(section: str) -> None:
+    assert set(SECTIONS[section]) == set(DEEPSPEED_SECTIONS[section].model_fields)
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"bf16": {"enable": True}}, "bf16 has an unknown key 'enable': did you mean 'enabled'?"),
+        ({"bf16": {"enabled": "yes"}}, 'bf16.enabled is "yes": use true or false'),
+        ({"csv_monitor": {"jobname": "x"}}, "did you mean 'job_name'?"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean 'grad_accum_dtype'?"),
+        ({"zero_optimization": {"stage": True}}, "ZeRO stage true: use 1 or 2"),
+        *(
+            (
+                {"zero_optimization": {"stage": 1, "reduce_bucket_size": size}},
+                "reduce_bucket_size is ",
+            )
+            for size in (0, -5, 10**20, "big", None, True)
+        ),
+    ],
+)
+def test_wrong_keys_and_numbers_of_a_ds_config_are_refused(
+    section: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 1}} | section), encoding="utf-8")
+    assert reason in refusal(lambda: load_ds_config(str(path)))

@@ -410,6 +410,13 @@ def test_a_pair_without_a_probability_is_refused() -> None:
         Planner(pair_lengths(SIZES), {"de-en": 0.5, "el-en": 0.5}, BatchesConfig(), seed=1)
 
 
+def test_a_mixture_of_other_shards_is_refused() -> None:
+    """Or the pairs that are there would be drawn more rarely than they should be."""
+    shares = dict.fromkeys([*SIZES, "de-yi"], 1 / (len(SIZES) + 1))
+    with pytest.raises(ConfigError, match=r"no training lines of de-yi; run mix"):
+        Planner(pair_lengths(SIZES), shares, BatchesConfig(), seed=1)
+
+
 def test_a_sentence_beyond_the_budget_is_refused() -> None:
     longest = max(
         int(side.max()) for p in pair_lengths(SIZES).values() for side in (p.first, p.second)

@@ -1,6 +1,8 @@
 """The whole model: equal to Hugging Face's, causal, and blind to padding."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -272,3 +274,25 @@ def test_half_precision_is_close_to_single_precision() -> None:
         half = model.to(torch.bfloat16)(batch).logits_LV
     assert half.dtype == torch.bfloat16
     assert (half.float() - single).abs().max() < 0.05 * single.abs().max()
+
+
+def test_a_model_too_large_for_the_memory_is_one_sentence() -> None:
+    """In a process of little memory, so that nothing large is asked of the machine."""
+    script = """
+import resource, torch
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
+model = ModelConfig(width=2**16, feed_forward_width=2**20, max_positions=2**10)
+spec = ModelSpec(model=model, vocabulary_size=9, pad_id=0, languages=("de",))
+try:
+    build_model(spec)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.startswith("There is no memory for the ")

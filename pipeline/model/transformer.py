@@ -334,10 +334,23 @@ def build_model(
     expert_parallel: ExpertParallel | None = None,
     device: torch.device | None = None,
 ) -> Transformer:
-    """A model whose parameters are allocated but not yet set (initialise it, or load weights)."""
+    """A model whose parameters are allocated but not yet set (initialise it, or load weights).
+
+    Raises:
+        ConfigError: there is not that much memory.
+    """
     with torch.device("meta"):
         model = Transformer(spec, regularization=regularization, expert_parallel=expert_parallel)
-    model.to_empty(device=device or torch.device("cpu"))
+    try:
+        model.to_empty(device=device or torch.device("cpu"))
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        count = sum(parameter.numel() for parameter in model.parameters())
+        raise ConfigError(
+            f"There is no memory for the {count:,} parameters of this rank: make [model] smaller, "
+            "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
+        ) from error
     model.reset_buffers(device)
     return model
 

@@ -1,0 +1,136 @@
+"""TOML and JSON from outside: small files that would cost a lot, and broken ones."""
+
+import json
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from pipeline.config import load_recipe
+from pipeline.documents import (
+    MAX_DEPTH,
+    MAX_JSON_BYTES,
+    MAX_TOML_BYTES,
+    MAX_TOML_DOTS,
+    read_json,
+    read_json_lines,
+    read_toml,
+)
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.plan import load_plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "document"
+
+
+def refused_toml(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_toml(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def refused_json(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with pytest.raises(ArtifactError) as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_toml_file_beyond_its_limit_is_refused_before_it_is_parsed(path: Path) -> None:
+    assert "larger than 1,048,576 bytes" in refused_toml(path, "#" * (MAX_TOML_BYTES + 1))
+    path.write_text("a = 1\n#" + "#" * (MAX_TOML_BYTES - 7), encoding="utf-8")
+    assert read_toml(path) == {"a": 1}
+
+
+def test_a_file_without_end_is_read_up_to_its_limit_only(tmp_path: Path) -> None:
+    path = tmp_path / "sparse.toml"
+    with path.open("wb") as stream:
+        stream.truncate(2**40)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match="larger than"):
+        read_toml(path)
+    with pytest.raises(ArtifactError, match="larger than"):
+        read_json(path)
+    with pytest.raises(ArtifactError, match="a line of more than"):
+        list(read_json_lines(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * MAX_JSON_BYTES
+
+
+def test_nesting_is_one_sentence(path: Path) -> None:
+    for text in ("a = " + "[" * 100_000, "a = " + "[" * 400 + "]" * 400, "a=" + "{b=" * 100_000):
+        assert f"more than {MAX_DEPTH} levels" in refused_toml(path, text)
+    for content in (b"[" * 100_000, b"[" * 400 + b"]" * 400, b'{"a":' * 100_000):
+        assert f"more than {MAX_DEPTH} levels" in refused_json(path, content)
+    deepest = "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1)
+    path.write_text(f"a = {deepest}", encoding="utf-8")
+    assert "a" in read_toml(path)
+
+
+def test_a_dotted_key_that_would_take_minutes_is_refused_at_once(path: Path) -> None:
+    began = time.monotonic()
+    for text in (
+        "a." * 100_000 + "a = 1",
+        "[" + "a." * 100_000 + "a]",
+        "x = {" + "a." * 50 + "a=1}",
+    ):
+        assert f"more than {MAX_TOML_DOTS} dots" in refused_toml(path, text)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"a": -Infinity}', "-Infinity is no number of JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": "\\ud800"}', "not valid JSON"),
+    ],
+)
+def test_broken_json_is_refused(content: bytes, reason: str, path: Path) -> None:
+    assert reason in refused_json(path, content)
+
+
+def test_text_beyond_ascii_is_read(path: Path) -> None:
+    path.write_text(json.dumps({"a": "é\U0001f600"}), encoding="utf-8")  # a pair of surrogates
+    assert read_json(path) == {"a": "é\U0001f600"}
+
+
+def test_broken_toml_is_refused_with_its_line(path: Path) -> None:
+    assert "line 2" in refused_toml(path, "a = 1\nb = \n")
+    assert "not valid TOML" in refused_toml(path, "a = " + "9" * 5000)
+    path.write_bytes(b"a = '\xff'")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        read_toml(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_toml(path)
+
+
+def test_recipes_and_plans_are_read_that_way(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("a = " + "[" * 100_000, encoding="utf-8")
+    for read in (load_recipe, load_plan):
+        with pytest.raises(ConfigError, match="levels deep"):
+            read(str(path))
+
+
+def test_lines_of_json_are_named_by_their_number(path: Path) -> None:
+    path.write_text('{"a": 1}\n{"a": 2}', encoding="utf-8")
+    assert list(read_json_lines(path)) == [{"a": 1}, {"a": 2}]
+    for line in ("7", "{", ""):
+        path.write_text(f'{{"a": 1}}\n{line}\n', encoding="utf-8")
+        with pytest.raises(ArtifactError, match=r"^Line 2 of "):
+            list(read_json_lines(path))
