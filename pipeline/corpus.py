@@ -114,6 +114,21 @@ def emptied_pairs(artifact: Artifact) -> set[str]:
     return set(found)
 
 
+def found_scripts(corpus: Artifact) -> dict[str, str]:
+    """Language → the ISO 15924 code of the script that its text was found to be in, where it was.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    found = corpus.statistics.get("languages", {})
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        _refuse_statistics(corpus, "have no table of languages under 'languages'")
+    scripts = {code: entry.get("script") for code, entry in found.items()}
+    if not all(script is None or isinstance(script, str) for script in scripts.values()):
+        _refuse_statistics(corpus, "name no script under 'languages'")
+    return {code: script for code, script in scripts.items() if script}
+
+
 Resource = Literal["high", "medium", "low"]
 
 
