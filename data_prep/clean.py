@@ -29,8 +29,8 @@ from pipeline.corpus import (
     Split,
     aligned_lines,
     emptied_pairs,
+    found_scripts,
     iterate_lines,
-    language_scripts,
     languages,
     line_counts,
     pair_counts,
@@ -170,7 +170,7 @@ def held_out_digests(corpus: Artifact) -> dict[str, frozenset[bytes]]:
 
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
     """Language → scripts of its letters: as import found them, else as CLDR has them."""
-    found = language_scripts(corpus)
+    found = found_scripts(corpus)
     scripts = {code: found.get(code) or usual_script(code) for code in languages(corpus)}
     return {code: letters_of(script) if script else frozenset() for code, script in scripts.items()}
 

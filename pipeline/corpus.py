@@ -123,17 +123,19 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
     return set(found)
 
 
-def language_scripts(artifact: Artifact) -> dict[str, str]:
-    """Language → the script that import found its text in; not of every language.
+def found_scripts(corpus: Artifact) -> dict[str, str]:
+    """Language → the ISO 15924 code of the script that its text was found to be in, where it was.
 
     Raises:
-        ArtifactError: the statistics have something else under ``languages``.
+        ArtifactError: the statistics have something else there.
     """
-    table = artifact.statistics.get("languages", {})
-    if not isinstance(table, dict) or not all(isinstance(one, dict) for one in table.values()):
-        _refuse_statistics(artifact, "have no table 'languages'")
-    scripts = {code: known.get("script") for code, known in table.items()}
-    return {code: script for code, script in scripts.items() if script and isinstance(script, str)}
+    found = corpus.statistics.get("languages", {})
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        _refuse_statistics(corpus, "have no table of languages under 'languages'")
+    scripts = {code: entry.get("script") for code, entry in found.items()}
+    if not all(script is None or isinstance(script, str) for script in scripts.values()):
+        _refuse_statistics(corpus, "name no script under 'languages'")
+    return {code: script for code, script in scripts.items() if script}
 
 
 Resource = Literal["high", "medium", "low"]

@@ -374,9 +374,8 @@ def _diff(shelf: Shelf, directory: Path, _: Path) -> None:
 
 
 def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
-    inputs: dict[str, Artifact] = {
-        part: open_artifact(directory, kind="checkpoint") for part in upcycle.PARTS
-    }
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    inputs: dict[str, Artifact] = dict.fromkeys(upcycle.PARTS, checkpoint)
     inputs["groups"] = shelf.open("groups")
     upcycle.run(stage_call("upcycle", scratch / "out", inputs))
 
