@@ -23,9 +23,8 @@ from statistics import median
 from typing import Literal, get_args
 
 from data_prep.folding import fold, visible
-from pipeline.artifacts import Artifact, ArtifactWriter
-from pipeline.config import CleanConfig
-from pipeline.corpus import (
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import (
     Split,
     aligned_lines,
     emptied_pairs,
@@ -36,12 +35,13 @@ from pipeline.corpus import (
     pair_counts,
     text_name,
 )
+from pipeline.config import CleanConfig
 from pipeline.errors import DataError
 from pipeline.languages import usual_script
-from pipeline.progress import track
 from pipeline.scripts import has_letter_of, letters_of
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
+from pipeline.terminal import track
 
 Rule = Literal[
     "empty",

@@ -12,17 +12,17 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts import Artifact
-from pipeline.checkpoint import read_tensor
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import languages, line_counts
+from pipeline.artifacts.language_groups import GROUPS_NAME
+from pipeline.artifacts.mixture import lines_per_language
+from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
+from pipeline.checkpoints.checkpoint import read_tensor
 from pipeline.config import GroupsConfig
-from pipeline.corpus import languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.groups import GROUPS_NAME
 from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes
-from pipeline.mixture import lines_per_language
 from pipeline.stages import StageCall
 from pipeline.summary import LISTED, counted, listed
-from pipeline.tokenizer import load_tokenizer, tokenizer_folder
 
 EMBEDDING_NAME = "embedding.weight"
 

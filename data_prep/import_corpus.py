@@ -1,8 +1,8 @@
 """Stage import_corpus: raw pair folders, or phrases made from Unicode CLDR, become a corpus.
 
 Files used: a tree as ``raw_tree.py`` describes it. Files built: the corpus layout of
-``pipeline/corpus.py``, and ``quarantine.jsonl`` with every line that is no text. A tree is read in
-constant memory. Characters that some tools take for line ends become spaces.
+``pipeline/artifacts/corpus.py``, and ``quarantine.jsonl`` with every line that is no text. A tree
+is read in constant memory. Characters that some tools take for line ends become spaces.
 """
 
 import sys
@@ -16,15 +16,15 @@ from data_prep.cldr import Phrase, check_languages, make_phrases
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.raw_tree import LAYOUT, SPLITS, PairFolder, find_pairs, require_languages
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
-from pipeline.artifacts import ArtifactWriter
+from pipeline.artifacts.artifact import ArtifactWriter
+from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.config import CorpusConfig
-from pipeline.corpus import Split, pair_name, text_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import canonical
-from pipeline.progress import track
 from pipeline.scripts import count_scripts
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed, tallied
+from pipeline.terminal import track
 
 QUARANTINE_NAME = "quarantine.jsonl"
 

@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.artifacts import Artifact
-from pipeline.corpus import (
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import (
     emptied_pairs,
     iterate_lines,
     languages,
@@ -27,12 +27,12 @@ from pipeline.corpus import (
     pair_counts,
     text_name,
 )
+from pipeline.artifacts.shards import TOKENIZER_FOLDER, ShardWriter
+from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.errors import ConfigError, DataError
-from pipeline.progress import track
-from pipeline.shards import TOKENIZER_FOLDER, ShardWriter
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
-from pipeline.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
+from pipeline.terminal import track
 
 CHUNK_LINES = 4096
 CHUNK_CHARACTERS = 2**22

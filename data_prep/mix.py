@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from pipeline.artifacts import Artifact
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import emptied_pairs, line_counts, pair_counts
+from pipeline.artifacts.mixture import MIXTURE_NAME, temperature_probabilities
 from pipeline.config import Recipe
-from pipeline.corpus import emptied_pairs, line_counts, pair_counts
 from pipeline.errors import ArtifactError
-from pipeline.mixture import MIXTURE_NAME, temperature_probabilities
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from data_prep.raw_lines import iterate_raw_lines
-from pipeline.corpus import Split, pair_name
+from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
 

@@ -130,7 +130,7 @@ def _reads_swapped(texts: Sequence[tuple[str, str]], spellings: tuple[str, str])
     first, second = map(canonical, spellings)
     if len(texts) < MIN_PIECES or first == second:
         return False
-    from pipeline.language_accuracy import LanguageDetector, detectable_languages
+    from pipeline.evaluation.language_accuracy import LanguageDetector, detectable_languages
 
     if not detectable_languages().issuperset((first, second)):
         return False

@@ -15,22 +15,28 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from pipeline.artifacts import Artifact
-from pipeline.config import TokenizerConfig
-from pipeline.corpus import emptied_pairs, iterate_lines, languages, line_counts, text_name
-from pipeline.errors import ConfigError, DataError
-from pipeline.mixture import lines_per_language, temperature_probabilities
-from pipeline.progress import track
-from pipeline.seeds import derive_seed
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed
-from pipeline.tokenizer import (
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import (
+    emptied_pairs,
+    iterate_lines,
+    languages,
+    line_counts,
+    text_name,
+)
+from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
+from pipeline.artifacts.tokenizer import (
     SPECIALS,
     TokenizerDescription,
     build_tokenizer,
     language_token,
     write_tokenizer,
 )
+from pipeline.config import TokenizerConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.seeds import derive_seed
+from pipeline.stages import StageCall
+from pipeline.summary import counted, listed
+from pipeline.terminal import track
 
 MAX_LINE_BYTES = 2**20
 """SentencePiece leaves out longer lines; its own limit would lose letters of long Indic lines."""

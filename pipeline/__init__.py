@@ -1,8 +1,12 @@
-"""mmnmt: massively multilingual machine translation with mixtures of experts, in stages."""
+"""mmnmt: massively multilingual machine translation with mixtures of experts, in stages.
+
+A verb is a file here, a noun is a folder; ``stages`` is the place to begin. The rooms, and in what
+order to read them, are in the README.
+"""
 
 import os
 
-from pipeline.allocator import keep_freed_memory
+from pipeline.kernels.allocator import keep_freed_memory
 
 keep_freed_memory()
 

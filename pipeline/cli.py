@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from pipeline.artifacts import (
+from pipeline.artifacts.artifact import (
     UNWRITABLE,
     Artifact,
     InputRecord,
@@ -28,6 +28,15 @@ from pipeline.artifacts import (
     read_manifest,
     refuse_changed,
     refuse_to_overwrite,
+)
+from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.places import (
+    lock_path,
+    refuse_inputs,
+    refuse_run_folder,
+    replaced_dir,
+    restore,
+    run_dir,
 )
 from pipeline.config import (
     MAX_EXPERTS,
@@ -39,7 +48,8 @@ from pipeline.config import (
     load_recipe,
     recipe_names,
 )
-from pipeline.distributed import default_signal, is_launched, leave, rank_of
+from pipeline.decoding.incoming_lines import IncomingLines
+from pipeline.distributed.world import default_signal, is_launched, leave, rank_of
 from pipeline.ds_config import ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -49,18 +59,8 @@ from pipeline.errors import (
     Interrupted,
     UserError,
 )
-from pipeline.incoming_lines import IncomingLines
-from pipeline.launch import MAX_PROCESSES, launch
-from pipeline.locks import exclusive
-from pipeline.places import (
-    lock_path,
-    refuse_inputs,
-    refuse_run_folder,
-    replaced_dir,
-    restore,
-    run_dir,
-)
-from pipeline.plan import (
+from pipeline.jobs.launch import MAX_PROCESSES, launch
+from pipeline.jobs.plan import (
     dry_run,
     load_plan,
     place_plan,
@@ -68,11 +68,11 @@ from pipeline.plan import (
     run_plan,
     show_status,
     stage_config,
-    text_table,
     why_not_done,
 )
 from pipeline.settings import shown
 from pipeline.stages import STAGES, Stage, StageCall
+from pipeline.terminal import text_table
 
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
@@ -560,7 +560,7 @@ def _filter_command(options: argparse.Namespace) -> int:
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
-    module: Any = importlib.import_module("pipeline.line_filter")
+    module: Any = importlib.import_module("pipeline.decoding.line_filter")
     counts = module.filter_lines(
         checkpoint,
         decoding=decoding,
@@ -609,7 +609,7 @@ def _status_command(options: argparse.Namespace) -> int:
 def _describe_command(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     vocabulary_size = options.vocabulary or recipe.tokenizer.vocabulary_size
-    module: Any = importlib.import_module("pipeline.model.describe")
+    module: Any = importlib.import_module("pipeline.model.parameters")
     parameters: dict[str, int] = module.count_parameters(
         recipe.model,
         vocabulary_size=vocabulary_size,
@@ -667,7 +667,7 @@ def _recipes_command(_options: argparse.Namespace) -> int:
 
 def _memory_command(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
-    module: Any = importlib.import_module("pipeline.memory")
+    module: Any = importlib.import_module("pipeline.estimates.memory")
     estimate = module.estimate(
         recipe,
         vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
@@ -688,7 +688,7 @@ def _memory_command(options: argparse.Namespace) -> int:
 
 
 def _checkpoint_command(options: argparse.Namespace) -> int:
-    from pipeline import inspection, pruning
+    from pipeline.checkpoints import inspection, pruning
 
     match options.verb:
         case "inspect":
@@ -716,7 +716,7 @@ def _checkpoint_command(options: argparse.Namespace) -> int:
 
 
 def _average(options: argparse.Namespace) -> None:
-    from pipeline import averaging
+    from pipeline.checkpoints import averaging
 
     of_run = options.run is not None
     if of_run == bool(options.checkpoints) or of_run != (options.last is not None):

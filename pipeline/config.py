@@ -3,7 +3,8 @@
 A recipe is a TOML file. It may name a ``parent`` and then states only what differs. A name can be
 followed by overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose
 settings are laid over what stands before it. Where files lie, how many processes run and which
-machine they run on are not settings of a recipe (see ``plan.py``, ``ds_configs/``, ``slurm/``).
+machine they run on are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``,
+``slurm/``).
 """
 
 from importlib import resources
@@ -333,7 +334,7 @@ class DecodingConfig(Settings):
     tokens: BatchTokens = 4096
     """Source tokens × beam_size of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
-    """Whose rule ends a sentence and normalises scores; see ``decoding.py``."""
+    """Whose rule ends a sentence and normalises scores; see ``decoding/beam_search.py``."""
     precision: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")

@@ -24,21 +24,19 @@ from typing import TypeVar
 
 import numpy as np
 
-from pipeline.artifacts import Artifact, ArtifactWriter
-from pipeline.averages import average_accuracy, average_scores
-from pipeline.bleu_chrf import bleu_tokenizer
-from pipeline.caveats import caveats, skipped_directions
-from pipeline.corpus import hypotheses_name, iterate_lines, languages, line_counts
-from pipeline.directions import DirectionProfile, describe_directions, find_pivot
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.history import trace_history
-from pipeline.language_accuracy import Detection, accuracy, detectable_languages
-from pipeline.languages import language
-from pipeline.markdown import markdown_report, markdown_summary
-from pipeline.page import html_report
-from pipeline.progress import track
-from pipeline.samples import choose_samples
-from pipeline.scores import (
+from pipeline.evaluation.averages import average_accuracy, average_scores
+from pipeline.evaluation.bleu_chrf import bleu_tokenizer
+from pipeline.evaluation.caveats import caveats, skipped_directions
+from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
+from pipeline.evaluation.history import trace_history
+from pipeline.evaluation.language_accuracy import Detection, accuracy, detectable_languages
+from pipeline.evaluation.markdown import markdown_report, markdown_summary
+from pipeline.evaluation.page import html_report
+from pipeline.evaluation.samples import choose_samples
+from pipeline.evaluation.scores import (
     DirectionScores,
     Evaluation,
     Metric,
@@ -47,17 +45,19 @@ from pipeline.scores import (
     Significance,
     SystemScores,
 )
-from pipeline.scoring import (
+from pipeline.evaluation.scoring import (
     ReferenceTask,
     ScoredDirection,
     ScoringTask,
     detect_references,
     score_direction,
 )
+from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
+from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
+from pipeline.languages import language
 from pipeline.seeds import derive_seed
-from pipeline.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.stages import StageCall
-from pipeline.tables import Imprint, directions_by_family, family_title, format_count
+from pipeline.terminal import track
 
 MAX_NAME_BYTES = 200
 

@@ -4,15 +4,20 @@ Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The 
 the checkpoint's; the recipe decides how it is trained.
 """
 
-from pipeline.checkpoint import load_model, read_spec, read_tokenizer, refuse_other_tokenizer
-from pipeline.distributed import distributed_world, leave
-from pipeline.engine import connect, expert_parallel_group
+from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    read_spec,
+    read_tokenizer,
+    refuse_other_tokenizer,
+)
+from pipeline.distributed.world import distributed_world, leave
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
-from pipeline.run_directory import describe_change
-from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
-from pipeline.train_loop import local_device, train, training_data
+from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.loop import local_device, train, training_data
 
 
 def run(call: StageCall) -> None:

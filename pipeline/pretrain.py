@@ -4,16 +4,16 @@ Reads shards, mixture and, for a language-group router, groups; makes a checkpoi
 per rank, by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
 """
 
-from pipeline.distributed import distributed_world, leave
-from pipeline.engine import connect, expert_parallel_group
-from pipeline.groups import read_groups
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
-from pipeline.tokenizer import Tokenizer
-from pipeline.train_loop import local_device, train, training_data
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.loop import local_device, train, training_data
 
 
 def run(call: StageCall) -> None:

@@ -107,7 +107,8 @@ def describe_validation(error: ValidationError, settings: type[Settings]) -> str
     described = [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
-    return "; ".join(described).rstrip(".") + "."
+    sentence = "; ".join(described).rstrip(".")
+    return sentence if sentence.endswith("?") else f"{sentence}."
 
 
 def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
 from pipeline.config import Recipe
 
 
@@ -74,7 +74,7 @@ class StageCall:
     def new_artifact(
         self, *, wall_seconds: float | None = None
     ) -> AbstractContextManager[ArtifactWriter]:
-        """The stage's output, built within the block (:func:`pipeline.artifacts.new_artifact`).
+        """The stage's output, built within the block (``artifacts.artifact.new_artifact``).
 
         Its wall time counts from the beginning of the call, unless the stage knows of earlier
         attempts and says how long all of them took.
@@ -226,7 +226,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             name="retrieve",
-            module="pipeline.retrieve",
+            module="pipeline.nearest_neighbor",
             makes="translations",
             help="baseline: the translation of the nearest training neighbour",
             sections=(),

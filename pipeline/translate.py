@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts import Artifact, ArtifactWriter
-from pipeline.checkpoint import read_tokenizer
-from pipeline.corpus import (
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
     directions,
@@ -26,7 +25,12 @@ from pipeline.corpus import (
     read_lines,
     write_hypotheses,
 )
-from pipeline.distributed import (
+from pipeline.artifacts.places import claim_run_folder, remove_files, run_dir
+from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.checkpoint import read_tokenizer
+from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.world import (
     StopFlag,
     World,
     distributed_world,
@@ -35,13 +39,9 @@ from pipeline.distributed import (
     wait_for_all,
 )
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
-from pipeline.places import claim_run_folder, remove_files, run_dir
-from pipeline.progress import JsonLines, Progress
-from pipeline.run_directory import describe_change
-from pipeline.shared_hashing import check_together
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
-from pipeline.translator import Job, Translator
+from pipeline.terminal import JsonLines, Progress
 
 OWN_FILES = (
     *("identity.json", "seconds.json", ".seconds.json.unfinished"),

@@ -8,8 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 
-from pipeline.artifacts import Artifact
-from pipeline.checkpoint import (
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.checkpoints.assembly import Part, assemble, plan_assembly, receipt_lines
+from pipeline.checkpoints.checkpoint import (
     TensorFiles,
     read_spec,
     read_tokenizer,
@@ -17,12 +21,8 @@ from pipeline.checkpoint import (
     write_weights,
 )
 from pipeline.errors import ConfigError
-from pipeline.groups import read_groups
 from pipeline.model.spec import ModelSpec, groups_of_languages
-from pipeline.run_directory import describe_change
 from pipeline.stages import StageCall
-from pipeline.tokenizer import tokenizer_folder
-from pipeline.upcycling import Part, assemble, plan_assembly, receipt_lines
 
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
 

@@ -7,13 +7,13 @@ trained on; ``baseline`` is not trained.
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from pipeline.averages import average_accuracy, average_scores, by_group
-from pipeline.budgets import Parameters, Spent, SystemTraining, TrainingRun
-from pipeline.corpus import Direction
-from pipeline.directions import DirectionProfile
-from pipeline.history import Curve, CurvePoint, History, StageRun
-from pipeline.language_accuracy import LanguageAccuracy
-from pipeline.scores import (
+from pipeline.artifacts.corpus import Direction
+from pipeline.evaluation.averages import average_accuracy, average_scores, by_group
+from pipeline.evaluation.budgets import Parameters, Spent, SystemTraining, TrainingRun
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.history import Curve, CurvePoint, History, StageRun
+from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.scores import (
     Comparison,
     DirectionScores,
     Evaluation,
@@ -24,7 +24,7 @@ from pipeline.scores import (
     Significance,
     SystemScores,
 )
-from pipeline.tables import Imprint, Sample
+from pipeline.evaluation.tables import Imprint, Sample
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")

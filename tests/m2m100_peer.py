@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import M2M100Config, M2M100ForConditionalGeneration
 
-from pipeline.batches import Packing
+from pipeline.batching.batch import Packing
 from pipeline.model.transformer import Transformer
 
 AttentionKernel = Literal["eager", "sdpa"]

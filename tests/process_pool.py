@@ -19,7 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from pipeline.distributed import LOOPBACK, World, distributed_world, free_port
+from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port
 
 P = ParamSpec("P")
 R = TypeVar("R")

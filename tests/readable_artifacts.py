@@ -23,10 +23,16 @@ from data_prep import (
     mix,
     train_tokenizer,
 )
-from pipeline import evaluate, retrieve, upcycle
-from pipeline.artifacts import Artifact, open_artifact
-from pipeline.averaging import average_checkpoints, average_states
-from pipeline.checkpoint import (
+from pipeline import evaluate, upcycle
+from pipeline import nearest_neighbor as retrieve
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
+from pipeline.batching.feed import TrainingData
+from pipeline.checkpoints.averaging import average_checkpoints, average_states
+from pipeline.checkpoints.checkpoint import (
     Piece,
     PieceReader,
     load_model,
@@ -35,24 +41,19 @@ from pipeline.checkpoint import (
     write_model_files,
     write_weights,
 )
+from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.pruning import prune_experts
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig, Recipe, load_recipe
-from pipeline.corpus import Direction
+from pipeline.decoding.translator import Job, Translator
 from pipeline.ds_config import load_ds_config
+from pipeline.evaluation.history import trace_history
 from pipeline.finetune import refuse_other_model
-from pipeline.groups import read_groups
-from pipeline.history import trace_history
-from pipeline.inspection import diff, inspect, inspection_text, verify
-from pipeline.mixture import read_mixture
+from pipeline.jobs.plan import load_plan
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec, groups_of_languages
-from pipeline.plan import load_plan
-from pipeline.progress import JsonLines
-from pipeline.pruning import prune_experts
-from pipeline.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.stages import STAGES, StageCall
-from pipeline.tokenizer import ByteVocabulary, load_tokenizer
-from pipeline.training_data import TrainingData
-from pipeline.translator import Job, Translator
-from pipeline.weights import tensor_shapes
+from pipeline.terminal import JsonLines
 
 LINES = {
     "de-en": [("Hallo Welt", "hello world"), ("guten Morgen", "good morning"), ("ja", "yes")] * 6,

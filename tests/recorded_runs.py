@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tiny_models import tiny_spec
 
-from pipeline.artifacts import Artifact, Kind, new_artifact, open_artifact
-from pipeline.artifacts import to_json as as_json
+from pipeline.artifacts.artifact import Artifact, Kind, new_artifact, open_artifact
+from pipeline.artifacts.artifact import to_json as as_json
 from pipeline.model.spec import ModelSpec
 
 TOKENS_PER_UPDATE = 100

@@ -8,13 +8,19 @@ from safetensors.torch import load_file
 from tiny_models import tiny_spec
 from torch import Tensor
 
-from pipeline.artifacts import new_artifact
-from pipeline.checkpoint import Piece, Progress, write_model_files, write_pieces, write_weights
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.checkpoint import (
+    Piece,
+    Progress,
+    write_model_files,
+    write_pieces,
+    write_weights,
+)
+from pipeline.checkpoints.names import named_slices
 from pipeline.config import MoEConfig
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.model.transformer import Transformer
-from pipeline.routing_statistics import ROUTING_FILE, RoutingStatistics
-from pipeline.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.weights import named_slices
 
 SPEC = tiny_spec(moe=MoEConfig(num_experts=6, every=2), groups=2)
 LAYERS = ("encoder.layers.1", "decoder.layers.1")

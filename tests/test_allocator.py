@@ -1,4 +1,4 @@
-"""Tests of pipeline/allocator.py, in processes of their own: malloc is set for a whole process."""
+"""Tests of the allocator, in processes of their own: malloc is set for a whole process."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.allocator import LARGEST_KEPT, OWN_MAPPING, prefer_large_pages
+from pipeline.kernels.allocator import LARGEST_KEPT, OWN_MAPPING, prefer_large_pages
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is tested here is asked of glibc"
@@ -57,7 +57,9 @@ def test_what_was_freed_is_there_for_the_next_step() -> None:
 
 def test_large_blocks_go_back_to_the_system_unless_they_are_said_to_be_worth_keeping() -> None:
     size = OWN_MAPPING + 4096
-    keep = f"from pipeline.allocator import keep_freed_memory; keep_freed_memory(block={size})"
+    keep = (
+        f"from pipeline.kernels.allocator import keep_freed_memory; keep_freed_memory(block={size})"
+    )
     assert share_taken_again(size, settings="import pipeline") > 0.9
     assert share_taken_again(size, settings=keep) < 0.05
     too_large = keep.replace(str(size), str(LARGEST_KEPT))

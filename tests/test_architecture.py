@@ -15,49 +15,30 @@ from pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CHECKPOINT_TOOLS = ("inspection", "averaging", "pruning")
-
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("allocator", "errors", "seeds", "hints", "documents", "settings", "progress", "config"),
-        *("scripts", "summary", "sentences", "incoming_lines"),
+        *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
+        *("scripts", "summary", "languages", "ds_config", "kernels"),
     ),
-    (
-        *("manifest", "places", "digests", "artifacts", "locks"),
-        *("languages", "distributed", "ds_config"),
-    ),
-    ("tokenizer", "corpus", "mixture", "groups", "shards", "sampling", "stages", "launch"),
-    ("shared_hashing", "gradient_order", "batches", "training_data", "plan"),
-    ("model", "losses", "optim", "weights", "routing_statistics"),
-    (
-        *("engine", "checkpoint", "run_directory", "upcycling", "decoding"),
-        *("directions", "bleu_chrf", "language_accuracy", "scores", "averages", "scoring"),
-        *(
-            "significance",
-            "lineage",
-            "budgets",
-            "history",
-            "tables",
-            "budget_table",
-            "samples",
-            "caveats",
-        ),
-        *("html_parts", "charts", "curves", "page_tables", "page", "markdown", "memory"),
-    ),
-    ("train_loop", "translator"),
-    (
-        *("pretrain", "upcycle", "finetune", "translate", "retrieve", "evaluate"),
-        "line_filter",
-        *CHECKPOINT_TOOLS,
-    ),
+    ("distributed",),
+    ("artifacts",),
+    ("stages",),
+    ("batching", "jobs"),
+    ("model",),
+    ("checkpoints",),
+    ("training",),
+    ("decoding", "evaluation", "estimates"),
+    ("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
     ("cli",),
 )
-"""Modules of ``pipeline``, the lowest first: each may import its own layer and those before it."""
+"""Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
+before it. A room is entered by all its modules at once."""
 
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
-TRAIN_LOOP = LAYER_OF["train_loop"]
-PLAN = LAYER_OF["plan"]
+TRAINING, VERBS = LAYER_OF["training"], LAYER_OF["pretrain"]
 
+READ_AHEAD = {"pipeline.decoding.incoming_lines"}
+"""What the command line loads of a room above it: it knows of nothing but bytes."""
 SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
 SLIM_PACKAGES = {
     *("torch", "deepspeed", "numba", "numpy"),
@@ -123,10 +104,12 @@ def own_imports(name: str, *, at_once: bool = False) -> set[str]:
 
 
 def layer(name: str) -> int:
-    """Layer of a module of ``pipeline``; the modules of ``model`` share one."""
+    """Layer of a module of ``pipeline``; the modules of a room share one."""
     return LAYER_OF[name.split(".")[1]]
 
 
+LANGUAGE_ACCURACY = {"pipeline.evaluation.language_accuracy"}
+"""Who says which language a text is in, of translations and of raw text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 TEXT_ALONE = {"data_prep.folding"}
 """Modules of ``data_prep`` that know of nothing but text."""
@@ -156,15 +139,13 @@ def test_imports_form_no_circle() -> None:
 def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     used = {target for target in own_imports(name) if target.startswith("pipeline.")}
     assert used or name in TEXT_ALONE, "data_prep reads or writes something of the pipeline's"
-    assert not {target for target in used if layer(target) >= TRAIN_LOOP}
+    assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_ACCURACY
 
 
 def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
     at_once = own_imports("pipeline.cli", at_once=True)
-    assert max(layer(target) for target in at_once) <= PLAN
-    assert not {f"pipeline.{name}" for name in LAYERS[TRAIN_LOOP + 1]} & (
-        own_imports("pipeline.cli") - {f"pipeline.{name}" for name in CHECKPOINT_TOOLS}
-    )
+    assert max(layer(target) for target in at_once - READ_AHEAD) <= LAYER_OF["jobs"]
+    assert not {f"pipeline.{name}" for name in LAYERS[VERBS]} & own_imports("pipeline.cli")
     loaded = modules_after("import pipeline.cli")
     assert "pipeline.cli" in loaded
     assert not {"torch", "deepspeed", "numpy"} & loaded
@@ -176,7 +157,7 @@ def test_deepspeed_is_imported_by_the_engine_alone() -> None:
         for name, path in PACKAGES.items()
         if any(entry.target.split(".")[0] == "deepspeed" for entry in imports_of(path))
     }
-    assert importers == {"pipeline.engine"}
+    assert importers == {"pipeline.training.engine"}
 
 
 def modules_after(statement: str) -> set[str]:
@@ -196,7 +177,11 @@ def modules_after(statement: str) -> set[str]:
 def test_training_and_decoding_import_few_packages() -> None:
     loaded = modules_after("\n".join(f"import pipeline.{stage}" for stage in SLIM_STAGES))
     ours = {name for name in loaded if name in PACKAGES}
-    assert {"pipeline.train_loop", "pipeline.decoding", "pipeline.upcycling"} <= ours
+    assert {
+        "pipeline.training.loop",
+        "pipeline.decoding.beam_search",
+        "pipeline.checkpoints.assembly",
+    } <= ours
     assert not {name for name in ours if name.startswith("data_prep")}
     third_party = {
         entry.target.split(".")[0]

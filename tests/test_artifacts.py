@@ -17,8 +17,9 @@ from folder_listing import names_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline import artifacts, digests
-from pipeline.artifacts import (
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     Artifact,
@@ -33,10 +34,10 @@ from pipeline.artifacts import (
     refuse_to_overwrite,
     stage_key,
 )
-from pipeline.digests import compare_files, file_record
+from pipeline.artifacts.digests import compare_files, file_record
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.places import replace_directory
 from pipeline.errors import ArtifactError
-from pipeline.manifest import MARKER_NAME
-from pipeline.places import replace_directory
 
 CONTENTS = {"text.txt": b"one\ntwo\n", "deep/er/numbers.bin": bytes(range(100)), "empty": b""}
 SOURCE = InputRecord(kind="raw", path="/data/raw", digest="0" * 64)
@@ -110,8 +111,8 @@ def test_the_manifest_is_written_when_all_files_are_there(tmp_path: Path) -> Non
 KILLED_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import artifacts, digests
-from pipeline.artifacts import new_artifact
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts.artifact import new_artifact
 
 moment = sys.argv[2]
 def kill(*_, **__):

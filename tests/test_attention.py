@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.batches import Packing
+from pipeline.batching.batch import Packing
 from pipeline.model import attention
 from pipeline.model.attention import Attention, KeyValues, attend
 

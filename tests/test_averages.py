@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.averages import average_scores, mean_scores
-from pipeline.corpus import Direction, Resource
-from pipeline.directions import DirectionProfile, Family
-from pipeline.language_accuracy import LanguageAccuracy
-from pipeline.scores import Scores
+from pipeline.artifacts.corpus import Direction, Resource
+from pipeline.evaluation.averages import average_scores, mean_scores
+from pipeline.evaluation.directions import DirectionProfile, Family
+from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.scores import Scores
 
 
 def profile(name: str, family: Family, resource: Resource | None) -> DirectionProfile:

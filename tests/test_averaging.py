@@ -10,14 +10,14 @@ from stored_checkpoints import SPEC, make_checkpoint, make_state, set_to, stored
 from tiny_models import random_batch, tiny_model, tiny_spec
 
 from pipeline import cli
-from pipeline.artifacts import open_artifact
-from pipeline.averaging import average_checkpoints, average_states
-from pipeline.checkpoint import Piece, load_model, read_spec
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.checkpoints.averaging import average_checkpoints, average_states
+from pipeline.checkpoints.checkpoint import Piece, load_model, read_spec
+from pipeline.checkpoints.inspection import diff, verify
+from pipeline.checkpoints.names import named_slices
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, CheckpointError
-from pipeline.inspection import diff, verify
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
-from pipeline.weights import named_slices
 
 
 def test_an_average_is_the_mean_in_double_precision_rounded_once(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import random_batch, tiny_spec
 
-from pipeline.batches import Example, Packing, collate
-from pipeline.tokenizer import TokenizerDescription, build_tokenizer, tags
+from pipeline.artifacts.tokenizer import TokenizerDescription, build_tokenizer, tags
+from pipeline.batching.batch import Example, Packing, collate
 
 lengths_of_sentences = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 
-from pipeline import bleu_chrf
-from pipeline.bleu_chrf import bleu_tokenizer, corpus_bleu, corpus_chrf, line_statistics
 from pipeline.errors import ConfigError
+from pipeline.evaluation import bleu_chrf
+from pipeline.evaluation.bleu_chrf import bleu_tokenizer, corpus_bleu, corpus_chrf, line_statistics
 
 TEXTS = {
     "13a": (

@@ -6,11 +6,11 @@ import pytest
 from recorded_runs import TOKENS_PER_UPDATE, artifact, training_run, translated
 from tiny_models import tiny_model, tiny_spec
 
-from pipeline.artifacts import Artifact
-from pipeline.budget_table import budget_notes, budget_rows, trained_for
-from pipeline.budgets import Spent, SystemTraining, add_up, trace_training
+from pipeline.artifacts.artifact import Artifact
 from pipeline.config import MoEConfig
-from pipeline.history import History
+from pipeline.evaluation.budget_table import budget_notes, budget_rows, trained_for
+from pipeline.evaluation.budgets import Spent, SystemTraining, add_up, trace_training
+from pipeline.evaluation.history import History
 
 MOE = tiny_spec(moe=MoEConfig(num_experts=4, every=1, top_k=2))
 

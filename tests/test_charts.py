@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.charts import MARKERS, Series, legend, line_chart, nice_ticks, thin_out
+from pipeline.evaluation.charts import MARKERS, Series, legend, line_chart, nice_ticks, thin_out
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 8))
@@ -125,7 +125,7 @@ def test_the_legend_shows_names_in_full_with_line_and_marker() -> None:
 
 @pytest.mark.parametrize("width", [300, 350])
 def test_type_in_a_chart_is_at_least_ten_pixels_at_the_width_of_a_phone(width: int) -> None:
-    style = (resources.files("pipeline") / "report.css").read_text(encoding="utf-8")
+    style = (resources.files("pipeline.evaluation") / "report.css").read_text(encoding="utf-8")
     (size,) = re.findall(r"figure>svg\{[^}]*font-size:(\d+)px", style)
     svg = line_chart([Series("a", ((1.0, 1.0),), 0)], title="t", x_label="x", y_label="y")
     units = float(ElementTree.fromstring(svg).attrib["viewBox"].split()[2])

@@ -15,9 +15,12 @@ from stored_checkpoints import Weights, make_checkpoint
 from tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline import artifacts, checkpoint, digests
-from pipeline.artifacts import Artifact, FileRecord, new_artifact, open_artifact
-from pipeline.checkpoint import (
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import (
     Piece,
     PieceReader,
     Progress,
@@ -30,16 +33,15 @@ from pipeline.checkpoint import (
     write_pieces,
     write_weights,
 )
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
-from pipeline.distributed import World
-from pipeline.engine import Engine, connect, expert_parallel_group
+from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.optim import make_optimizer
-from pipeline.run_directory import RunDirectory
-from pipeline.tokenizer import load_tokenizer
-from pipeline.weights import initialize_weights, named_slices
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.optim import make_optimizer
+from pipeline.training.run_directory import RunDirectory
 
 MICRO_BATCHES = 4
 SPEC = tiny_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)

@@ -7,9 +7,9 @@ import pytest
 
 from data_prep import clean
 from data_prep.clean import median_length_ratio
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split, emptied_pairs, line_counts, read_lines, text_name
 from pipeline.config import CleanConfig, Recipe
-from pipeline.corpus import Split, emptied_pairs, line_counts, read_lines, text_name
 from pipeline.errors import DataError
 from pipeline.stages import STAGES, StageCall
 

@@ -16,7 +16,7 @@ import pytest
 from folder_listing import names_in
 
 from pipeline import cli
-from pipeline.artifacts import new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.config import DecodingConfig, ModelConfig, Recipe
 from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
@@ -425,7 +425,7 @@ def translate(
 ) -> list[dict[str, Any]]:
     """A translator that turns lines round; what it was told, per call."""
     told: list[dict[str, Any]] = []
-    module = types.ModuleType("pipeline.line_filter")
+    module = types.ModuleType("pipeline.decoding.line_filter")
 
     def filter_lines(checkpoint: object, **options: Any) -> types.SimpleNamespace:
         told.append({"checkpoint": checkpoint, **options})
@@ -436,7 +436,7 @@ def translate(
         return types.SimpleNamespace(unreadable=sum(bool(line.problem) for line in lines))
 
     monkeypatch.setattr(module, "filter_lines", filter_lines, raising=False)
-    monkeypatch.setitem(sys.modules, "pipeline.line_filter", module)
+    monkeypatch.setitem(sys.modules, "pipeline.decoding.line_filter", module)
     monkeypatch.chdir(tmp_path)
     bench.read()
     return told
@@ -533,7 +533,7 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
 def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = types.ModuleType("pipeline.model.describe")
+    module = types.ModuleType("pipeline.model.parameters")
 
     def count_parameters(
         model: ModelConfig, *, vocabulary_size: int, num_groups: int
@@ -541,7 +541,7 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
         return {"total": model.width * vocabulary_size, "groups": num_groups}
 
     monkeypatch.setattr(module, "count_parameters", count_parameters, raising=False)
-    monkeypatch.setitem(sys.modules, "pipeline.model.describe", module)
+    monkeypatch.setitem(sys.modules, "pipeline.model.parameters", module)
     arguments = ["describe", "--recipe", str(bench.recipe_path)]
     assert cli.main([*arguments, "--vocabulary", "32", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
@@ -611,9 +611,9 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
         told.append({"updates": recipe.training.updates, **options})
         return Estimate()
 
-    module = types.ModuleType("pipeline.memory")
+    module = types.ModuleType("pipeline.estimates.memory")
     monkeypatch.setattr(module, "estimate", estimate, raising=False)
-    monkeypatch.setitem(sys.modules, "pipeline.memory", module)
+    monkeypatch.setitem(sys.modules, "pipeline.estimates.memory", module)
     arguments = ["memory", "--recipe", str(bench.recipe_path), "--processes", "4"]
     assert cli.main(arguments) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
-from pipeline.corpus import (
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, Kind, new_artifact, open_artifact
+from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
     Split,

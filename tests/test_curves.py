@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from example_evaluation import history
 
-from pipeline.budgets import Spent
-from pipeline.curves import UPDATES, Axis, curve_figures, place_curve
-from pipeline.history import Curve, CurvePoint, History
+from pipeline.evaluation.budgets import Spent
+from pipeline.evaluation.curves import UPDATES, Axis, curve_figures, place_curve
+from pipeline.evaluation.history import Curve, CurvePoint, History
 
 PLACES = {"dense": 0, "experts": 1}
 

@@ -1,4 +1,4 @@
-"""Tests of pipeline/decoding.py."""
+"""Tests of pipeline/decoding/beam_search.py."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from m2m100_peer import m2m100_peer, padded
 from tiny_models import EOS_ID, PAD_ID, random_examples, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.batches import Example, collate
+from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig, MoEConfig
-from pipeline.decoding import Source, Translation, beam_search, max_target_length
+from pipeline.decoding.beam_search import Source, Translation, beam_search, max_target_length
 from pipeline.errors import CheckpointError
 from pipeline.model.transformer import Transformer
 

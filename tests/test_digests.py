@@ -12,21 +12,23 @@ from unittest import mock
 import pytest
 from process_pool import ProcessPool
 
-from pipeline import artifacts, cli, digests
-from pipeline.artifacts import Artifact, new_artifact, open_artifact, refuse_changed
-from pipeline.corpus import (
+from pipeline import cli
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, refuse_changed
+from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
     hypotheses_name,
     read_hypotheses,
     write_hypotheses,
 )
-from pipeline.digests import changed_files, file_records
-from pipeline.distributed import World
+from pipeline.artifacts.digests import changed_files, file_records
+from pipeline.artifacts.manifest import Manifest
+from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
-from pipeline.manifest import Manifest
-from pipeline.places import verified_path
-from pipeline.shared_hashing import check_together
 
 CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
 CHUNK = 64
@@ -173,7 +175,7 @@ def test_another_process_takes_over_what_was_found(tmp_path: Path) -> None:
     made.check(made.names())
     program = (
         "import sys; from pathlib import Path; from pipeline import digests\n"
-        "from pipeline.artifacts import open_artifact\n"
+        "from pipeline.artifacts.artifact import open_artifact\n"
         "digests._chunk_digest = None\n"
         "made = open_artifact(Path(sys.argv[1]), kind='corpus'); made.check(made.names())\n"
         "print(made.file('a.txt').read_text(), end='')"

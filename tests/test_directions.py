@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.directions import describe_directions, find_pivot
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.evaluation.directions import describe_directions, find_pivot
 
 
 def corpus(

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.model.dispatch import (
+from pipeline.model.moe.dispatch import (
     Dispatch,
     SliceLength,
     combine,
@@ -19,7 +19,7 @@ from pipeline.model.dispatch import (
     expert_capacity,
     gather,
 )
-from pipeline.model.router import Routing, choose
+from pipeline.model.moe.router import Routing, choose
 
 Route = tuple[int, int]
 """A token and the number of its choice."""

@@ -1,4 +1,4 @@
-"""Tests of pipeline/distributed.py."""
+"""Tests of pipeline/distributed/world.py."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.distributed import (
+from pipeline.distributed.world import (
     StopFlag,
     World,
     all_max,
@@ -28,7 +28,7 @@ from pipeline.distributed import (
     world_size,
 )
 from pipeline.errors import ConfigError
-from pipeline.launch import launch
+from pipeline.jobs.launch import launch
 
 SLURM = {
     "PATH": os.environ["PATH"],
@@ -45,7 +45,7 @@ SLURM = {
 RANK_SCRIPT = """
 import json, os, signal, sys
 import torch
-from pipeline.distributed import (
+from pipeline.distributed.world import (
     StopFlag, all_max, all_sum, distributed_world, from_rank_zero, gather_objects)
 
 before = dict(os.environ)
@@ -72,7 +72,7 @@ with open(f"{sys.argv[1]}/{world.rank}.json", "w") as stream:
 
 LEAVING_SCRIPT = """
 import atexit, os, sys
-from pipeline.distributed import distributed_world, leave
+from pipeline.distributed.world import distributed_world, leave
 
 class TellsOfItsEnd:
     def __del__(self, write=os.write):

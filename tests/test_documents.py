@@ -18,7 +18,7 @@ from pipeline.documents import (
     read_toml,
 )
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.plan import load_plan
+from pipeline.jobs.plan import load_plan
 
 
 @pytest.fixture

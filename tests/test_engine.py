@@ -12,9 +12,9 @@ from process_pool import ProcessPool
 from tiny_models import perturb_vectors, random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
-from pipeline import engine as engine_module
-from pipeline.batches import Batch
-from pipeline.checkpoint import PieceReader
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.checkpoint import PieceReader
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import (
     BatchesConfig,
     LossConfig,
@@ -23,22 +23,22 @@ from pipeline.config import (
     OptimizerConfig,
     Recipe,
 )
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.ds_config import ds_config_names, load_ds_config
-from pipeline.engine import (
+from pipeline.errors import ConfigError
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.seeds import derive_seed
+from pipeline.training import engine as engine_module
+from pipeline.training.engine import (
     Engine,
     accumulation_steps,
     connect,
     expert_parallel_group,
     merge_ds_config,
 )
-from pipeline.errors import ConfigError
-from pipeline.model.regularization import Regularization
-from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
-from pipeline.optim import make_optimizer
-from pipeline.seeds import derive_seed
-from pipeline.weights import initialize_weights, named_slices
+from pipeline.training.optim import make_optimizer
 
 UPDATES = 3
 MICRO_BATCHES = 4

@@ -10,7 +10,7 @@ import pytest
 import sacrebleu
 
 from pipeline import evaluate
-from pipeline.artifacts import (
+from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
     InputRecord,
@@ -18,9 +18,7 @@ from pipeline.artifacts import (
     new_artifact,
     open_artifact,
 )
-from pipeline.bleu_chrf import corpus_bleu, corpus_chrf
-from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
-from pipeline.corpus import (
+from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
     directions,
@@ -29,7 +27,9 @@ from pipeline.corpus import (
     text_name,
     write_hypotheses,
 )
+from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.evaluation.bleu_chrf import corpus_bleu, corpus_chrf
 from pipeline.stages import STAGES, StageCall
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {

@@ -16,17 +16,17 @@ from process_pool import ProcessPool
 from tiny_models import random_batch, tiny_spec
 from torch import Tensor
 
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import MoEConfig
-from pipeline.distributed import World
-from pipeline.engine import connect, expert_parallel_group
+from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
-from pipeline.model.expert_parallel import ExpertParallel
-from pipeline.model.experts import Experts
-from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.router import TokenRouter
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import TokenRouter
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import connect, expert_parallel_group
 
 NUM_EXPERTS, WIDTH, HIDDEN_WIDTH = 4, 6, 10
 

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.allocator import OWN_MAPPING
-from pipeline.model import threads
-from pipeline.model.experts import Experts, grouped_feed_forward, slice_length
+from pipeline.kernels import threads
+from pipeline.kernels.allocator import OWN_MAPPING
 from pipeline.model.feed_forward import Activation
+from pipeline.model.moe.experts import Experts, grouped_feed_forward, slice_length
 
 WIDTH, HIDDEN = 8, 12
 COUNTS = ([3, 0, 2, 4], [0, 7, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5])

@@ -16,12 +16,12 @@ from folder_listing import names_in
 from tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
-from pipeline.artifacts import new_artifact, open_artifact
-from pipeline.distributed import LOOPBACK, World
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
-from pipeline.plan import load_plan, place_plan, run_plan
-from pipeline.progress import JsonLines
-from pipeline.run_directory import RunDirectory
+from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.terminal import JsonLines
+from pipeline.training.run_directory import RunDirectory
 
 
 class _FullFile(io.FileIO):
@@ -267,8 +267,8 @@ def test_files_that_libraries_write_find_the_disk_full_like_all_others(
 ) -> None:
     import torch
 
-    from pipeline.checkpoint import write_weights
-    from pipeline.shards import ShardWriter
+    from pipeline.artifacts.shards import ShardWriter
+    from pipeline.checkpoints.checkpoint import write_weights
 
     out_dir = small_disk / "out"
     with new_artifact(out_dir, kind="checkpoint", stage="x", config={}, inputs={}) as writer:

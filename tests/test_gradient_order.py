@@ -9,11 +9,11 @@ from process_pool import ProcessPool, RankFailed
 from test_parity import BUCKET, ZEROS, make_engine, one_update
 from torch import Tensor, nn
 
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.errors import TrainingError
-from pipeline.gradient_order import GradientOrder, depends_on_order
+from pipeline.kernels.products import linear
 from pipeline.model.feed_forward import FeedForward
-from pipeline.model.linear import linear
+from pipeline.training.gradient_order import GradientOrder, depends_on_order
 
 BIAS_FIRST_FROM = 20
 """Rows from which the feed-forward below sends a bias's gradient before its weight's."""

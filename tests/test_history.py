@@ -7,9 +7,9 @@ from pathlib import Path
 
 from recorded_runs import TOKENS_PER_UPDATE, artifact, training_run, translated
 
-from pipeline.artifacts import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.config import Recipe
-from pipeline.history import trace_history
+from pipeline.evaluation.history import trace_history
 from pipeline.stages import STAGES, StageCall
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from data_prep import import_corpus
 from pipeline import cli
-from pipeline.artifacts import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.config import CldrConfig, CorpusConfig, Recipe
-from pipeline.corpus import line_counts, read_lines
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from data_prep import import_tests
 from data_prep.outside_tests import describe_file
 from pipeline import cli
-from pipeline.artifacts import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import directions, line_counts, read_lines
 from pipeline.config import OutsideTestsConfig, Recipe
-from pipeline.corpus import directions, line_counts, read_lines
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import incoming_lines
+from pipeline.decoding import incoming_lines
+from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.errors import DataError
-from pipeline.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 
 
 @pytest.fixture

@@ -18,12 +18,13 @@ from stored_checkpoints import (
 )
 from tiny_models import tiny_model, tiny_spec
 
-from pipeline import checkpoint, digests
-from pipeline.artifacts import new_artifact
-from pipeline.checkpoint import Piece
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import Piece
+from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
 from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError
-from pipeline.inspection import TensorDifference, diff, inspect, inspection_text, verify
 
 # ---------------------------------------------------------------- inspect
 

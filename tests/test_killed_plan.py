@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.artifacts import MANIFEST_NAME, read_manifest
+from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest
 
 RECIPE = """
 [corpus]

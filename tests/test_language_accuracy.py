@@ -4,7 +4,7 @@ import pytest
 from langdetect import DetectorFactory, detect_langs
 
 from pipeline.errors import ConfigError
-from pipeline.language_accuracy import LanguageDetector, detectable_languages
+from pipeline.evaluation.language_accuracy import LanguageDetector, detectable_languages
 from pipeline.languages import PAPER_GROUPS
 
 GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus."

@@ -1,4 +1,4 @@
-"""Tests of pipeline/launch.py and slurm/stage.sbatch."""
+"""Tests of pipeline/jobs/launch.py and slurm/stage.sbatch."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EXIT_RUN_AGAIN
-from pipeline.launch import describe_exit, launch
+from pipeline.jobs.launch import describe_exit, launch
 
 SBATCH_PATH = Path(__file__).parents[1] / "slurm" / "stage.sbatch"
 
@@ -141,7 +141,7 @@ def test_the_ranks_die_when_the_launcher_is_killed_outright(tmp_path: Path) -> N
 
 def _launcher_command(arguments: list[str], *, processes: int) -> list[str]:
     program = (
-        "import sys; from pipeline.launch import launch; "
+        "import sys; from pipeline.jobs.launch import launch; "
         f"sys.exit(launch({arguments!r}, processes={processes}, threads=1))"
     )
     return [sys.executable, "-c", program]

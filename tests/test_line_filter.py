@@ -15,14 +15,15 @@ import pytest
 from stored_checkpoints import make_checkpoint
 from tiny_models import tiny_model, tiny_spec
 
-from pipeline import cli, line_filter
-from pipeline.artifacts import Artifact, open_artifact
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.tokenizer import ByteVocabulary
 from pipeline.config import DecodingConfig
-from pipeline.corpus import Direction, Hypothesis
+from pipeline.decoding import line_filter
+from pipeline.decoding.line_filter import BATCH_LINES, find_direction
+from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
-from pipeline.line_filter import BATCH_LINES, find_direction
-from pipeline.tokenizer import ByteVocabulary
-from pipeline.translator import Job, Translator
 
 LANGUAGES = ("de", "en", "fr", "ru")
 MAX_POSITIONS = 40

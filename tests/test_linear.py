@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model import linear as linear_module
-from pipeline.model.linear import Linear, linear, product, product_into
+from pipeline.kernels import products as linear_module
+from pipeline.kernels.products import Linear, linear, product, product_into
 
 
 @pytest.fixture(autouse=True)

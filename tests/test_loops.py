@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from tiny_models import tiny_spec
 from torch import Tensor
 
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import MoEConfig
-from pipeline.model import experts, loops, threads
-from pipeline.model.dispatch import (
+from pipeline.kernels import routing_loops as loops
+from pipeline.kernels import threads
+from pipeline.kernels.routing_loops import compiled, numbers
+from pipeline.model.feed_forward import Activation
+from pipeline.model.moe import experts
+from pipeline.model.moe.dispatch import (
     SliceLength,
     combine,
     dispatch_dropless,
@@ -23,13 +28,10 @@ from pipeline.model.dispatch import (
     place_by_loop,
     place_by_sorting,
 )
-from pipeline.model.experts import Experts
-from pipeline.model.feed_forward import Activation
-from pipeline.model.loops import compiled, numbers
-from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.router import CombineWeights, Routing, choose, choose_by_operators
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import CombineWeights, Routing, choose, choose_by_operators
 from pipeline.model.transformer import build_model
-from pipeline.weights import initialize_weights
 
 SEEDS = st.integers(0, 2**16)
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 
-from pipeline.batches import Example, collate
+from pipeline.batching.batch import Example, collate
 from pipeline.config import LossConfig, MoEConfig, TagScheme
-from pipeline.losses import label_smoothed_cross_entropy, translation_loss
-from pipeline.model.router import z_loss
+from pipeline.model.moe.router import z_loss
 from pipeline.model.transformer import Transformer
+from pipeline.training.losses import label_smoothed_cross_entropy, translation_loss
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])

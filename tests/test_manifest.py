@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import cli
-from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact, read_manifest
+from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact, read_manifest
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, describe_name, describe_names
+from pipeline.checkpoints.inspection import verify
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
-from pipeline.inspection import verify
-from pipeline.manifest import MANIFEST_NAME, MARKER_NAME, describe_name, describe_names
 
 NOT_WITHIN = [
     "valid/../../loot.txt",

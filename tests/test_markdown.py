@@ -8,7 +8,7 @@ from example_evaluation import HOSTILE, IMPRINT, evaluation, history, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.markdown import escape_markdown, markdown_report, markdown_summary
+from pipeline.evaluation.markdown import escape_markdown, markdown_report, markdown_summary
 
 
 def report(system_name: str = "experts") -> str:

@@ -13,7 +13,8 @@ from tiny_models import random_batch, tiny_spec
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.batches import Batch
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import (
     BatchesConfig,
     LossConfig,
@@ -23,17 +24,22 @@ from pipeline.config import (
     TrainingConfig,
     load_recipe,
 )
-from pipeline.distributed import World
+from pipeline.distributed.world import World
 from pipeline.ds_config import ds_config_names, load_ds_config
-from pipeline.engine import Engine, connect, expert_parallel_group
 from pipeline.errors import ConfigError
-from pipeline.losses import label_smoothed_cross_entropy
-from pipeline.memory import Device, MemoryEstimate, MicroBatchShape, activation_bytes, estimate
+from pipeline.estimates.memory import (
+    Device,
+    MemoryEstimate,
+    MicroBatchShape,
+    activation_bytes,
+    estimate,
+)
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Output, Transformer, build_model
-from pipeline.optim import make_optimizer
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.losses import label_smoothed_cross_entropy
+from pipeline.training.optim import make_optimizer
 
 LENGTH = 16
 SENTENCES = 16

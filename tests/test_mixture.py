@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep import mix
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.mixture import lines_per_language, read_mixture, temperature_probabilities
 from pipeline.config import BatchesConfig, MixtureConfig, OptimizerConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, DataError
-from pipeline.mixture import lines_per_language, read_mixture, temperature_probabilities
 from pipeline.stages import STAGES, StageCall
 
 COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.batches import collate
+from pipeline.batching.batch import collate
 from pipeline.config import MoEConfig
-from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import LanguageGroupRouter, Routing, choose
 from pipeline.model.regularization import Regularization
-from pipeline.model.router import LanguageGroupRouter, Routing, choose
 from pipeline.model.transformer import Transformer
 
 WIDTH = 16

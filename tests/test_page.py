@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from example_evaluation import HOSTILE, IMPRINT, NAMES, PROFILES, evaluation, history, sample
 
-from pipeline.charts import MARKERS
-from pipeline.history import History
-from pipeline.html_parts import SERIES_COLOURS
-from pipeline.markdown import markdown_report
-from pipeline.page import html_report
-from pipeline.scores import Evaluation
+from pipeline.evaluation.charts import MARKERS
+from pipeline.evaluation.history import History
+from pipeline.evaluation.html_parts import SERIES_COLOURS
+from pipeline.evaluation.markdown import markdown_report
+from pipeline.evaluation.page import html_report
+from pipeline.evaluation.scores import Evaluation
 
 
 def page(system_name: str = "experts") -> str:

@@ -31,15 +31,17 @@ from test_engine import (
 from tiny_models import tiny_spec
 from torch import Tensor
 
-from pipeline.artifacts import ArtifactWriter, open_artifact
-from pipeline.checkpoint import PieceReader, write_pieces
+from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
+from pipeline.checkpoints.checkpoint import PieceReader, write_pieces
 from pipeline.config import OptimizerConfig
-from pipeline.distributed import World
-from pipeline.engine import Engine, connect, expert_parallel_group
-from pipeline.model import attention, linear, threads
+from pipeline.distributed.world import World
+from pipeline.kernels import products as linear
+from pipeline.kernels import threads
+from pipeline.model import attention
 from pipeline.model.transformer import build_model
-from pipeline.optim import make_optimizer
-from pipeline.run_directory import RunDirectory
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.optim import make_optimizer
+from pipeline.training.run_directory import RunDirectory
 
 SPEC = tiny_spec(moe=MOE, groups=2)
 UPDATES = 5

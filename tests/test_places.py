@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
-from pipeline.artifacts import ArtifactWriter, new_artifact, open_artifact, read_manifest
-from pipeline.distributed import LOOPBACK, World
-from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
-from pipeline.manifest import MANIFEST_NAME, MARKER_NAME
-from pipeline.places import (
+from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact, read_manifest
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
+from pipeline.artifacts.places import (
     claim_run_folder,
     make_working,
     plan_lock_path,
@@ -34,8 +32,10 @@ from pipeline.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.plan import load_plan, place_plan, run_plan
-from pipeline.run_directory import RunDirectory
+from pipeline.distributed.world import LOOPBACK, World
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
+from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 
@@ -545,7 +545,7 @@ def test_the_marker_is_no_part_of_the_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["my notes", "process"])
 def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) -> None:
-    from pipeline.locks import exclusive
+    from pipeline.artifacts.locks import exclusive
 
     path = plan_lock_path(tmp_path)
     path.write_text(text)
@@ -564,7 +564,7 @@ def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) 
 REPLACING = """
 import os, sys
 from pathlib import Path
-from pipeline.artifacts import new_artifact
+from pipeline.artifacts.artifact import new_artifact
 left = int(sys.argv[2])
 def counted(name):
     original = getattr(os, name)

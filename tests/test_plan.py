@@ -1,4 +1,4 @@
-"""Tests of pipeline/plan.py, with three tiny stages in place of the real ones."""
+"""Tests of pipeline/jobs/plan.py, with three tiny stages in place of the real ones."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from folder_listing import names_in
 
-from pipeline.artifacts import InputRecord, new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.locks import exclusive
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.launch import StopRequests
-from pipeline.locks import exclusive
-from pipeline.plan import (
+from pipeline.jobs.launch import StopRequests
+from pipeline.jobs.plan import (
     MAX_RERUNS,
     PlacedPlan,
     dry_run,
@@ -27,7 +27,6 @@ from pipeline.plan import (
     place_plan,
     plan_names,
     run_plan,
-    setting_changes,
     show_status,
     stage_arguments,
     stage_config,
@@ -400,7 +399,7 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
         hashed.append(path)
         return raw_digest(path)
 
-    monkeypatch.setattr("pipeline.plan.raw_digest", count)
+    monkeypatch.setattr("pipeline.jobs.plan.raw_digest", count)
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
     assert hashed == [setup.text_path.parent]
@@ -601,7 +600,8 @@ def test_a_second_run_of_the_same_folder_says_who_holds_it(setup: Setup) -> None
 def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     program = (
-        "import sys, time; from pathlib import Path; from pipeline.locks import exclusive\n"
+        "import sys, time; from pathlib import Path\n"
+        "from pipeline.artifacts.locks import exclusive\n"
         "with exclusive(Path(sys.argv[1]), what='x'):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )
@@ -647,17 +647,6 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
     assert [line.split()[1] for line in setup.status(given={}).split("\n")[2:]] == ["done"] * 3
 
 
-def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> None:
-    old = {"a": {"b": 1, "c": [1, 2]}, "d": {}}
-    new = {"a": {"b": 2, "c": [1, 2], "e": None}, "d": {"f": True}}
-    assert setting_changes(old, new) == [
-        "a.b: 1 → 2",
-        "a.e: unset → None",
-        "d: {} → unset",
-        "d.f: unset → True",
-    ]
-
-
 # ---------------------------------------------------------------- real processes
 
 DRIVER = """
@@ -678,7 +667,7 @@ if __name__ == "__main__":
 TINY_STAGE = """
 import os, time
 from pathlib import Path
-from pipeline.artifacts import new_artifact
+from pipeline.artifacts.artifact import new_artifact
 
 def run(call):
     folder = Path(__file__).parent
@@ -696,7 +685,7 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
-from pipeline.plan import load_plan, place_plan, run_plan
+from pipeline.jobs.plan import load_plan, place_plan, run_plan
 placed = place_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
 sys.exit(run_plan(placed, program=("driver.py",)))

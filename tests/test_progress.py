@@ -1,4 +1,4 @@
-"""Tests of pipeline/progress.py."""
+"""Tests of pipeline/terminal.py."""
 
 import io
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ArtifactError
-from pipeline.progress import JsonLines, Progress, clock_text, progress_line, track
+from pipeline.terminal import JsonLines, Progress, clock_text, progress_line, track
 
 
 class _Clock:

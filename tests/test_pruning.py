@@ -17,17 +17,17 @@ from tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_
 from torch import Tensor, nn
 
 from pipeline import cli
-from pipeline.artifacts import open_artifact
-from pipeline.batches import Batch, collate
-from pipeline.checkpoint import load_model
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.batching.batch import Batch, collate
+from pipeline.checkpoints.checkpoint import load_model
+from pipeline.checkpoints.pruning import PruningPlan, plan_pruning, prune_experts
 from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.model.moe import MixtureOfExperts
-from pipeline.model.router import Routing
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import Routing
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
-from pipeline.pruning import PruningPlan, plan_pruning, prune_experts
-from pipeline.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
 
 
 def moe_layers(model: Transformer) -> dict[str, MixtureOfExperts]:

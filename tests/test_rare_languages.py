@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
-from pipeline.artifacts import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import languages, line_counts, read_lines
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.mixture import read_mixture
 from pipeline.config import GroupsConfig, LanguagesConfig, Recipe, TokenizerConfig
-from pipeline.corpus import languages, line_counts, read_lines
-from pipeline.directions import describe_directions
-from pipeline.groups import read_groups
+from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language
-from pipeline.mixture import read_mixture
 from pipeline.stages import STAGES, StageCall
 
 STAGE_CODE = {

@@ -173,7 +173,7 @@ import resource, sys
 from pathlib import Path
 from data_prep import import_corpus
 from data_prep.raw_lines import iterate_raw_lines
-from pipeline.artifacts import open_artifact
+from pipeline.artifacts.artifact import open_artifact
 from pipeline.config import Recipe
 from pipeline.stages import STAGES, StageCall
 

@@ -12,10 +12,10 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
 from pipeline.config import Recipe, load_recipe, merge, recipe_names
 from pipeline.ds_config import SECTIONS, ds_config_names, load_ds_config
-from pipeline.engine import accumulation_steps, merge_ds_config
 from pipeline.errors import ConfigError
-from pipeline.model.describe import count_parameters
+from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
+from pipeline.training.engine import accumulation_steps, merge_ds_config
 
 OVERLAYS = ("smoke",)
 BASES = tuple(name for name in recipe_names() if name not in OVERLAYS)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import retrieve
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline import nearest_neighbor as retrieve
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, read_hypotheses, text_name
 from pipeline.config import Recipe
-from pipeline.corpus import Direction, read_hypotheses, text_name
 from pipeline.errors import ArtifactError
-from pipeline.retrieve import NO_NEIGHBOUR, nearest_lines
+from pipeline.nearest_neighbor import NO_NEIGHBOUR, nearest_lines
 from pipeline.stages import STAGES, StageCall
 
 

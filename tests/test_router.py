@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.model.router import LanguageGroupRouter, Router, TokenRouter, choose, z_loss
+from pipeline.model.moe.router import LanguageGroupRouter, Router, TokenRouter, choose, z_loss
 
 WIDTH, EXPERTS, GROUPS = 8, 5, 3
 RouterType = TypeVar("RouterType", TokenRouter, LanguageGroupRouter)

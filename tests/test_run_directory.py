@@ -13,11 +13,11 @@ import pytest
 from folder_listing import names_in
 from process_pool import ProcessPool
 
-from pipeline.artifacts import ArtifactWriter, InputRecord, open_artifact
-from pipeline.checkpoint import part_prefix
-from pipeline.distributed import LOOPBACK, World, wait_for_all
+from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
+from pipeline.checkpoints.checkpoint import part_prefix
+from pipeline.distributed.world import LOOPBACK, World, wait_for_all
 from pipeline.errors import ArtifactError, CheckpointError
-from pipeline.run_directory import RunDirectory, describe_change, link_or_copy
+from pipeline.training.run_directory import RunDirectory, link_or_copy
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
@@ -127,7 +127,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a setting more": (
         {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "warmup": 3}}},
-        r"training\.warmup: None → 3",
+        r"training\.warmup: unset → 3",
     ),
     "another input": ({"digest": "b" * 64}, "shards: a{64} → b{64}"),
 }
@@ -174,31 +174,14 @@ def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
     assert directory.state_names() == ["update-0000020", "update-0000030"]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ({"a": 1}, {"a": 1}, None),
-        ({"a": {"b": {"c": 1}}, "z": 0}, {"a": {"b": {"c": 2}}, "z": 1}, "a.b.c: 1 → 2"),
-        ({}, {"a": 1}, "a: None → 1"),
-        ({"a": {"b": 1}}, {"a": None}, "a: {'b': 1} → None"),
-        ({"b": 1, "a": 1}, {"a": 1}, "b: 1 → None"),
-        ({"a": [1, 2]}, {"a": [1, 3]}, "a: [1, 2] → [1, 3]"),
-    ],
-)
-def test_the_first_difference_of_two_settings_is_described_by_its_path(
-    old: dict[str, object], new: dict[str, object], expected: str | None
-) -> None:
-    assert describe_change(old, new) == expected
-
-
 # ---------------------------------------------------------------- one writer at a time
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from pipeline.distributed import World
-from pipeline.run_directory import RunDirectory
+from pipeline.distributed.world import World
+from pipeline.training.run_directory import RunDirectory
 
 world = World(0, 1, 0, 1, "127.0.0.1", 0)
 directory = RunDirectory(Path(sys.argv[1]), stage="pretrain", config={}, inputs={}, world=world)
@@ -295,7 +278,7 @@ def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
     save(run_directory(tmp_path, config={"training": {"updates": 99}}), 5)
     messages = pool2.run(failure_of, tmp_path, None, CheckpointError)
     assert messages[0] == messages[1]
-    assert "other settings or inputs (model: None → " in messages[0]
+    assert "other settings or inputs (model.width: unset → " in messages[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

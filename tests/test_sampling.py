@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import BatchesConfig
-from pipeline.errors import ConfigError
-from pipeline.mixture import temperature_probabilities
-from pipeline.sampling import (
+from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
     PairLengths,
@@ -23,6 +21,8 @@ from pipeline.sampling import (
     fill_up,
     shuffled,
 )
+from pipeline.config import BatchesConfig
+from pipeline.errors import ConfigError
 
 SIZES = {"de-en": 700, "en-fr": 90, "el-en": 7}
 Sentence = tuple[int, int, int]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.sentences import join_sentences, split_sentences, split_to_fit
+from pipeline.decoding.sentences import join_sentences, split_sentences, split_to_fit
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from pipeline.config import Recipe, load_recipe
 from pipeline.errors import ConfigError
+from pipeline.jobs.plan import Plan
 from pipeline.model.spec import ModelSpec
-from pipeline.plan import Plan
 from pipeline.settings import Settings, describe_validation, number, whole
 
 ABSURD = 10**30

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from data_prep import make_shards
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split, emptied_pairs, languages, line_counts, text_name
+from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
+from pipeline.artifacts.tokenizer import (
+    Tokenizer,
+    TokenizerDescription,
+    load_tokenizer,
+    write_tokenizer,
+)
 from pipeline.config import Recipe, ShardsConfig
-from pipeline.corpus import Split, emptied_pairs, languages, line_counts, text_name
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.stages import STAGES, StageCall
-from pipeline.tokenizer import Tokenizer, TokenizerDescription, load_tokenizer, write_tokenizer
 
 Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
 

@@ -14,11 +14,11 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, estimate_ci
 
-from pipeline import significance
-from pipeline.bleu_chrf import LineStatistics, corpus_bleu, corpus_chrf, line_statistics
-from pipeline.corpus import Direction
-from pipeline.directions import DirectionProfile
-from pipeline.significance import (
+from pipeline.artifacts.corpus import Direction
+from pipeline.evaluation import significance
+from pipeline.evaluation.bleu_chrf import LineStatistics, corpus_bleu, corpus_chrf, line_statistics
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.significance import (
     BootstrapTask,
     bleu_of_sums,
     chrf_of_sums,

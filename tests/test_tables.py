@@ -3,8 +3,8 @@
 import pytest
 from example_evaluation import evaluation
 
-from pipeline.scores import Evaluation
-from pipeline.tables import (
+from pipeline.evaluation.scores import Evaluation
+from pipeline.evaluation.tables import (
     accuracy_tables,
     average_columns,
     direction_row,

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.model import threads
-from pipeline.model.threads import side_by_side
+from pipeline.kernels import threads
+from pipeline.kernels.threads import side_by_side
 
 
 @pytest.fixture(autouse=True)

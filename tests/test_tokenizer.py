@@ -15,13 +15,10 @@ from sentencepiece import SentencePieceTrainer
 
 from data_prep import train_tokenizer
 from data_prep.train_tokenizer import draw, sample_quotas
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.config import Recipe, TokenizerConfig
-from pipeline.corpus import Split, text_name
-from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
-from pipeline.mixture import temperature_probabilities
-from pipeline.stages import STAGES, StageCall
-from pipeline.tokenizer import (
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
     Tokenizer,
     TokenizerDescription,
@@ -32,6 +29,9 @@ from pipeline.tokenizer import (
     tags,
     write_tokenizer,
 )
+from pipeline.config import Recipe, TokenizerConfig
+from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
+from pipeline.stages import STAGES, StageCall
 
 LETTERS = {
     "de": "abcdefghijklmnopqrstuvwxyzäöüß",

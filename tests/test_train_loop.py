@@ -24,22 +24,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep import make_shards, mix
-from pipeline.artifacts import Artifact, Kind, new_artifact, open_artifact
-from pipeline.checkpoint import Progress, load_model, read_spec
+from pipeline.artifacts.artifact import Artifact, Kind, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Split, text_name
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
+from pipeline.batching.feed import SplitData
+from pipeline.checkpoints.checkpoint import Progress, load_model, read_spec
+from pipeline.checkpoints.names import initialize_weights, tensor_shapes
 from pipeline.config import Recipe
-from pipeline.corpus import Direction, Split, text_name
-from pipeline.distributed import World
-from pipeline.engine import Engine, StepResult, connect, expert_parallel_group
+from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, Interrupted
-from pipeline.manifest import MARKER_NAME
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
 from pipeline.pretrain import model_spec
 from pipeline.stages import STAGES, StageCall
-from pipeline.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
-from pipeline.train_loop import summarize_validation, train, training_data
-from pipeline.training_data import SplitData
-from pipeline.weights import initialize_weights, tensor_shapes
+from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
+from pipeline.training.loop import summarize_validation, train, training_data
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}

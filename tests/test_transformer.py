@@ -20,7 +20,7 @@ from transformers import (
     MBartForConditionalGeneration,
 )
 
-from pipeline.batches import Example, Packing, collate
+from pipeline.batching.batch import Example, Packing, collate
 from pipeline.config import MoEConfig
 from pipeline.model.feed_forward import Activation
 from pipeline.model.regularization import Regularization

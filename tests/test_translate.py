@@ -16,19 +16,19 @@ from folder_listing import names_in
 from tiny_models import perturb_vectors
 
 from pipeline import cli
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.checkpoint import write_model_files, write_weights
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
+from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.checkpoint import write_model_files, write_weights
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
-from pipeline.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
-from pipeline.decoding import Source, Translation, beam_search
-from pipeline.distributed import StopFlag
+from pipeline.decoding.beam_search import Source, Translation, beam_search
+from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.world import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
-from pipeline.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.translate import WorkingTime
-from pipeline.translator import Job, Translator
-from pipeline.weights import initialize_weights, named_slices
 
 LANGUAGES = ("de", "en", "fr")
 MAX_POSITIONS = 40
@@ -189,7 +189,7 @@ def test_the_score_of_a_split_line_is_the_mean_over_its_tokens(
         longest_first = [Translation((7, 7, 7), -2.0), Translation((7,), -1.0)]
         return longest_first[: len(sources)]
 
-    monkeypatch.setattr("pipeline.translator.beam_search", answered)
+    monkeypatch.setattr("pipeline.decoding.translator.beam_search", answered)
     text = "Ein ziemlich langer erster Satz. Und ein zweiter."
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
     assert found.score == pytest.approx((4 * -2.0 + 2 * -1.0) / 6, abs=1e-4)
@@ -228,7 +228,7 @@ def test_the_parts_of_long_lines_are_batched_within_the_budget(
         sizes.append((len(sources), max(len(source.tokens) for source in sources)))
         return [Translation((), -1.0) for _ in sources]
 
-    monkeypatch.setattr("pipeline.translator.beam_search", recorded)
+    monkeypatch.setattr("pipeline.decoding.translator.beam_search", recorded)
     translator.translate([Job(Direction("de", "en"), 0, "Ein Satz. " * 100)])
     assert sum(count for count, _ in sizes) == 100
     assert all(count * longest * 2 <= 200 for count, longest in sizes)

@@ -13,9 +13,14 @@ from readers_sweep import reseal
 from safetensors.torch import load_file, save_file
 
 from pipeline import cli
-from pipeline.checkpoint import load_model, open_checkpoint, read_spec, refuse_other_tokenizer
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    open_checkpoint,
+    read_spec,
+    refuse_other_tokenizer,
+)
 from pipeline.errors import CheckpointError
-from pipeline.tokenizer import load_tokenizer
 
 Change = Callable[[dict[str, torch.Tensor], str], torch.Tensor]
 

@@ -12,21 +12,9 @@ from tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline import upcycle
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.checkpoint import (
-    TensorFiles,
-    load_model,
-    read_spec,
-    write_model_files,
-    write_weights,
-)
-from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, initialize
-from pipeline.stages import STAGES, StageCall
-from pipeline.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.upcycling import (
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.assembly import (
     Assignment,
     Part,
     assemble,
@@ -35,7 +23,19 @@ from pipeline.upcycling import (
     plan_assembly,
     receipt_lines,
 )
-from pipeline.weights import named_slices
+from pipeline.checkpoints.checkpoint import (
+    TensorFiles,
+    load_model,
+    read_spec,
+    write_model_files,
+    write_weights,
+)
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, initialize
+from pipeline.stages import STAGES, StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)
 DENSE = tiny_spec()

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeline.batches import Batch, Example, collate
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import ModelConfig, MoEConfig
 from pipeline.model.feed_forward import Activation
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.seeds import named_generator
-from pipeline.weights import initialize_weights, named_slices
 
 PAD_ID = 1
 EOS_ID = 2

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeline import cli
-from pipeline.launch import StopRequests
+from pipeline.jobs.launch import StopRequests
 
 RECIPE = '[corpus]\nsource = "tree"\n[clean]\n'
 RAW = {

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.batches import Packing
-from pipeline.model.linear import Linear
+from pipeline.batching.batch import Packing
+from pipeline.kernels.products import Linear
 
 FEW_QUERIES = 16
 """Up to here (decoding: one per beam) plain matrix products are the faster kernel on CPU."""

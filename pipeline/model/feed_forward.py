@@ -5,7 +5,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.linear import Linear
+from pipeline.kernels.products import Linear
 
 Activation = Literal["relu", "gelu"]
 

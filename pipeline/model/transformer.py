@@ -22,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.batches import Batch, Packing
+from pipeline.batching.batch import Batch, Packing
 from pipeline.config import ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.products import linear
 from pipeline.model.attention import Attention, KeyValues
-from pipeline.model.expert_parallel import ExpertParallel
-from pipeline.model.experts import Experts
 from pipeline.model.feed_forward import FeedForward
-from pipeline.model.linear import linear
-from pipeline.model.moe import MixtureOfExperts, RoutingRecord
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
+from pipeline.model.moe.router import LanguageGroupRouter, Router, TokenRouter
 from pipeline.model.regularization import Regularization
-from pipeline.model.router import LanguageGroupRouter, Router, TokenRouter
 from pipeline.model.spec import ModelSpec
 from pipeline.seeds import named_generator
 

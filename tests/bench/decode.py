@@ -23,9 +23,9 @@ from m2m100_peer import m2m100_peer, padded
 from ratios import Row, compare, interleaved, parse_options, report
 from tiny_models import EOS_ID, PAD_ID
 
-from pipeline.batches import Example, collate
+from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig
-from pipeline.decoding import Source, beam_search
+from pipeline.decoding.beam_search import Source, beam_search
 from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}

@@ -22,11 +22,11 @@ from m2m100_peer import AttentionKernel, m2m100_peer, padded
 from ratios import Row, compare, interleaved, parse_options, report
 from tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
 
-from pipeline.batches import Batch, Example, Packing, collate
+from pipeline.batching.batch import Batch, Example, Packing, collate
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import LossConfig
-from pipeline.losses import translation_loss
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.weights import initialize_weights
+from pipeline.training.losses import translation_loss
 
 KERNELS: tuple[AttentionKernel, ...] = ("eager", "sdpa")
 TARGET = 1.05

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 from process_pool import ProcessPool
 from ratios import Options, Row, compare, interleaved, parse_options, report
 
-from pipeline import digests
-from pipeline.artifacts import Artifact, new_artifact, open_artifact
-from pipeline.digests import file_record
-from pipeline.distributed import World
-from pipeline.places import verified_path
-from pipeline.shared_hashing import check_together
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.digests import file_record
+from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.distributed.world import World
 
 MEBIBYTE = 2**20
 READING_TARGET = 0.10

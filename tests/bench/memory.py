@@ -27,15 +27,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 from ratios import Row, parse_options, write_rows
 from tiny_models import random_batch
 
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig
-from pipeline.distributed import LOOPBACK, World, distributed_world, free_port, leave
-from pipeline.engine import Engine, connect, expert_parallel_group
-from pipeline.memory import estimate
+from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
+from pipeline.estimates.memory import estimate
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
-from pipeline.optim import make_optimizer
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.optim import make_optimizer
 
 UPDATES = 2
 LENGTH = 32

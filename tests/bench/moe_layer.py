@@ -30,14 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 from ratios import Options, Row, compare, interleaved, parse_options, report
 from tiny_models import tiny_spec
 
-from pipeline.batches import Packing
+from pipeline.batching.batch import Packing
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import MoEConfig
-from pipeline.distributed import distributed_world, leave
-from pipeline.engine import connect
+from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.feed_forward import FeedForward
-from pipeline.model.moe import MixtureOfExperts
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.transformer import build_model
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import connect
 
 TOP_K = 2
 BALANCE_WEIGHT = 0.1

@@ -26,16 +26,16 @@ from m2m100_peer import m2m100_peer, padded
 from ratios import Options, Row, compare, interleaved, parse_options, report
 from tiny_models import EOS_ID, random_batch, tiny_spec
 
-from pipeline.batches import Batch
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import BatchesConfig, LossConfig, MoEConfig, Recipe
-from pipeline.distributed import World, distributed_world, leave
+from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.ds_config import load_ds_config
-from pipeline.engine import Engine, connect
-from pipeline.losses import translation_loss
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.optim import make_optimizer
-from pipeline.weights import initialize_weights
+from pipeline.training.engine import Engine, connect
+from pipeline.training.losses import translation_loss
+from pipeline.training.optim import make_optimizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 
 from ratios import compare, interleaved, parse_options, report
 
-from pipeline.significance import BootstrapTask, resampled_scores
+from pipeline.evaluation.significance import BootstrapTask, resampled_scores
 
 LINES, SYSTEMS, RESAMPLES, DIRECTIONS = 2000, 4, 1000, 188
 

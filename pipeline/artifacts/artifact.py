@@ -1,0 +1,387 @@
+"""Artifacts: how the output of every stage is written, opened, verified and refused.
+
+An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
+in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
+stage leaves nothing that looks finished. A file of an artifact is asked for by name, and has the
+digests the manifest says when its path is given out (``digests``).
+"""
+
+import errno
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.digests import (
+    Check,
+    Stamp,
+    changed_files,
+    compare_files,
+    file_records,
+    raw_digest,
+    refuse_links,
+    remember,
+    remember_artifact,
+    remembered,
+)
+from pipeline.artifacts.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    FileRecord,
+    InputRecord,
+    Kind,
+    Manifest,
+    RunRecord,
+    describe_name,
+    describe_names,
+    json_digest,
+    read_manifest,
+    to_json,
+)
+from pipeline.artifacts.places import (
+    discard_working,
+    files_below,
+    make_working,
+    refuse_inputs,
+    refuse_to_overwrite,
+    replace_directory,
+    restore,
+    sync,
+    unfinished_dir,
+)
+from pipeline.documents import read_json
+from pipeline.errors import ArtifactError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "UNWRITABLE",
+    "Artifact",
+    "ArtifactWriter",
+    "FileRecord",
+    "InputRecord",
+    "Kind",
+    "Manifest",
+    "RunRecord",
+    "describe_unwritable",
+    "json_digest",
+    "new_artifact",
+    "open_artifact",
+    "publish_artifact",
+    "raw_digest",
+    "read_manifest",
+    "refuse_changed",
+    "refuse_to_overwrite",
+    "seal_artifact",
+    "settle_files",
+    "stage_key",
+    "to_json",
+]
+
+UNWRITABLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
+)
+"""What the user can mend where something cannot be written."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished artifact: its directory and manifest."""
+
+    directory: Path
+    manifest: Manifest
+
+    @cached_property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        return self.manifest.statistics
+
+    @property
+    def as_input(self) -> InputRecord:
+        """What the manifest of an artifact made from this one says of it."""
+        path = str(self.directory.absolute())
+        return InputRecord(kind=self.manifest.kind, path=path, digest=self.digest)
+
+    def file(self, name: str) -> Path:
+        """Path of a file the manifest lists, which is as the manifest says.
+
+        Raises:
+            ArtifactError: the artifact has no such file, or it is missing, damaged or a link.
+        """
+        self.check([name])
+        return self.directory / name
+
+    def unchecked_file(self, name: str) -> Path:
+        """Path of a file whose contents are not used, or only to say what they are.
+
+        Raises:
+            ArtifactError: the artifact has no such file, or it is a link.
+        """
+        self._record(name)
+        refuse_links(self.directory, name)
+        return self.directory / name
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare files with their digests unless they are known to be right, then remember them.
+
+        Raises:
+            ArtifactError: names the file that is missing, damaged or a link.
+        """
+        unknown = self.to_check(names).without(remembered(self.directory, self.digest))
+        if unknown.files:
+            self.remember(compare_files(self.directory, unknown.files))
+
+    def to_check(self, names: Iterable[str]) -> Check:
+        """The named files with their digests and their status as it is now.
+
+        Raises:
+            ArtifactError: one is missing, a link or of another size.
+        """
+        return Check.of(self.directory, {name: self._record(name) for name in names})
+
+    def remember(self, stamps: Mapping[str, Stamp], *, on_disk: bool = True) -> None:
+        """Note that files of this status are as the manifest says."""
+        remember(self.directory, self.digest, stamps, on_disk=on_disk)
+
+    def _record(self, name: str) -> FileRecord:
+        if name not in self.manifest.files:
+            raise ArtifactError(
+                f"{self.directory} has no file {name!r}; it was written by stage "
+                f"{self.manifest.stage!r}: run that stage again."
+            )
+        return self.manifest.files[name]
+
+    def has(self, name: str) -> bool:
+        return name in self.manifest.files
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names of the files that start with ``prefix``, sorted."""
+        return sorted(name for name in self.manifest.files if name.startswith(prefix))
+
+    def read_json(self, name: str) -> Any:
+        """What a JSON file holds; ArtifactError where it is broken, too large or too deep."""
+        return read_json(self.file(name))
+
+    def verify(self, names: list[str] | None = None) -> None:
+        """Compare files with their digests (all of them, or those named), whatever is remembered.
+
+        Raises:
+            ArtifactError: names the file and the chunk that differ.
+        """
+        wanted = self.names() if names is None else names
+        self.remember(compare_files(self.directory, {name: self._record(name) for name in wanted}))
+
+
+@dataclass
+class ArtifactWriter:
+    """An artifact under construction: files go below ``directory``, figures into ``statistics``.
+
+    ``summary`` takes one to five lines: what was read, kept, dropped by which rule, set aside
+    where. The command line prints them when the stage is done, reports repeat them.
+    """
+
+    directory: Path
+    statistics: dict[str, Any] = field(default_factory=dict)
+    summary: list[str] = field(default_factory=list)
+
+    def path(self, name: str) -> Path:
+        """Path for a new file; its parent folders are made.
+
+        Raises:
+            ArtifactError: the name leads out of the artifact, or is one that none can have.
+        """
+        problem = describe_name(name)
+        if problem is not None:
+            raise ArtifactError(
+                f"A file of an artifact would be called {name!r}, which {problem}: look at the "
+                "names in the input it is made from."
+            )
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def write_json(self, name: str, value: Any) -> None:
+        self.path(name).write_text(to_json(value), encoding="utf-8")
+
+
+def stage_key(
+    *, stage: str, kind: Kind, config: Mapping[str, Any], inputs: Mapping[str, str]
+) -> str:
+    """What decides whether a stage must run again: its settings and the digests of its inputs."""
+    return json_digest(
+        {
+            "stage": stage,
+            "kind": kind,
+            "format_version": FORMAT_VERSION[kind],
+            "config": dict(config),
+            "inputs": dict(inputs),
+        }
+    )
+
+
+def open_artifact(path: Path, *, kind: Kind) -> Artifact:
+    """Open a finished artifact of the given kind.
+
+    Raises:
+        ArtifactError: missing, unfinished, of another kind or of another format version.
+    """
+    if not path.is_dir():
+        raise ArtifactError(f"{path} does not exist: run the stage that makes the {kind} first.")
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise ArtifactError(
+            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}: run its stage again."
+        )
+    if manifest.kind != kind:
+        raise ArtifactError(
+            f"{path} is a {manifest.kind} where a {kind} is wanted: name the folder of a {kind}."
+        )
+    if manifest.format_version != FORMAT_VERSION[kind]:
+        raise ArtifactError(
+            f"{path} has format version {manifest.format_version}, this version of mmnmt reads "
+            f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
+        )
+    return Artifact(directory=path, manifest=manifest)
+
+
+def refuse_changed(directory: Path) -> None:
+    """Make sure that a finished artifact still is what its stage made.
+
+    Only files that changed since, by their status, are compared with their digests.
+
+    Raises:
+        ArtifactError: one is missing or differs; what a user did to it is not thrown away.
+    """
+    manifest = read_manifest(directory)
+    if manifest is not None:
+        Artifact(directory, manifest).check(changed_files(directory, manifest))
+
+
+@contextmanager
+def new_artifact(
+    out_dir: Path,
+    *,
+    kind: Kind,
+    stage: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, InputRecord],
+    overwrite: bool = False,
+    clock: float | None = None,
+    wall_seconds: float | None = None,
+) -> Iterator[ArtifactWriter]:
+    """Build an artifact; it appears at ``out_dir`` when the block ends without an error.
+
+    The statistics must be JSON; files are hashed and synced before the manifest is written.
+
+    Args:
+        clock: ``time.monotonic()`` when the work began; None: when the block is entered.
+        wall_seconds: how long the work took, where a clock of this process cannot tell.
+    """
+    restore(out_dir)
+    refuse_to_overwrite(out_dir, overwrite=overwrite)
+    paths = {name: Path(record.path) for name, record in inputs.items()}
+    refuse_inputs(out_dir, inputs=paths, run_folder=False)
+    clock = time.monotonic() if clock is None else clock
+    started = datetime.now(UTC) - timedelta(seconds=time.monotonic() - clock)
+    writer = ArtifactWriter(unfinished_dir(out_dir))
+    try:
+        make_working(writer.directory)
+        yield writer
+        manifest = seal_artifact(
+            writer,
+            kind=kind,
+            stage=stage,
+            config=config,
+            inputs=inputs,
+            run=RunRecord(
+                started=started.isoformat(timespec="seconds"),
+                wall_seconds=wall_seconds or round(time.monotonic() - clock, 3),
+            ),
+        )
+        publish_artifact(writer, manifest, out_dir=out_dir)
+    except OSError as error:
+        discard_working(writer.directory)
+        if error.errno not in UNWRITABLE:
+            raise
+        raise ArtifactError(describe_unwritable(error, place=out_dir)) from error
+    except BaseException:
+        discard_working(writer.directory)
+        raise
+
+
+def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:
+    """Move a sealed artifact to its place; its files were just hashed, and are known from now on.
+
+    Raises:
+        ArtifactError: what lies in its place is not ours.
+    """
+    replace_directory(writer.directory, out_dir)
+    remember_artifact(out_dir, manifest)
+
+
+def describe_unwritable(error: OSError, *, place: Path) -> str:
+    """What to say where something could not be written."""
+    return (
+        f"{place} could not be written ({error.strerror or error}): nothing was changed; make "
+        "room or choose another --out and run again."
+    )
+
+
+def seal_artifact(
+    writer: ArtifactWriter,
+    *,
+    kind: Kind,
+    stage: str,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, InputRecord],
+    run: RunRecord,
+    files: Mapping[str, FileRecord] | None = None,
+) -> Manifest:
+    """Write the manifest of a directory under construction, last of all.
+
+    ``files`` are the records of all files where these are hashed and on disk already; otherwise
+    that is done here.
+    """
+    if files is None:
+        files = settle_files(writer.directory, files_below(writer.directory))
+    problem = describe_names(files)
+    if problem is not None:
+        raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")
+    manifest = Manifest(
+        kind=kind,
+        format_version=FORMAT_VERSION[kind],
+        stage=stage,
+        key=stage_key(
+            stage=stage,
+            kind=kind,
+            config=config,
+            inputs={name: record.digest for name, record in inputs.items()},
+        ),
+        config=dict(config),
+        inputs=dict(inputs),
+        files=dict(sorted(files.items())),
+        statistics=writer.statistics,
+        run=run,
+        summary=tuple(writer.summary),
+    )
+    manifest_path = writer.directory / MANIFEST_NAME
+    manifest_path.write_text(to_json(manifest.model_dump()), encoding="utf-8")
+    sync(manifest_path)
+    sync(writer.directory)
+    return manifest
+
+
+def settle_files(directory: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Hash files and force them to disk; records by name relative to ``directory``."""
+    records = file_records(list(paths))
+    for path in records:
+        sync(path)
+    return {path.relative_to(directory).as_posix(): record for path, record in records.items()}

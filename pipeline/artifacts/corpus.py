@@ -1,0 +1,249 @@
+"""Reading corpus and translations artifacts: which pairs, which directions, which lines.
+
+A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
+end with ``\\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
+alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
+statistics list ``{"pairs": {pair: {split: lines}}}``, and as ``emptied`` the pairs that lost all
+their training lines. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
+the order of the corpus's test lines.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.manifest import describe_name
+from pipeline.documents import RESTORE, read_json_lines
+from pipeline.errors import ArtifactError
+from pipeline.settings import shown
+
+Split = Literal["train", "valid", "test"]
+
+
+def pair_name(first: str, second: str) -> str:
+    """The name of the pair of two languages, whichever comes first."""
+    return "-".join(sorted((first, second)))
+
+
+@dataclass(frozen=True, order=True)
+class Direction:
+    """A translation direction."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+    @property
+    def pair(self) -> str:
+        return pair_name(self.source, self.target)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translated line; ``score`` is the length-normalised log-probability (0 where none)."""
+
+    text: str
+    score: float = 0.0
+    truncated: bool = False
+    """Part of the source was left out: it did not fit the model, and could not be divided."""
+    split: int = 0
+    """Parts that a source too long for the model was translated in; 0: it was translated whole."""
+
+
+_HYPOTHESIS = TypeAdapter(Hypothesis)
+
+
+def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, int]]:
+    """Pair → what is counted → how many, as the statistics of an artifact have it under a name.
+
+    Of a corpus or shards, ``pairs`` has the lines of every split; of shards, ``tokens`` has the
+    training tokens of every language.
+
+    Raises:
+        ArtifactError: the statistics do not say, or something else.
+    """
+    table = artifact.statistics.get(name)
+    if not isinstance(table, dict):
+        _refuse_statistics(artifact, f"have no table {name!r}")
+    for pair, counts in table.items():
+        first, _, second = pair.partition("-")
+        is_name = "/" not in pair and not any(map(describe_name, (first, second)))
+        if not is_name or "-" in second or first >= second:
+            _refuse_statistics(artifact, f"name a pair {shown(pair)!r} under {name!r}")
+        if not isinstance(counts, dict) or not all(map(_is_count, counts.values())):
+            _refuse_statistics(artifact, f"have no counts of {shown(pair)!r} under {name!r}")
+    return dict(sorted(table.items()))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
+    raise ArtifactError(
+        f"The statistics of {artifact.directory} {problem}: run stage "
+        f"{artifact.manifest.stage!r} again."
+    )
+
+
+def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
+    """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
+    pairs = pair_counts(artifact)
+    return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
+
+
+def emptied_pairs(artifact: Artifact) -> set[str]:
+    """Pairs of a corpus or shards artifact that had training text of which nothing is left.
+
+    They are no zero-shot pairs. An artifact that does not say has none.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    return listed_names(artifact, "emptied")
+
+
+def listed_names(artifact: Artifact, name: str) -> set[str]:
+    """The names that the statistics of an artifact list; none where they say nothing.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    found = artifact.statistics.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
+        _refuse_statistics(artifact, f"have no list of names under {name!r}")
+    return set(found)
+
+
+def found_scripts(corpus: Artifact) -> dict[str, str]:
+    """Language → the ISO 15924 code of the script that its text was found to be in, where it was.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    found = corpus.statistics.get("languages", {})
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        _refuse_statistics(corpus, "have no table of languages under 'languages'")
+    scripts = {code: entry.get("script") for code, entry in found.items()}
+    if not all(script is None or isinstance(script, str) for script in scripts.values()):
+        _refuse_statistics(corpus, "name no script under 'languages'")
+    return {code: script for code, script in scripts.items() if script}
+
+
+Resource = Literal["high", "medium", "low"]
+
+
+def resource_of(training_lines: int, *, thresholds: tuple[int, int]) -> Resource:
+    """Resource group of a pair: low up to the first threshold, high from the second on."""
+    low, high = thresholds
+    if training_lines >= high:
+        return "high"
+    return "medium" if training_lines > low else "low"
+
+
+def languages(artifact: Artifact) -> list[str]:
+    """All languages of a corpus or shards artifact, sorted."""
+    return sorted({code for name in pair_counts(artifact) for code in name.split("-")})
+
+
+def directions(artifact: Artifact, split: Split) -> list[Direction]:
+    """Both directions of every pair that has lines in the split, sorted."""
+    found = []
+    for name in line_counts(artifact, split):
+        first, second = name.split("-")
+        found += [Direction(first, second), Direction(second, first)]
+    return sorted(found)
+
+
+def text_name(split: Split, pair: str, language: str) -> str:
+    """Name of a text file within a corpus."""
+    return f"{split}/{pair}/{language}.txt"
+
+
+def iterate_lines(path: Path) -> Iterator[str]:
+    """Lines of a text file without their ``\\n``; no other character ends a line.
+
+    Raises:
+        ArtifactError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="\n") as stream:
+            for line in stream:
+                yield line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path} is not UTF-8 ({error.reason}): {RESTORE}.") from error
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read ({error.strerror}): {RESTORE}.") from error
+
+
+def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
+    """All lines of one side of a pair.
+
+    Raises:
+        ArtifactError: there are more or fewer than the statistics say.
+    """
+    path = corpus.file(text_name(split, pair, language))
+    lines = list(iterate_lines(path))
+    counted = line_counts(corpus, split).get(pair, 0)
+    if len(lines) != counted:
+        raise ArtifactError(
+            f"{path} has {len(lines):,} lines, the statistics of {corpus.directory} say "
+            f"{counted:,}: {RESTORE}."
+        )
+    return lines
+
+
+def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
+    """Lines of two files that stand beside each other.
+
+    Raises:
+        ArtifactError: one file ends before the other.
+    """
+    for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
+        if one is None or other is None:
+            raise ArtifactError(f"{first} and {second} differ in their number of lines: {RESTORE}.")
+        yield one, other
+
+
+def hypotheses_name(direction: Direction) -> str:
+    return f"hypotheses/{direction}.jsonl"
+
+
+def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
+    """One JSON object per line, in order."""
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        for hypothesis in hypotheses:
+            stream.write(json.dumps(vars(hypothesis), ensure_ascii=False) + "\n")
+
+
+def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:
+    """Hypotheses of one direction, in the order of the corpus's test lines.
+
+    Raises:
+        ArtifactError: names the line that is no hypothesis.
+    """
+    path = translations.file(hypotheses_name(direction))
+    return [
+        hypothesis_of(record, what=f"Line {number} of {path}")
+        for number, record in enumerate(read_json_lines(path), start=1)
+    ]
+
+
+def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
+    """A hypothesis from its JSON; ArtifactError begins with ``what``."""
+    try:
+        return _HYPOTHESIS.validate_python(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(shown(str(part)) for part in first["loc"])
+        raise ArtifactError(
+            f"{what} is no hypothesis ({where}: {first['msg']}): {RESTORE}."
+        ) from error

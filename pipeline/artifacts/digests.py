@@ -1,0 +1,303 @@
+"""Digests of files: made by several threads, checked before a file is used, then remembered.
+
+A file whose digests were found to be its manifest's is remembered by size, time of its last change
+and inode, in this process and in ``.NAME.verified.jsonl`` beside the artifact, so that its next use
+costs a look at its status. Where nothing can be written there, this process alone remembers.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.artifacts.manifest import MANIFEST_NAME, FileRecord, Manifest, json_digest
+from pipeline.artifacts.places import is_verified_file, verified_path
+from pipeline.errors import ArtifactError
+
+CHUNK_BYTES = 64 * 1024 * 1024
+READ_BYTES = 1024 * 1024
+"""What a thread holds in memory while it hashes."""
+
+MAX_THREADS = 4
+
+RECENT_NANOSECONDS = 50_000_000
+"""A file changed this recently is not remembered: a second change might leave the same time."""
+
+
+class Stamp(NamedTuple):
+    """What changes when a file does."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+
+class Chunk(NamedTuple):
+    """A chunk of a file, to be hashed."""
+
+    name: str
+    number: int
+
+
+# ---------------------------------------------------------------- hashing
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and chunk digests of a file, read once."""
+    return file_records([path])[path]
+
+
+def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
+    """Size and chunk digests of files, each read once."""
+    sizes = {path: path.stat().st_size for path in paths}
+    chunks = [(path, index) for path in paths for index in range(number_of_chunks(sizes[path]))]
+    found: dict[Path, list[str]] = {path: [] for path in paths}
+    for (path, _), digest in zip(chunks, _chunk_digests(chunks), strict=True):
+        found[path].append(digest)
+    return {path: FileRecord(size=sizes[path], chunks=tuple(found[path])) for path in paths}
+
+
+def number_of_chunks(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+
+
+def _chunk_digests(chunks: Sequence[tuple[Path, int]]) -> Iterable[str]:
+    """Digests in the order asked for; hashing and reading leave the interpreter to others."""
+    threads = min(MAX_THREADS, os.cpu_count() or 1, len(chunks))
+    if threads <= 1:
+        return [_chunk_digest(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
+        return list(pool.map(_chunk_digest, chunks))
+
+
+def _chunk_digest(chunk: tuple[Path, int]) -> str:
+    path, index = chunk
+    digest, left = hashlib.sha256(), CHUNK_BYTES
+    buffer = memoryview(bytearray(min(READ_BYTES, CHUNK_BYTES)))
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(index * CHUNK_BYTES)
+        while left and (count := stream.readinto(buffer[: min(left, len(buffer))])):
+            digest.update(buffer[:count])
+            left -= count
+    return digest.hexdigest()
+
+
+def raw_digest(path: Path) -> str:
+    """Digest of a raw input: a file, or every file below a folder by name and content.
+
+    Folders that are linked in count as folders, once each.
+    """
+    if path.is_file():
+        return json_digest(file_record(path).model_dump())
+    if not path.is_dir():
+        raise ArtifactError(f"{path} does not exist: name an existing file or folder.")
+    files = sorted(_files_below(path))
+    records = file_records(files)
+    return json_digest(
+        {str(entry.relative_to(path)): records[entry].model_dump() for entry in files}
+    )
+
+
+def _files_below(root: Path) -> Iterable[Path]:
+    seen: set[tuple[int, int]] = set()
+    for folder, folder_names, names in os.walk(root, followlinks=True):
+        status = Path(folder).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folder_names.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        yield from (path for name in names if (path := Path(folder) / name).is_file())
+
+
+# ---------------------------------------------------------------- what is remembered
+
+
+_MEMORY: dict[tuple[str, str], dict[str, Stamp]] = {}
+"""Folder and digest of an artifact → its files known to be right, and how they were then."""
+
+
+def remembered(directory: Path, digest: str) -> dict[str, Stamp]:
+    """File → its status when it was last found to be as the manifest of this digest says."""
+    key = (os.path.realpath(directory), digest)
+    if key not in _MEMORY:
+        _MEMORY[key] = dict(_read_verified(verified_path(directory), digest))
+    return _MEMORY[key]
+
+
+def _read_verified(path: Path, digest: str) -> Iterable[tuple[str, Stamp]]:
+    """The entries of one manifest; a line that a killed process left incomplete is passed over."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            match json.loads(line):
+                case [str(of), str(name), int(size), int(mtime_ns), int(inode)] if of == digest:
+                    yield name, Stamp(size, mtime_ns, inode)
+
+
+def remember(
+    directory: Path,
+    digest: str,
+    stamps: Mapping[str, Stamp],
+    *,
+    anew: bool = False,
+    on_disk: bool = True,
+) -> None:
+    """Note files as right, but for those that changed just now; ``anew``: forget all others.
+
+    Lines are appended, so that processes that do so at once lose nothing. ``on_disk``: for other
+    processes too.
+    """
+    latest = time.time_ns() - RECENT_NANOSECONDS
+    settled = {name: stamp for name, stamp in stamps.items() if stamp.mtime_ns < latest}
+    if anew:
+        _MEMORY[os.path.realpath(directory), digest] = {}
+    remembered(directory, digest).update(settled)
+    lines = [
+        json.dumps([digest, name, *stamp], ensure_ascii=False) for name, stamp in settled.items()
+    ]
+    path = verified_path(directory)
+    with contextlib.suppress(OSError):
+        if on_disk and is_verified_file(path) and (settled or path.exists()):
+            with path.open("w" if anew else "a", encoding="utf-8", newline="\n") as stream:
+                stream.write("".join(f"{line}\n" for line in lines))
+
+
+def remember_artifact(directory: Path, manifest: Manifest) -> None:
+    """Note all files of an artifact that was just hashed, written and moved to its place."""
+    with contextlib.suppress(OSError):
+        stamps = {name: stamp_of(directory / name) for name in manifest.files}
+        remember(directory, manifest.digest, stamps, anew=True)
+
+
+def stamp_of(path: Path) -> Stamp:
+    status = path.lstat()
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+# ---------------------------------------------------------------- checking
+
+
+@dataclass(frozen=True)
+class Check:
+    """The files of an artifact that are to be compared with its manifest.
+
+    ``stamps`` is their status before any of them is read.
+    """
+
+    directory: Path
+    files: Mapping[str, FileRecord]
+    stamps: dict[str, Stamp]
+
+    @classmethod
+    def of(cls, directory: Path, files: Mapping[str, FileRecord]) -> "Check":
+        """Raises ArtifactError for a link, a missing file, or one of another size."""
+        stamps = {}
+        for name, record in files.items():
+            refuse_links(directory, name)
+            _refuse_size(directory, name, record)
+            stamps[name] = stamp_of(directory / name)
+        return cls(directory, files, stamps)
+
+    def without(self, known: Mapping[str, Stamp]) -> "Check":
+        """What is left to compare where the status of some files is known to be right."""
+        files = {
+            name: record
+            for name, record in self.files.items()
+            if known.get(name) != self.stamps[name]
+        }
+        return Check(self.directory, files, {name: self.stamps[name] for name in files})
+
+    def chunks(self) -> list[Chunk]:
+        """All that is to be hashed, in a fixed order."""
+        return [
+            Chunk(name, number)
+            for name, record in sorted(self.files.items())
+            for number in range(len(record.chunks))
+        ]
+
+    def problem(self, chunks: Sequence[Chunk]) -> str | None:
+        """A sentence on the first of these chunks that differs, None if none does."""
+        paths = [(self.directory / chunk.name, chunk.number) for chunk in chunks]
+        try:
+            digests = _chunk_digests(paths)
+        except OSError as error:
+            return f"{error.filename or self.directory} cannot be read ({error.strerror or error})."
+        for chunk, found in zip(chunks, digests, strict=True):
+            if found != self.files[chunk.name].chunks[chunk.number]:
+                return (
+                    f"{self.directory / chunk.name} is damaged in chunk {chunk.number} (64 MiB "
+                    f"each): its digest differs from the manifest's: {remedy(self.directory)}."
+                )
+        return None
+
+
+def remedy(directory: Path) -> str:
+    return f"restore it from a copy, or remove the folder {directory} and run its stage again"
+
+
+def refuse_links(directory: Path, name: str) -> None:
+    """Raises ArtifactError where a file of an artifact, or a folder on the way to it, is a link."""
+    path = directory
+    for part in name.split("/"):
+        path = path / part
+        if path.is_symlink():
+            raise ArtifactError(
+                f"{path} is a link, and no part of an artifact is one: {remedy(directory)}."
+            )
+
+
+def _refuse_size(directory: Path, name: str, record: FileRecord) -> None:
+    path = directory / name
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing though its manifest lists it: {remedy(directory)}.")
+    size = path.stat().st_size
+    if size != record.size or number_of_chunks(size) != len(record.chunks):
+        raise ArtifactError(
+            f"{path} has {size} bytes, its manifest says {record.size}: {remedy(directory)}."
+        )
+
+
+def compare_files(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[str, Stamp]:
+    """Hash files whatever is remembered of them; returns their status.
+
+    Raises:
+        ArtifactError: names the first file that differs, and where.
+    """
+    check = Check.of(directory, files)
+    problem = check.problem(check.chunks())
+    if problem is not None:
+        raise ArtifactError(problem)
+    return check.stamps
+
+
+def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """File → what happened to it since the artifact was made, by its status alone.
+
+    Where nothing is remembered of a file, it is compared with the manifest, which is written last.
+    """
+    known = remembered(directory, manifest.digest)
+    sealed = (directory / MANIFEST_NAME).lstat().st_mtime_ns
+    changes: dict[str, str] = {}
+    for name, record in manifest.files.items():
+        try:
+            refuse_links(directory, name)
+            found = stamp_of(directory / name)
+        except OSError:
+            changes[name] = "is missing"
+            continue
+        except ArtifactError:
+            changes[name] = "is a link now"
+            continue
+        as_known = found == known[name] if name in known else found.mtime_ns <= sealed
+        if found.size != record.size or not as_known:
+            changes[name] = "changed since it was made"
+    return changes

@@ -1,0 +1,408 @@
+"""Where an output and its working files lie, what of that is ours, and how it is removed.
+
+Beside an output ``NAME`` there may be
+
+- ``.NAME.unfinished``: the artifact under construction;
+- ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
+- ``NAME.run``: what a stage that can be interrupted keeps for its next run;
+- ``.NAME.lock``: one writer at a time;
+- ``.NAME.verified.jsonl``: which files were found to be as the manifest says (``digests``).
+
+Nothing else in this project removes or renames anything there. A folder is replaced or removed
+only where all of it is ours: it is empty, or it has a manifest and nothing but the files listed
+there, or it is a working folder with our marker in it. Links are never followed.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
+from pipeline.errors import ArtifactError, ConfigError
+
+Work = Literal["training", "translation"]
+
+RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
+    "training": ("states", "best", "metrics.jsonl"),
+    "translation": ("identity.json",),
+}
+"""What tells the run folder of one kind of stage from the other's."""
+
+# ---------------------------------------------------------------- names
+
+
+def unfinished_dir(out_dir: Path) -> Path:
+    return out_dir.parent / f".{out_dir.name}.unfinished"
+
+
+def replaced_dir(out_dir: Path) -> Path:
+    return out_dir.parent / f".{out_dir.name}.replaced"
+
+
+def run_dir(out_dir: Path) -> Path:
+    return out_dir.parent / f"{out_dir.name}.run"
+
+
+def lock_path(out_dir: Path) -> Path:
+    return out_dir.parent / f".{out_dir.name}.lock"
+
+
+def verified_path(directory: Path) -> Path:
+    return directory.parent / f".{directory.name}.verified.jsonl"
+
+
+def plan_lock_path(plan_dir: Path) -> Path:
+    return plan_dir / ".lock"
+
+
+# ---------------------------------------------------------------- what is ours
+
+
+def why_not_ours(directory: Path) -> str | None:
+    """What keeps a folder from being removed, to be put behind its name; None if it is ours.
+
+    It is ours if it holds no file at all, or a manifest and nothing but the files that lists.
+    """
+    if directory.is_symlink():
+        return "is a link"
+    if not directory.is_dir():
+        return "is not a folder"
+    try:
+        found = list(_entries(directory))
+        if not found:
+            return None
+        manifest = read_manifest(directory)
+    except OSError as error:
+        return f"cannot be looked into ({error.strerror or error})"
+    except ArtifactError:
+        return f"has a {MANIFEST_NAME} that cannot be used"
+    if manifest is None:
+        return f"holds {found[0]} and no {MANIFEST_NAME}, so it is not an artifact"
+    ours = {*manifest.files, MANIFEST_NAME}
+    for name in found:
+        if name not in ours:
+            return f"holds {name}, which its {MANIFEST_NAME} does not list"
+        if not _is_plain(directory / name):
+            return f"holds {name}, which is not a plain file"
+    return None
+
+
+def _entries(directory: Path) -> Iterator[str]:
+    """Everything below a folder that is not itself a folder, by name, in order."""
+    for folder, folder_names, names in os.walk(directory, onerror=_raise):
+        folder_names.sort()
+        links = [name for name in folder_names if (Path(folder) / name).is_symlink()]
+        for name in sorted([*names, *links]):
+            yield (Path(folder) / name).relative_to(directory).as_posix()
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def is_working(directory: Path) -> bool:
+    """Whether a folder is a working folder: one with our marker, or one without any file."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return _is_plain(directory / MARKER_NAME) or not any(_entries(directory))
+
+
+def refuse_to_overwrite(out_dir: Path, *, overwrite: bool) -> None:
+    """Refuse an output where something lies that is not ours, or was not asked to be replaced.
+
+    Raises:
+        ArtifactError: ``out_dir``, or a working folder beside it, holds what would be lost.
+    """
+    if out_dir.name in ("", ".."):
+        raise ArtifactError(
+            f"{out_dir} does not end in a name: give the new folder one of its own."
+        )
+    for working in (unfinished_dir(out_dir), replaced_dir(out_dir)):
+        if os.path.lexists(working):
+            _refuse_foreign(working)
+    if not os.path.lexists(out_dir):
+        return
+    reason = why_not_ours(out_dir)
+    if reason is not None:
+        raise ArtifactError(
+            f"{out_dir} exists already and {reason}: it is never replaced; name another --out, or "
+            "move away what is yours."
+        )
+    if not overwrite and any(out_dir.iterdir()):
+        raise ArtifactError(
+            f"{out_dir} exists already: name another --out, or pass --overwrite to replace it."
+        )
+
+
+def _refuse_foreign(working: Path) -> None:
+    reason = None if is_working(working) else why_not_ours(working)
+    if reason is not None:
+        raise ArtifactError(
+            f"{working} is where a stage would work, but it {reason}: nothing there is touched; "
+            "name another --out, or move the folder away."
+        )
+
+
+# ---------------------------------------------------------------- removing and replacing
+
+
+def remove_artifact(directory: Path) -> None:
+    """Remove an artifact file by file, its manifest last; what is not there needs no removing.
+
+    Raises:
+        ArtifactError: something in it is not ours; nothing is removed.
+    """
+    if not os.path.lexists(directory):
+        return
+    reason = why_not_ours(directory)
+    if reason is not None:
+        raise ArtifactError(f"{directory} {reason}: it is not removed; move it away.")
+    manifest = read_manifest(directory)
+    for name in manifest.files if manifest else ():
+        (directory / name).unlink(missing_ok=True)
+    _remove_empty_folders(directory)
+    (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    directory.rmdir()
+    with contextlib.suppress(OSError):
+        if is_verified_file(verified_path(directory)):
+            verified_path(directory).unlink()
+
+
+def _remove_empty_folders(directory: Path) -> None:
+    for folder, names, _ in os.walk(directory, topdown=False):
+        for name in names:
+            (Path(folder) / name).rmdir()
+
+
+def remove_working(directory: Path) -> None:
+    """Remove a working folder, its marker last; what is not there needs no removing.
+
+    Raises:
+        ArtifactError: the folder is not ours; nothing is removed.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not is_working(directory):
+        remove_artifact(directory)  # sealed, but not yet in its place
+        return
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != MARKER_NAME:
+            entry.unlink()
+    (directory / MARKER_NAME).unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def discard_working(directory: Path) -> None:
+    """Remove a working folder as far as that is possible, after an error."""
+    with contextlib.suppress(OSError, ArtifactError):
+        remove_working(directory)
+
+
+def make_working(directory: Path) -> None:
+    """Make a working folder anew, with our marker in it; its parents are made.
+
+    Raises:
+        ArtifactError: something that is not ours is in the way.
+    """
+    if os.path.lexists(directory):
+        _refuse_foreign(directory)
+        remove_working(directory)
+    directory.mkdir(parents=True)
+    (directory / MARKER_NAME).touch()
+
+
+def files_below(directory: Path) -> Iterator[Path]:
+    """All files of a working folder but the marker."""
+    for path in directory.rglob("*"):
+        if path.is_file() and path.name != MARKER_NAME:
+            yield path
+
+
+def restore(out_dir: Path) -> None:
+    """Put back what lay at ``out_dir``, where a killed :func:`replace_directory` left it aside."""
+    aside = replaced_dir(out_dir)
+    if not os.path.lexists(out_dir) and aside.is_dir() and why_not_ours(aside) is None:
+        aside.rename(out_dir)
+
+
+def replace_directory(new_dir: Path, out_dir: Path) -> None:
+    """Rename ``new_dir`` to ``out_dir``; what was there is set aside first and removed after.
+
+    Raises:
+        ArtifactError: what is there, or set aside already, is not ours.
+    """
+    restore(out_dir)
+    refuse_to_overwrite(out_dir, overwrite=True)
+    aside = replaced_dir(out_dir)
+    remove_artifact(aside)
+    if out_dir.exists():
+        out_dir.rename(aside)
+    try:
+        (new_dir / MARKER_NAME).unlink(missing_ok=True)
+        new_dir.rename(out_dir)
+        sync(out_dir.parent)
+    except OSError:
+        if not new_dir.exists():
+            out_dir.rename(new_dir)
+        restore(out_dir)
+        raise
+    with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
+        remove_artifact(aside)
+
+
+def sync(path: Path) -> None:
+    """Force a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- run folders
+
+
+def refuse_run_folder(directory: Path, *, work: Work) -> None:
+    """Refuse a ``NAME.run`` that no stage of this kind has made.
+
+    Raises:
+        ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
+    """
+    if not os.path.lexists(directory):
+        return
+    others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
+    other = next((name for name in others if (directory / name).exists()), None)
+    if not is_working(directory) and not _looks_like_a_run(directory):
+        problem = "was not made by a stage"
+    elif other is not None:
+        problem = f"holds {other} of another kind of stage"
+    else:
+        return
+    raise ArtifactError(
+        f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
+        "nothing there is touched; name another --out, or move the folder away."
+    )
+
+
+def claim_run_folder(directory: Path, *, work: Work) -> None:
+    """Make a run folder, or mark the one that is there.
+
+    Raises:
+        ArtifactError: see :func:`refuse_run_folder`.
+    """
+    refuse_run_folder(directory, work=work)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER_NAME).touch()
+
+
+def remove_files(directory: Path, patterns: Sequence[str]) -> None:
+    """Remove the files of a run folder that a stage names, and the folder if all were its own."""
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            path.unlink()
+    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
+        (directory / MARKER_NAME).unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def _looks_like_a_run(directory: Path) -> bool:
+    """Whether a folder without marker is the run folder of an earlier version."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (
+        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
+        or _kind_at(directory / "best") == "checkpoint"
+        or _begins(directory / "identity.json", b"[{")
+        or _begins(directory / "lock", b"process ")
+    )
+
+
+def _kind_at(directory: Path) -> str | None:
+    try:
+        manifest = read_manifest(directory)
+    except ArtifactError:
+        return None
+    return manifest.kind if manifest else None
+
+
+def _begins(path: Path, expected: bytes) -> bool:
+    if not _is_plain(path):
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(expected)) == expected
+
+
+def is_verified_file(path: Path) -> bool:
+    """Whether a file is one of remembered digests (``digests``), or nothing yet."""
+    if not os.path.lexists(path):
+        return True
+    return _is_plain(path) and (path.stat().st_size == 0 or _begins(path, b'["'))
+
+
+# ---------------------------------------------------------------- outputs and inputs
+
+
+def refuse_inputs(
+    out_dir: Path, *, inputs: Mapping[str, Path], run_folder: bool, what: str = "--out"
+) -> None:
+    """Refuse an output that is, holds or lies within an input, links resolved.
+
+    The same holds for the folders a stage works in; ``run_folder``: ``NAME.run`` is one of them.
+
+    Raises:
+        ConfigError: names both paths.
+    """
+    working = [unfinished_dir(out_dir), replaced_dir(out_dir)]
+    working += [run_dir(out_dir)] if run_folder else []
+    for name, path in inputs.items():
+        relation = _relation(out_dir, path)
+        if relation is not None:
+            raise ConfigError(
+                f"{what} {out_dir} {relation} the input {name} ({path}), which must stay as it "
+                "is: choose another folder for the output."
+            )
+        for folder in working:
+            relation = _relation(folder, path)
+            if relation is not None:
+                raise ConfigError(
+                    f"{what} {out_dir} needs {folder} to work in, which {relation} the input "
+                    f"{name} ({path}): choose another folder for the output."
+                )
+
+
+def _relation(place: Path, given: Path) -> str | None:
+    """How a place stands to an input, to be put between the two; None if they are apart."""
+    place_and_above, given_and_above = _identities(place), _identities(given)
+    if place_and_above[0] == given_and_above[0]:
+        return "is"
+    if given_and_above[0] in place_and_above:
+        return "lies within"
+    if place_and_above[0] in given_and_above:
+        return "holds"
+    return None
+
+
+def _identities(path: Path) -> Sequence[tuple[int, int] | str]:
+    """A path and all folders above it, links resolved: by inode, by name where there is none yet.
+
+    So two spellings are told to be one where the file system takes them for one.
+    """
+    resolved = Path(os.path.realpath(path))
+    return [_identity(entry) for entry in (resolved, *resolved.parents)]
+
+
+def _identity(path: Path) -> tuple[int, int] | str:
+    try:
+        status = path.stat()
+    except OSError:
+        return str(path)
+    return status.st_dev, status.st_ino

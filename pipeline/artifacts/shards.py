@@ -1,0 +1,144 @@
+"""Shards: the token ids of each side of a pair, memory-mapped.
+
+``{split}/{pair}/{language}.tokens`` holds the ids of all sentences one after the other, in
+little-endian uint16, or uint32 where the vocabulary needs it; ``{language}.offsets.npy`` beside it
+(int64, sentences + 1) says where each begins. Specials and tags are not stored: batches add them.
+The artifact's ``tokenizer/`` is a copy of the tokenizer's files.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Split
+from pipeline.errors import ArtifactError
+
+TOKENIZER_FOLDER = "tokenizer"
+
+_HEADER_BYTES = 128
+_HEADER_START = b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': ("
+"""How numpy begins a file of one dimension of whole numbers: format 1.0, 118 bytes of text."""
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def shard_names(split: Split, pair: str, language: str) -> tuple[str, str]:
+    """Names, within the artifact, of the tokens and of the offsets of one side of a pair."""
+    stem = f"{split}/{pair}/{language}"
+    return f"{stem}.tokens", f"{stem}.offsets.npy"
+
+
+def token_type(vocabulary_size: int) -> np.dtype[Any]:
+    """The smallest of the two stored types that holds every id."""
+    return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
+
+
+class Shard:
+    """The sentences of one side of a pair, in the order of the other side's.
+
+    ``shard[i]`` is a read-only array of the stored type; ``lengths`` counts tokens (int32).
+    """
+
+    def __init__(self, tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
+        self._tokens = tokens
+        self._offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> Tokens:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sentence {index} of {len(self)}")
+        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        return np.diff(self._offsets).astype(np.int32)
+
+
+def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:
+    """Map one side of a pair into memory; its digests are checked first, unless they are known.
+
+    Raises:
+        ArtifactError: no such side, or its two files do not fit together.
+    """
+    tokens_name, offsets_name = shard_names(split, pair, language)
+    tokens_path, offsets_path = artifact.file(tokens_name), artifact.file(offsets_name)
+    try:
+        offsets = _map_offsets(offsets_path)
+        num_bytes = tokens_path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}): run stage "
+            f"{artifact.manifest.stage!r} again."
+        ) from error
+    return Shard(_map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1])), offsets)
+
+
+def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
+    """Where sentences begin; ValueError unless they are whole numbers that ascend from 0.
+
+    The header is not parsed by numpy, which would take what it says of types and sizes for granted.
+    """
+    with path.open("rb") as stream:
+        header = stream.read(_HEADER_BYTES)
+    size = path.stat().st_size - len(header)
+    if not header.startswith(_HEADER_START) or size < 8 or size % 8:
+        raise ValueError("the offsets are not as make_shards writes them")
+    offsets = np.asarray(np.memmap(path, dtype="<i8", mode="r", offset=len(header)))
+    if header[len(_HEADER_START) :].split(b",")[0] != b"%d" % len(offsets):
+        raise ValueError("the offsets are cut off")
+    if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError("the offsets do not ascend from 0")
+    return offsets
+
+
+def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
+    """The stored type follows from the two sizes; an empty file cannot be mapped."""
+    for stored_type in (np.dtype("<u2"), np.dtype("<u4")):
+        if num_bytes == num_tokens * stored_type.itemsize:
+            if num_tokens == 0:
+                return np.empty(0, stored_type)
+            return np.asarray(np.memmap(path, dtype=stored_type, mode="r"))
+    raise ArtifactError(
+        f"{path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of its "
+        "offsets: restore both files from a copy or run the stage again."
+    )
+
+
+class ShardWriter:
+    """Writes one side of a pair, batch by batch; keeps 4 bytes per sentence in memory."""
+
+    def __init__(self, directory: Path, *, split: Split, pair: str, language: str, size: int):
+        """``size`` is the number of ids of the tokenizer."""
+        tokens_name, offsets_name = shard_names(split, pair, language)
+        self._type = token_type(size)
+        self._offsets_path = directory / offsets_name
+        self._offsets_path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = (directory / tokens_name).open("wb")
+        self._lengths: list[npt.NDArray[np.int32]] = []
+
+    def append(self, sentences: Sequence[Sequence[int]]) -> Tokens:
+        """Write sentences; returns their tokens one after the other, for counting."""
+        lengths = np.fromiter(map(len, sentences), dtype=np.int32, count=len(sentences))
+        flat = chain.from_iterable(sentences)
+        tokens = np.fromiter(flat, dtype=self._type, count=int(lengths.sum()))
+        self._stream.write(tokens.tobytes())
+        self._lengths.append(lengths)
+        return tokens
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._stream.close()
+        lengths = np.concatenate([np.zeros(1, np.int32), *self._lengths])
+        offsets = np.cumsum(lengths, dtype="<i8")
+        # Not numpy.save, which loses the reason where a file cannot be written.
+        with self._offsets_path.open("wb") as stream:
+            header = np.lib.format.header_data_from_array_1_0(offsets)  # type: ignore[no-untyped-call]
+            np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[no-untyped-call]
+            stream.write(offsets.data)

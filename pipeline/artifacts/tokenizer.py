@@ -1,0 +1,307 @@
+"""Text to token ids and back: vocabularies, language tokens, and the tags of a translation.
+
+A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``; the
+same files lie in a tokenizer artifact, in shards and in checkpoints. Token ids are the vocabulary's
+pieces, specials among them, followed by one token per language in alphabetical order. Language
+tokens and specials are never the result of encoding text: ``</s>`` or ``__de__`` within a sentence
+is text.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from sentencepiece import SentencePieceProcessor
+
+from pipeline.artifacts.artifact import Artifact, to_json
+from pipeline.config import TagScheme
+from pipeline.documents import MAX_JSON_BYTES, read_bytes
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.languages import nearest_codes
+
+DESCRIPTION_NAME = "tokenizer.json"
+MODEL_NAME = "sentencepiece.model"
+TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME)
+"""All files a tokenizer can consist of; a tokenizer of bytes has the first only."""
+
+SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
+"""Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
+
+MAX_MODEL_BYTES = 2**28
+"""A SentencePiece model of a million pieces has about 25 MB."""
+
+LanguageTokenScheme = Literal["underscores", "angle"]
+
+
+class TokenizerDescription(BaseModel):
+    """The contents of ``tokenizer.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["sentencepiece", "bytes"]
+    languages: tuple[str, ...]
+    language_token_scheme: LanguageTokenScheme
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if list(self.languages) != sorted(set(self.languages)):
+            raise ValueError("languages must be sorted and differ from each other")
+        return self
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer needs of its vocabulary, language tokens aside."""
+
+    size: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    unk_id: int
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids none of which is a special."""
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model; its special ids are read from it.
+
+    Raises:
+        ArtifactError: not a model, or one without four distinct specials (pad, bos, eos, unk).
+    """
+
+    def __init__(self, model: bytes) -> None:
+        if not model:  # without one the processor is made, and complains of every question
+            raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
+        try:
+            self._processor = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"{MODEL_NAME} is not a SentencePiece model: restore it from a copy."
+            ) from error
+        self._model = model
+        self.size = self._processor.get_piece_size()
+        self.pad_id = self._processor.pad_id()
+        self.bos_id = self._processor.bos_id()
+        self.eos_id = self._processor.eos_id()
+        self.unk_id = self._processor.unk_id()
+        self._check_specials()
+
+    def __reduce__(self) -> tuple[type[Self], tuple[bytes]]:
+        return type(self), (self._model,)
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
+        return encoded
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._processor.decode(ids))
+
+    def _check_specials(self) -> None:
+        ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id}
+        if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
+            raise ArtifactError(
+                f"{MODEL_NAME} has the special ids {ids}, where four distinct ids from 0 on are "
+                "wanted (-1 means none): train it with a piece of its own for each of them."
+            )
+
+
+class ByteVocabulary:
+    """Four specials, then the 256 bytes of UTF-8."""
+
+    size = len(SPECIALS) + 256
+    pad_id = SPECIALS["pad"]
+    bos_id = SPECIALS["bos"]
+    eos_id = SPECIALS["eos"]
+    unk_id = SPECIALS["unk"]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
+
+    def decode(self, ids: list[int]) -> str:
+        """Bytes that are not UTF-8 are dropped."""
+        return bytes(index - len(SPECIALS) for index in ids).decode(errors="ignore")
+
+
+class Tokenizer:
+    """A vocabulary and its language tokens.
+
+    Attributes:
+        languages: codes, sorted.
+        size: number of ids: pieces, specials included, and language tokens.
+        pad_id, bos_id, eos_id, unk_id: ids of the specials, as the vocabulary has them.
+        fingerprint: hexadecimal SHA-256 of all that decides ids; equal = interchangeable.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, languages: Sequence[str], fingerprint: str):
+        self.languages = tuple(languages)
+        self.size = vocabulary.size + len(self.languages)
+        self.pad_id = vocabulary.pad_id
+        self.bos_id = vocabulary.bos_id
+        self.eos_id = vocabulary.eos_id
+        self.unk_id = vocabulary.unk_id
+        self.fingerprint = fingerprint
+        self._vocabulary = vocabulary
+        self._language_ids = {
+            code: vocabulary.size + index for index, code in enumerate(self.languages)
+        }
+        self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a sentence, without specials or tags (``unk_id`` for unknown characters)."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Ids of each sentence; faster than one by one."""
+        return self._vocabulary.encode_batch(lines)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; specials and language tokens are dropped."""
+        pieces = [int(index) for index in ids]
+        return self._vocabulary.decode(
+            [
+                index
+                for index in pieces
+                if index not in self._specials and self.language_of_token(index) is None
+            ]
+        )
+
+    def language_token_id(self, code: str) -> int:
+        """Id of a language's token.
+
+        Raises:
+            ConfigError: no such language; names the nearest codes.
+        """
+        if code not in self._language_ids:
+            nearest = ", ".join(nearest_codes(code, self.languages)) or "none"
+            raise ConfigError(
+                f"The tokenizer has no language {code!r}, its nearest codes are: {nearest}; name "
+                "one it has, or train it on a corpus with that language."
+            )
+        return self._language_ids[code]
+
+    def language_of_token(self, token_id: int) -> str | None:
+        """The language whose token this is, None for every other id."""
+        index = token_id - self._vocabulary.size
+        return self.languages[index] if 0 <= index < len(self.languages) else None
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Ids that tell the model the languages: before the source, and what the decoder starts from.
+
+    The source itself ends with ``eos_id``, tags or not.
+    """
+
+    source_prefix: tuple[int, ...]
+    decoder_prompt: tuple[int, ...]
+
+
+def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -> Tags:
+    """Tags of a direction (mmnmt.md §5).
+
+    ``src-tgt``: ``__src__`` before the source, the decoder starts from end-of-sentence and
+    ``__tgt__``. ``tgt``: ``__tgt__`` before the source, the decoder starts from end-of-sentence.
+
+    Raises:
+        ConfigError: a language the tokenizer lacks.
+    """
+    source_token = tokenizer.language_token_id(source)
+    target_token = tokenizer.language_token_id(target)
+    match scheme:
+        case "src-tgt":
+            return Tags((source_token,), (tokenizer.eos_id, target_token))
+        case "tgt":
+            return Tags((target_token,), (tokenizer.eos_id,))
+
+
+def language_token(code: str, scheme: LanguageTokenScheme) -> str:
+    """How a language token is written where ids are shown to people or to other software."""
+    match scheme:
+        case "underscores":
+            return f"__{code}__"
+        case "angle":
+            return f"<2{code}>"
+
+
+def build_tokenizer(description: TokenizerDescription, model: bytes | None) -> Tokenizer:
+    """A tokenizer from the contents of its files; ``model`` is None for bytes."""
+    vocabulary: Vocabulary
+    vocabulary = ByteVocabulary() if model is None else SentencePieceVocabulary(model)
+    return Tokenizer(
+        vocabulary,
+        languages=description.languages,
+        fingerprint=hashlib.sha256(_description_bytes(description) + (model or b"")).hexdigest(),
+    )
+
+
+def write_tokenizer(
+    directory: Path, *, description: TokenizerDescription, model: bytes | None
+) -> None:
+    """Write a tokenizer's files; ``model`` is None for bytes."""
+    (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(description))
+    if model is not None:
+        (directory / MODEL_NAME).write_bytes(model)
+
+
+def tokenizer_folder(artifact: Artifact) -> Path:
+    """Folder of the tokenizer's files in a tokenizer artifact, or of their copy in another one.
+
+    Raises:
+        ArtifactError: one of them is missing or not as the manifest says.
+    """
+    folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
+    directory = artifact.file(folder + DESCRIPTION_NAME).parent
+    if _read_description(directory).kind == "sentencepiece":
+        artifact.check([folder + MODEL_NAME])
+    return directory
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read a tokenizer from an artifact's directory or from a copy of its files.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or the vocabulary lacks a special.
+    """
+    description = _read_description(directory)
+    if description.kind == "bytes":
+        return build_tokenizer(description, None)
+    model = _read(directory / MODEL_NAME)
+    try:
+        return build_tokenizer(description, model)
+    except ArtifactError as error:
+        raise ArtifactError(f"In {directory}, {error}") from error
+
+
+def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
+    """Copy a tokenizer's files into a folder, which is made."""
+    target_dir.mkdir(parents=True, exist_ok=True)
+    kind = _read_description(source_dir).kind
+    for name in TOKENIZER_FILES if kind == "sentencepiece" else (DESCRIPTION_NAME,):
+        (target_dir / name).write_bytes(_read(source_dir / name))
+
+
+def _description_bytes(description: TokenizerDescription) -> bytes:
+    document: dict[str, Any] = description.model_dump(mode="json")
+    return to_json(document).encode()
+
+
+def _read_description(directory: Path) -> TokenizerDescription:
+    path = directory / DESCRIPTION_NAME
+    try:
+        return TokenizerDescription.model_validate_json(_read(path))
+    except ValidationError as error:
+        raise ArtifactError(
+            f"{path} does not describe a tokenizer ({error.error_count()} problems): restore it "
+            "from a copy or train the tokenizer again."
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    remedy = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
+    limit = MAX_MODEL_BYTES if path.name == MODEL_NAME else MAX_JSON_BYTES
+    return read_bytes(path, limit=limit, remedy=remedy)

@@ -1,0 +1,1 @@
+"""Which lines an update sees, and how they become the tensors of a batch."""

@@ -1,0 +1,306 @@
+"""What can be asked of finished artifacts: what they hold, whether they are whole, how two differ.
+
+Nothing is written. Weights are read one tensor at a time, so that a model need not fit in memory.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
+from pipeline.artifacts.settings_diff import setting_changes
+from pipeline.checkpoints.checkpoint import (
+    TensorFiles,
+    TensorHeader,
+    open_checkpoint,
+    read_progress,
+    read_spec,
+    read_tokenizer,
+    split_key,
+    tensor_headers,
+)
+from pipeline.errors import ArtifactError
+from pipeline.model.parameters import count_parameters
+from pipeline.model.spec import ModelSpec
+from pipeline.terminal import text_table, track
+
+
+def open_any(directory: Path) -> Artifact:
+    """Open a finished artifact of whatever kind.
+
+    Raises:
+        ArtifactError: missing, unfinished, or of another format version.
+    """
+    if not directory.is_dir():
+        raise ArtifactError(f"{directory} does not exist: name the folder of an artifact.")
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise ArtifactError(
+            f"{directory} has no manifest, so it is not a finished artifact: name one, or run its "
+            "stage again."
+        )
+    return open_artifact(directory, kind=manifest.kind)
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
+    """All that an artifact says of itself, as JSON; weights are not read, only their headers.
+
+    A checkpoint also has ``model``, ``parameters`` and ``dtypes`` (number of tensors of each), a
+    training state ``progress`` and ``pieces``; with ``tensors`` their tensors are listed.
+
+    Raises:
+        ArtifactError: missing, unfinished, of another format version, or unreadable.
+    """
+    artifact = open_any(directory)
+    manifest = artifact.manifest
+    found: dict[str, Any] = {
+        "directory": str(directory),
+        "kind": manifest.kind,
+        "stage": manifest.stage,
+        "started": manifest.run.started,
+        "wall_seconds": manifest.run.wall_seconds,
+        "digest": artifact.digest,
+        "statistics": artifact.statistics,
+        "files": {name: manifest.files[name].size for name in artifact.names()},
+    }
+    headers: list[TensorHeader] = []
+    match manifest.kind:
+        case "checkpoint":
+            headers = list(tensor_headers(artifact, "weights/"))
+            found |= _inspect_model(read_spec(artifact), headers)
+        case "training_state":
+            headers = list(tensor_headers(artifact, "optimizer/"))
+            found |= {
+                "progress": read_progress(artifact).to_json(),
+                "pieces": _inspect_pieces(headers, artifact),
+            }
+    if tensors:
+        found["tensors"] = [vars(header) for header in headers]
+    return found
+
+
+def _inspect_model(spec: ModelSpec, headers: Iterable[TensorHeader]) -> dict[str, Any]:
+    dtypes: dict[str, int] = {}
+    for header in headers:
+        dtypes[header.dtype] = dtypes.get(header.dtype, 0) + 1
+    return {
+        "model": spec.model_dump(mode="json"),
+        "parameters": count_parameters(
+            spec.model, vocabulary_size=spec.vocabulary_size, num_groups=spec.num_groups
+        ),
+        "dtypes": dtypes,
+    }
+
+
+def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[str, dict[str, int]]:
+    """Per kind of value: pieces, tensors, values covered, and values missing between pieces."""
+    ranges: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for header in headers:
+        what, tensor, start = split_key(header.name, state)
+        stop = start + math.prod(header.shape)
+        ranges.setdefault(what, {}).setdefault(tensor, []).append((start, stop))
+    described = {}
+    for what, by_tensor in sorted(ranges.items()):
+        covered = sum(_covered(found) for found in by_tensor.values())
+        described[what] = {
+            "pieces": sum(map(len, by_tensor.values())),
+            "tensors": len(by_tensor),
+            "values": covered,
+            "missing": sum(max(stop for _, stop in found) for found in by_tensor.values())
+            - covered,
+        }
+    return described
+
+
+def _covered(ranges: list[tuple[int, int]]) -> int:
+    """How many values lie in at least one of the ranges [start, stop)."""
+    covered, reached = 0, 0
+    for start, stop in sorted(ranges):
+        covered += max(stop - max(start, reached), 0)
+        reached = max(reached, stop)
+    return covered
+
+
+def inspection_text(found: Mapping[str, Any]) -> str:
+    """What :func:`inspect` found, to be read on a terminal."""
+    parts = [
+        f"{found['directory']}: {found['kind']} made by {found['stage']}, "
+        f"{found['started']}, in {found['wall_seconds']} s",
+        _settings_text(found["statistics"] | found.get("progress", {})),
+    ]
+    if "model" in found:
+        parts.append("Model\n" + _settings_text(flat_settings(found["model"])))
+        rows = [[part, f"{count:,}"] for part, count in found["parameters"].items()]
+        parts.append(text_table(["part", "parameters"], rows))
+        stored = (f"{count:,} of {dtype}" for dtype, count in found["dtypes"].items())
+        parts.append(f"Tensors: {', '.join(stored)}")
+    if "pieces" in found:
+        columns = ["pieces", "tensors", "values", "missing"]
+        rows = [
+            [what, *(f"{counts[column]:,}" for column in columns)]
+            for what, counts in found["pieces"].items()
+        ]
+        parts.append(text_table(["what", *columns], rows))
+    if "tensors" in found:
+        rows = [
+            [entry["name"], "×".join(map(str, entry["shape"])), entry["dtype"], entry["file"]]
+            for entry in found["tensors"]
+        ]
+        parts.append(text_table(["tensor", "shape", "dtype", "file"], rows))
+    files = {**found["files"], "in all": sum(found["files"].values())}
+    parts.append(text_table(["file", "bytes"], [[name, f"{n:,}"] for name, n in files.items()]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def flat_settings(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, ``model.moe.top_k`` → value."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flat_settings(value, prefix=f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _settings_text(settings: Mapping[str, Any]) -> str:
+    """A line per setting; tables within are left to the JSON form."""
+    return "\n".join(
+        f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in settings.items()
+        if not isinstance(value, Mapping)
+    )
+
+
+# ---------------------------------------------------------------- verify
+
+
+def verify(directory: Path) -> str:
+    """Compare every file of an artifact with its digest; returns a sentence that says so.
+
+    Raises:
+        ArtifactError: names the first file that is missing or differs, and where.
+    """
+    artifact = open_any(directory)
+    files = artifact.manifest.files
+    for name in track(sorted(files), label="verify"):
+        artifact.verify([name])
+    size = sum(record.size for record in files.values())
+    return (
+        f"{directory}: all {len(files)} files ({size:,} bytes) of this {artifact.manifest.kind} "
+        "are as its manifest says."
+    )
+
+
+# ---------------------------------------------------------------- diff
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How far apart two tensors of one shape are."""
+
+    name: str
+    max_absolute: float
+    """max |a - b|."""
+    relative_norm: float
+    """‖a - b‖ / ‖a‖; infinite where a is zero."""
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """All in which two checkpoints differ."""
+
+    settings: tuple[str, ...]
+    """``model.width: 16 → 32``."""
+    other_tokenizer: bool
+    only_in_first: tuple[str, ...]
+    only_in_second: tuple[str, ...]
+    shapes: tuple[str, ...]
+    """Tensors of another shape or type."""
+    values: tuple[TensorDifference, ...]
+    compared: int
+    """Tensors of equal shape, whose values were compared."""
+
+    @property
+    def identical(self) -> bool:
+        others = (self.settings, self.only_in_first, self.only_in_second, self.shapes, self.values)
+        return not self.other_tokenizer and not any(others)
+
+    def lines(self) -> list[str]:
+        """A line per difference (values as a table) and a summary."""
+        if self.identical:
+            return [f"identical: {self.compared} tensors, settings and tokenizer"]
+        lines = [*self.settings]
+        lines += ["tokenizer: another one"] * self.other_tokenizer
+        lines += [f"{name}: only in the first" for name in self.only_in_first]
+        lines += [f"{name}: only in the second" for name in self.only_in_second]
+        lines += self.shapes
+        if self.values:
+            rows = [
+                [entry.name, f"{entry.max_absolute:.3g}", f"{entry.relative_norm:.3g}"]
+                for entry in self.values
+            ]
+            lines.append(text_table(["tensor", "max |a - b|", "‖a - b‖ / ‖a‖"], rows))
+        lines.append(
+            f"different: {len(self.settings)} settings, "
+            f"{len(self.only_in_first) + len(self.only_in_second)} tensors in only one, "
+            f"{len(self.shapes)} of another shape or type, "
+            f"{len(self.values)} of {self.compared} with other values"
+        )
+        return lines
+
+
+def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
+    """Compare two checkpoints: model.json, tokenizer, and tensors one at a time.
+
+    Raises:
+        ArtifactError: one of them cannot be read.
+    """
+    first, second = open_checkpoint(first_dir), open_checkpoint(second_dir)
+    first_files, second_files = TensorFiles(first, "weights/"), TensorFiles(second, "weights/")
+    first_names, second_names = set(first_files.names()), set(second_files.names())
+    shapes: list[str] = []
+    values: list[TensorDifference] = []
+    compared = 0
+    for name in track(sorted(first_names & second_names), label="diff"):
+        a, b = first_files.read_as_stored(name), second_files.read_as_stored(name)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            shapes.append(f"{name}: {_form(a)} → {_form(b)}")
+        if a.shape != b.shape:
+            continue
+        compared += 1
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True):
+            values.append(_tensor_difference(name, a.double(), b.double()))
+    return CheckpointDifference(
+        settings=tuple(
+            setting_changes(*(read_spec(one).model_dump(mode="json") for one in (first, second)))
+        ),
+        other_tokenizer=read_tokenizer(first).fingerprint != read_tokenizer(second).fingerprint,
+        only_in_first=tuple(sorted(first_names - second_names)),
+        only_in_second=tuple(sorted(second_names - first_names)),
+        shapes=tuple(shapes),
+        values=tuple(values),
+        compared=compared,
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _tensor_difference(name: str, a: Tensor, b: Tensor) -> TensorDifference:
+    apart = a - b
+    norm = a.norm().item()
+    return TensorDifference(
+        name=name,
+        max_absolute=apart.abs().max().item(),
+        relative_norm=apart.norm().item() / norm if norm else float("inf"),
+    )

@@ -1,0 +1,79 @@
+"""Weights by name: how tensors in memory and tensors in artifacts correspond.
+
+In memory the experts of a layer are stacked, and under expert parallelism a rank holds only its
+own: ``….feed_forward.experts.up.weight`` (E, F, D). In artifacts every expert has its own tensor
+under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever wrote it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.model.moe.experts import Experts
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, initialize
+
+
+@dataclass(frozen=True)
+class NamedSlice:
+    """One tensor of an artifact and where it lives in memory.
+
+    ``value`` is a view: the whole parameter, or one expert's slice of a stacked one.
+    ``offset`` is where the view begins in its flattened parameter.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    value: Tensor
+    offset: int
+
+
+def expert_name(stacked_name: str, expert: int) -> str:
+    """``a.experts.up.weight``, 7 → ``a.experts.7.up.weight``."""
+    before, _, after = stacked_name.rpartition(".experts.")
+    return f"{before}.experts.{expert}.{after}"
+
+
+def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
+    """Every tensor an artifact of this model has from this rank, in the model's order."""
+    stacked: dict[str, Experts] = {
+        f"{module_name}.{name}": module
+        for module_name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for name, _ in module.named_parameters()
+    }
+    for name, parameter in model.named_parameters():
+        experts = stacked.get(name)
+        if experts is None:
+            yield NamedSlice(name, parameter, parameter.data, 0)
+            continue
+        for index, value in enumerate(parameter.data.unbind(0)):
+            yield NamedSlice(
+                name=expert_name(name, experts.first_expert + index),
+                parameter=parameter,
+                value=value,
+                offset=index * value.numel(),
+            )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Names and shapes of all tensors of a model, allocating nothing."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    return {entry.name: entry.value.shape for entry in named_slices(model)}
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """How many parameters a model has, allocating nothing."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def initialize_weights(model: Transformer, *, seed: int) -> None:
+    """Set every parameter of this rank to its initial value, which depends on its name alone."""
+    for entry in named_slices(model):
+        value = initialize(entry.name, entry.value.shape, spec=model.spec, seed=seed)
+        entry.value.copy_(value)

@@ -1,0 +1,124 @@
+"""``mmnmt translate --from en --to de``: lines of standard input, translated as they come.
+
+Line n of the output is the translation of line n of the input, whatever is in it: a line that
+cannot be read is named on standard error and stands as an empty one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.config import DecodingConfig
+from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
+from pipeline.decoding.translator import Job, Translator
+from pipeline.errors import ConfigError
+
+BATCH_LINES = 256
+"""Lines translated at once, where that many are there."""
+NAMED_PROBLEMS = 20
+"""So many lines that cannot be read are named; the others are counted."""
+
+
+@dataclass
+class FilterCounts:
+    """What has been read and written, and of how many lines there is something to say."""
+
+    lines: int = 0
+    unreadable: int = 0
+    split: int = 0
+    parts: int = 0
+    """Of the lines that were split, together."""
+    truncated: int = 0
+
+    def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
+        self.lines += 1
+        self.unreadable += bool(line.problem)
+        self.split += hypothesis.split > 0
+        self.parts += hypothesis.split
+        self.truncated += hypothesis.truncated
+
+    def sentences(self, *, max_tokens: int) -> Iterator[str]:
+        """One for each thing that is worth saying, when all is done."""
+        if self.unreadable > NAMED_PROBLEMS:
+            yield (
+                f"{self.unreadable:,} of {self.lines:,} lines could not be read: an empty line "
+                "stands for each of them."
+            )
+        if self.split:
+            yield (
+                f"{self.split:,} of {self.lines:,} lines were longer than the model's "
+                f"{max_tokens:,} tokens: they were translated in {self.parts:,} parts, split at "
+                "sentence ends where there are any, and joined again."
+            )
+        if self.truncated:
+            yield (
+                f"{self.truncated:,} of {self.lines:,} lines were truncated: a single character of "
+                f"theirs has more than the model's {max_tokens:,} tokens."
+            )
+
+
+def filter_lines(
+    checkpoint: Artifact,
+    *,
+    decoding: DecodingConfig,
+    source: str,
+    target: str,
+    lines: IncomingLines,
+    write: Callable[[str], None],
+    say: Callable[[str], None],
+) -> FilterCounts:
+    """Translate the lines in order, as they come.
+
+    Args:
+        checkpoint: the model.
+        decoding: how it searches.
+        source, target: languages of the model, in any usual spelling.
+        lines: where they come from.
+        write: gets each translation, without a line end or what could be taken for one.
+        say: gets each sentence about a line that cannot be read, and at the end those about lines
+            that were split.
+
+    Raises:
+        ConfigError: a language the model does not know, or both the same.
+        DataError: the input cannot be read any further.
+    """
+    translator = Translator(checkpoint, decoding)
+    direction = find_direction(translator, source=source, target=target)
+    counts = FilterCounts()
+    try:
+        while batch := lines.take(BATCH_LINES):
+            translations = translate_lines(translator, direction, batch)
+            for line, hypothesis in zip(batch, translations, strict=True):
+                counts.add(line, hypothesis)
+                if line.problem and counts.unreadable <= NAMED_PROBLEMS:
+                    say(f"line {line.number} {line.problem}: an empty line stands for it.")
+                write(without_line_breaks(hypothesis.text))
+    finally:
+        for sentence in counts.sentences(max_tokens=translator.max_tokens):
+            say(sentence)
+    return counts
+
+
+def find_direction(translator: Translator, *, source: str, target: str) -> Direction:
+    """The direction by the model's own codes; ConfigError as in ``filter_lines``."""
+    direction = Direction(translator.code_of(source), translator.code_of(target))
+    if direction.source == direction.target:
+        raise ConfigError(
+            f"--from {source} and --to {target} are one language: name two different ones."
+        )
+    return direction
+
+
+def translate_lines(
+    translator: Translator, direction: Direction, lines: Sequence[IncomingLine]
+) -> list[Hypothesis]:
+    """Their translations in order; computed in batches of similar length."""
+    jobs = [
+        Job(direction, index, without_line_breaks(line.text)) for index, line in enumerate(lines)
+    ]
+    found: dict[int, Hypothesis] = {}
+    for batch in translator.cut(jobs):
+        hypotheses = translator.translate(batch)
+        found.update(zip((job.line for job in batch), hypotheses, strict=True))
+    return [found[index] for index in range(len(jobs))]

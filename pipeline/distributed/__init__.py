@@ -1,0 +1,1 @@
+"""Ranks: how they find each other, agree, and end."""

@@ -1,0 +1,104 @@
+"""What a reader of an evaluation should be warned of."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import listed_names
+from pipeline.evaluation.bleu_chrf import LANGUAGE_TOKENIZERS
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.scores import SystemScores
+from pipeline.stages import StageCall
+
+NAMED_DIRECTIONS = 8
+"""So many of a list of directions are named in a sentence."""
+
+
+def caveats(
+    systems: Sequence[SystemScores],
+    *,
+    tokenizers: Mapping[str, str],
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    call: StageCall,
+) -> list[str]:
+    """All of them, in sentences.
+
+    Args:
+        left_out: number of directions that not every system's model knows.
+    """
+    return [
+        *_of_directions(call, profiles=profiles, left_out=left_out),
+        *(warning for system in systems for warning in _of_lines(system)),
+        *_of_corpora(call),
+        *_of_tokenizers(call, tokenizers),
+    ]
+
+
+def _of_directions(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int
+) -> list[str]:
+    found = []
+    if left_out:
+        named = sorted(
+            {code for one in call.many("systems").values() for code in skipped_directions(one)}
+        )
+        found.append(
+            f"{left_out} of {left_out + len(profiles)} directions are left out, since not every "
+            f"system knows their languages: {_listed(named)}."
+        )
+    if any(profile.family == "unknown" for profile in profiles):
+        found.append(
+            "This corpus has no training lines, so that it is not known which directions were "
+            "trained: name the corpus the systems were trained on as the input 'training'."
+        )
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_DIRECTIONS
+    return ", ".join(names[:NAMED_DIRECTIONS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _of_lines(system: SystemScores) -> list[str]:
+    scored = system.directions.values()
+    counts = {
+        "are of a source that was cut to what the model takes": sum(
+            one.truncated for one in scored
+        ),
+        "are empty": sum(one.empty for one in scored),
+    }
+    if not any(counts.values()):
+        return []
+    lines = sum(one.lines for one in scored)
+    findings = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return [f"{system.name}: of {lines:,} translations {findings}."]
+
+
+def _of_corpora(call: StageCall) -> list[str]:
+    found = []
+    for name, translations in call.many("systems").items():
+        record = translations.manifest.inputs.get("corpus")
+        if record is not None and record.digest != call.artifacts["corpus"].digest:
+            found.append(
+                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
+                "this corpus."
+            )
+    return found
+
+
+def _of_tokenizers(call: StageCall, tokenizers: Mapping[str, str]) -> list[str]:
+    found = []
+    for code, tokenizer in tokenizers.items():
+        wanted = LANGUAGE_TOKENIZERS.get(code.split("_")[0], (tokenizer,))
+        if call.recipe.evaluation.bleu_tokenizer == "per-language" and tokenizer != wanted[0]:
+            found.append(
+                f"BLEU into {code}: tokenizer {tokenizer} stands in for {wanted[0]}, which cannot "
+                "be loaded here."
+            )
+    return found
+
+
+def skipped_directions(translations: Artifact) -> set[str]:
+    """Directions that translate left out, since the model does not know their languages."""
+    return listed_names(translations, "skipped_directions")

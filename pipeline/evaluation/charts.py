@@ -1,0 +1,220 @@
+"""Line charts as inline SVG, legible from 300 pixels of width on.
+
+Colours, dashes and type are the page's: every element carries a class for its style sheet
+(``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``), those
+of a series the class of its colour as well. Series are told apart by colour, dashes and markers,
+so that those that overlap, and print without colour, can be followed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.evaluation.html_parts import escape_html, series_style
+
+WIDTH, HEIGHT = 360, 260
+LEFT, RIGHT, TOP, FLOOR = 46.0, 350.0, 10.0, 212.0
+"""The chart and, within it, the edges of the drawn area, in SVG units."""
+
+MAX_POINTS = 300
+MARKERS_PER_LINE = 8
+MARKERS = (
+    "M-3-3H3V3H-3Z",
+    "M0-3.8L3.6 3H-3.6Z",
+    "M0-4L4 0L0 4L-4 0Z",
+    "M-3-3L3 3M3-3L-3 3",
+    "M0 3.8L3.6-3H-3.6Z",
+    "M-4 0H4M0-4V4",
+    "M-3.5-2L0-4L3.5-2V2L0 4L-3.5 2Z",
+)
+"""Shapes around the origin. Seven, with eight colours: 56 series before one looks like another."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a chart.
+
+    ``place`` chooses colour, dashes and marker. Where the line counts from an earlier start than
+    its own (``begin`` > 0) a dotted line leads to it.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    place: int
+    begin: float = 0.0
+
+    @property
+    def style(self) -> str:
+        return series_style(self.place)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """From data to the coordinates of a chart, in SVG units."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return LEFT + (value - low) / (high - low) * (RIGHT - LEFT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        return FLOOR - (value - low) / (high - low) * (FLOOR - TOP)
+
+
+def line_chart(
+    series: Sequence[Series], *, title: str, x_label: str, y_label: str, mark_lowest: bool = False
+) -> str:
+    """An SVG chart with axes, ticks and grid; its legend is :func:`legend`.
+
+    Args:
+        series: lines, at least one with points; those without are left out.
+        title: read out by screen readers.
+        mark_lowest: a ring around the lowest point of each line.
+    """
+    drawn = [one for one in series if one.points]
+    xs = [x for one in drawn for x, _ in one.points]
+    ys = [y for one in drawn for _, y in one.points]
+    x_ticks, y_ticks = nice_ticks(0.0, max(xs), about=4), nice_ticks(min(ys), max(ys))
+    # Lines end where the data ends, at the right edge; there is always a tick beyond zero.
+    x_high = max(max(xs), x_ticks[1])
+    frame = Frame(x_range=(0.0, x_high), y_range=(y_ticks[0], y_ticks[-1]))
+    x_ticks = [tick for tick in x_ticks if tick <= x_high]
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_html(title)}">'
+        f"{_axes(frame, x_ticks, y_ticks, x_label=x_label, y_label=y_label)}"
+        f"{''.join(_line(frame, one, mark_lowest=mark_lowest) for one in drawn)}</svg>"
+    )
+
+
+def legend(series: Sequence[Series]) -> str:
+    """The names of the lines with points, each beside a piece of its line."""
+    items = "".join(
+        f'<li><svg class="key" viewBox="0 0 36 12" aria-hidden="true">'
+        f'<path class="line {one.style}" d="M1 6H35"/>{_marker(one, x=18, y=6)}</svg>'
+        f"<span>{escape_html(one.name)}</span></li>"
+        for one in series
+        if one.points
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def thin_out(points: Sequence[Point], *, limit: int = MAX_POINTS) -> tuple[Point, ...]:
+    """At most ``limit`` points: means over runs of neighbours, each at its last x."""
+    if len(points) <= limit:
+        return tuple(points)
+    size = math.ceil(len(points) / limit)
+    runs = [points[start : start + size] for start in range(0, len(points), size)]
+    return tuple((run[-1][0], sum(y for _, y in run) / len(run)) for run in runs)
+
+
+# Ticks
+
+
+def nice_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
+    """Round values, one, two or five times a power of ten apart, that enclose a range."""
+    span = high - low if high > low else max(abs(high), 1.0)
+    rough = span / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(step * place, 10) for place in range(first, max(last, first + 1) + 1)]
+
+
+def _tick_text(value: float) -> str:
+    if abs(value) >= 10_000:
+        return f"{value / 1000:,.4g}k"
+    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+# SVG
+
+
+def _axes(
+    frame: Frame,
+    x_ticks: Sequence[float],
+    y_ticks: Sequence[float],
+    *,
+    x_label: str,
+    y_label: str,
+) -> str:
+    horizontal = "".join(
+        _rule("grid", x=(LEFT, RIGHT), y=(y, y))
+        + _text("tick", _tick_text(tick), x=LEFT - 7, y=y + 4, anchor="end")
+        for tick, y in zip(y_ticks, map(frame.y, y_ticks), strict=True)
+    )
+    vertical = "".join(
+        _rule("axis", x=(x, x), y=(FLOOR, FLOOR + 4))
+        + _text("tick", _tick_text(tick), x=x, y=FLOOR + 18)
+        for tick, x in zip(x_ticks, map(frame.x, x_ticks), strict=True)
+    )
+    return (
+        f"{horizontal}{_rule('axis', x=(LEFT, RIGHT), y=(FLOOR, FLOOR))}{vertical}"
+        f"{_text('label', x_label, x=(LEFT + RIGHT) / 2, y=HEIGHT - 8)}"
+        f'<text class="label" text-anchor="middle" transform="translate(12 '
+        f'{(TOP + FLOOR) / 2:.1f}) rotate(-90)">{escape_html(y_label)}</text>'
+    )
+
+
+def _rule(style: str, *, x: tuple[float, float], y: tuple[float, float]) -> str:
+    return (
+        f'<line class="{style}" x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{y[0]:.1f}" y2="{y[1]:.1f}"/>'
+    )
+
+
+def _text(style: str, text: str, *, x: float, y: float, anchor: str = "middle") -> str:
+    return (
+        f'<text class="{style}" text-anchor="{anchor}" x="{x:.1f}" y="{y:.1f}">'
+        f"{escape_html(text)}</text>"
+    )
+
+
+def _line(frame: Frame, series: Series, *, mark_lowest: bool) -> str:
+    points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in series.points)
+    parts = [
+        _lead(frame, series),
+        f'<polyline class="line {series.style}" points="{points}"/>',
+        *(_marker(series, x=frame.x(x), y=frame.y(y)) for x, y in _marked(series)),
+    ]
+    if mark_lowest:
+        x, y = min(series.points, key=lambda point: (point[1], point[0]))
+        parts.append(
+            f'<circle class="dot {series.style}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" '
+            f'r="5.5"><title>{escape_html(series.name)}: {y:.3f} at {_tick_text(x)}</title>'
+            "</circle>"
+        )
+    return "".join(parts)
+
+
+def _lead(frame: Frame, series: Series) -> str:
+    """From zero to where a line begins, at the height of its first point."""
+    if series.begin <= 0:
+        return ""
+    x, y = frame.x(series.begin), frame.y(series.points[0][1])
+    return (
+        f'<line class="lead {series.style}" x1="{LEFT:.1f}" x2="{x:.1f}" y1="{y:.1f}" '
+        f'y2="{y:.1f}"/><line class="begin {series.style}" x1="{x:.1f}" x2="{x:.1f}" '
+        f'y1="{y - 6:.1f}" y2="{y + 6:.1f}"/>'
+    )
+
+
+def _marked(series: Series) -> list[Point]:
+    """A few points, not at the same places in every series; the last one always."""
+    step = math.ceil(len(series.points) / MARKERS_PER_LINE)
+    last = len(series.points) - 1
+    return [
+        point
+        for place, point in enumerate(series.points)
+        if place == last or (place + series.place) % step == 0
+    ]
+
+
+def _marker(series: Series, *, x: float, y: float) -> str:
+    shape = MARKERS[series.place % len(MARKERS)]
+    return (
+        f'<path class="marker {series.style}" transform="translate({x:.1f} {y:.1f})" d="{shape}"/>'
+    )

@@ -1,0 +1,95 @@
+"""Directions of an evaluation: in which family each stands, and how much its pair was trained on.
+
+A family says how a direction was trained: towards the pivot, away from it, without it, or not at
+all. That is known from the corpus the systems were trained on, which need not be the one whose
+test lines are scored.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import (
+    Direction,
+    Resource,
+    directions,
+    emptied_pairs,
+    line_counts,
+    resource_of,
+)
+
+Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "emptied", "unknown"]
+"""Trained towards the pivot, away from it, trained without it, and not trained at all: zero-shot,
+or because none of the pair's lines was left when they had been cleaned. Unknown where no corpus at
+hand has training lines."""
+Group = Literal["all", Resource]
+
+FAMILIES: tuple[Family, ...] = get_args(Family)
+"""The order of families in every table, panel and list."""
+GROUPS: tuple[Group, ...] = get_args(Group)
+
+
+@dataclass(frozen=True)
+class DirectionProfile:
+    """What is known of a direction before any system translates it."""
+
+    direction: Direction
+    family: Family
+    resource: Resource | None
+    """By the training lines of the pair; None where there are none."""
+    training_lines: int
+    test_lines: int
+
+
+def find_pivot(training_pairs: Iterable[str]) -> str | None:
+    """The one language that is in every training pair, or None.
+
+    A single pair has two such languages: it is English if English is one of them, else None.
+    """
+    pairs = set(training_pairs)
+    membership = Counter(code for pair in pairs for code in pair.split("-"))
+    candidates = [code for code, count in membership.items() if count == len(pairs)]
+    if len(candidates) == 1:
+        return candidates[0]
+    return "en" if "en" in candidates else None
+
+
+def describe_directions(
+    corpus: Artifact, *, thresholds: tuple[int, int], training: Artifact | None = None
+) -> list[DirectionProfile]:
+    """All directions that have test lines, sorted, each with its family and resource group.
+
+    Args:
+        corpus: holds the test lines.
+        thresholds: of the resource groups.
+        training: corpus the systems were trained on; None: ``corpus`` itself.
+    """
+    training = training or corpus
+    lines, test = line_counts(training, "train"), line_counts(corpus, "test")
+    pivot, emptied = find_pivot(lines), emptied_pairs(training)
+
+    def family(direction: Direction) -> Family:
+        if not lines:
+            return "unknown"
+        if direction.pair not in lines:
+            return "emptied" if direction.pair in emptied else "zero_shot"
+        if pivot not in (direction.source, direction.target):
+            return "other"
+        return "into_pivot" if direction.target == pivot else "out_of_pivot"
+
+    return [
+        DirectionProfile(
+            direction=direction,
+            family=family(direction),
+            resource=(
+                resource_of(lines[direction.pair], thresholds=thresholds)
+                if direction.pair in lines
+                else None
+            ),
+            training_lines=lines.get(direction.pair, 0),
+            test_lines=test[direction.pair],
+        )
+        for direction in directions(corpus, "test")
+    ]

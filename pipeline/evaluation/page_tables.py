@@ -1,0 +1,217 @@
+"""The tables of a page: averages, budgets, all directions, stages."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pipeline.artifacts.corpus import Direction
+from pipeline.evaluation.budget_table import BUDGET_GROUPS, budget_notes, budget_rows, trained_for
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.history import History
+from pipeline.evaluation.html_parts import (
+    bar,
+    bullet_list,
+    css_class,
+    escape_html,
+    group_heading,
+    score_cells,
+    section,
+    table,
+    two_columns,
+)
+from pipeline.evaluation.scores import Evaluation
+from pipeline.evaluation.tables import (
+    NO_VALUE,
+    AverageColumn,
+    AverageTable,
+    Row,
+    accuracy_tables,
+    direction_row,
+    directions_by_family,
+    family_title,
+    format_count,
+    format_duration,
+    score_tables,
+)
+
+# Averages
+
+
+def averages_section(evaluation: Evaluation, history: History) -> str:
+    """BLEU and chrF++, with what every system was trained for beside them."""
+    tables = score_tables(evaluation)
+    return section(
+        "Averages by resource",
+        "".join(_average_table(evaluation, one, history) for one in tables),
+        lead="Arithmetic means over directions, whose number stands under each group. Bold is a "
+        "score that leads every other one beyond chance; the interval below it is the middle 95 % "
+        "of resampled test lines.",
+    )
+
+
+def accuracy_section(evaluation: Evaluation, history: History) -> str:
+    """Language accuracy, where it was measured."""
+    tables = accuracy_tables(evaluation)
+    if not tables:
+        return ""
+    return section(
+        "Language accuracy",
+        "".join(_average_table(evaluation, one, history) for one in tables),
+        lead="Share of translations in the language that was asked for, over the directions whose "
+        "target language the detector knows. The references' own value is the ceiling to expect: "
+        "what the detector misses there it misses in any system.",
+    )
+
+
+def _average_table(evaluation: Evaluation, shown: AverageTable, history: History) -> str:
+    families = "".join(
+        group_heading(family_title(evaluation, family), span=span)
+        for family, span in Counter(one.family for one in shown.columns).items()
+    )
+    groups = "".join(
+        f'<th scope="col"{css_class("start", one.group == "all")}>{one.group}'
+        f"<small>{format_count(one.directions, 'direction')}</small></th>"
+        for one in shown.columns
+    )
+    head = (
+        '<tr><th rowspan="2" scope="col">System</th><th rowspan="2" scope="col">Trained for</th>'
+        f"{families}</tr><tr>{groups}</tr>"
+    )
+    body = "".join(_average_row(row, shown.columns, history) for row in shown.rows)
+    return f"<h3>{escape_html(shown.title)}</h3>{table(head, body)}"
+
+
+def _average_row(row: Row, columns: Sequence[AverageColumn], history: History) -> str:
+    cells = score_cells(row, starts=[column.group == "all" for column in columns])
+    training = "" if row.ceiling else trained_for(history, row.name)
+    return (
+        f'<tr{css_class("ceiling", row.ceiling)}><th scope="row">{escape_html(row.name)}</th>'
+        f'<td class="trained">{escape_html(training)}</td>{cells}</tr>'
+    )
+
+
+# Budgets
+
+
+def budgets_section(history: History) -> str:
+    """Parameters of every system, and what its training took."""
+    rows = budget_rows(history)
+    if not rows:
+        return ""
+    groups = "".join(group_heading(name, span=len(one)) for name, one in BUDGET_GROUPS.items())
+    starts = [place == 0 for one in BUDGET_GROUPS.values() for place in range(len(one))]
+    columns = "".join(
+        f'<th scope="col"{css_class("start", start)}>{escape_html(title)}</th>'
+        for start, title in zip(
+            starts, (title for one in BUDGET_GROUPS.values() for title in one), strict=True
+        )
+    )
+    head = f'<tr><th rowspan="2" scope="col">System</th>{groups}</tr><tr>{columns}</tr>'
+    body = "".join(
+        f'<tr><th scope="row">{escape_html(row.name)}</th>'
+        + "".join(
+            f"<td{css_class('start', start)}>{escape_html(cell)}</td>"
+            for start, cell in zip(starts, row.cells, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    notes = budget_notes(history)
+    return section(
+        "Systems and what their training took",
+        table(head, body) + (bullet_list(notes) if notes else ""),
+        lead="A score means little without what was spent on it.",
+    )
+
+
+# Directions
+
+
+def directions_section(evaluation: Evaluation) -> str:
+    """BLEU and chrF++ of every system in every direction."""
+    systems = "".join(group_heading(system.name, span=2) for system in evaluation.systems)
+    scores = '<th scope="col" class="start">BLEU</th><th scope="col">chrF++</th>'
+    head = (
+        '<tr><th rowspan="2" scope="col">Direction</th><th rowspan="2" scope="col">Training lines'
+        f"</th>{systems}</tr><tr>{scores * len(evaluation.systems)}</tr>"
+    )
+    span = 2 + 2 * len(evaluation.systems)
+    body = "".join(
+        f'<tr class="family"><th colspan="{span}" scope="rowgroup">'
+        f"{escape_html(family_title(evaluation, family))}</th></tr>"
+        + "".join(_direction_row(evaluation, profile) for profile in profiles)
+        for family, profiles in directions_by_family(evaluation).items()
+    )
+    return section(
+        "All directions",
+        table(head, body, tall=True),
+        lead="Training lines are those of the pair; intervals and bold print as above.",
+    )
+
+
+def _direction_row(evaluation: Evaluation, profile: DirectionProfile) -> str:
+    cells = score_cells(
+        direction_row(evaluation, profile), starts=[True, False] * len(evaluation.systems)
+    )
+    lines = f"{profile.training_lines:,}" if profile.training_lines else NO_VALUE
+    return (
+        f'<tr><th scope="row">{direction_label(evaluation, profile.direction)}</th>'
+        f"<td>{lines}</td>{cells}</tr>"
+    )
+
+
+def direction_label(evaluation: Evaluation, direction: Direction) -> str:
+    """Codes and names of a direction's languages."""
+    names = evaluation.language_names
+    long = f"{names[direction.source]} → {names[direction.target]}"
+    code = f"{direction.source} → {direction.target}"
+    return (
+        f'<span class="code">{escape_html(code)}</span> '
+        f'<span class="long">{escape_html(long)}</span>'
+    )
+
+
+# Stages
+
+
+def summaries_section(history: History) -> str:
+    """What the stages behind the systems said of their counts."""
+    told = [run for run in history.stages if run.summary]
+    if not told:
+        return ""
+    parts = "".join(
+        f"<h3>{escape_html(run.folder)} <small>{escape_html(run.stage)}</small></h3>"
+        f"{bullet_list(run.summary)}"
+        for run in told
+    )
+    return section("What each stage kept and dropped", f'<div class="summaries">{parts}</div>')
+
+
+def stages_section(evaluation: Evaluation, history: History) -> str:
+    """Wall times of all stages behind the systems, and their sums."""
+    if not history.stages:
+        return ""
+    longest = max(run.wall_seconds for run in history.stages)
+    bars = "".join(
+        f'<div class="bar-row"><span class="bar-label"><b>{escape_html(run.stage)}</b> '
+        f"{escape_html(run.folder)}</span>"
+        + bar(
+            run.wall_seconds / longest if longest else 0.0,
+            text=escape_html(format_duration(run.wall_seconds)),
+            style="stage",
+        )
+        + "</div>"
+        for run in history.stages
+    )
+    totals = two_columns(
+        ("System", "All stages behind it"),
+        [
+            (escape_html(one.name), escape_html(format_duration(history.wall_seconds_of(one.name))))
+            for one in evaluation.systems
+        ],
+    )
+    return section(
+        "Stages and wall times",
+        f'<div class="bars stages">{bars}</div>{totals}',
+        lead="Every stage that the systems rest on, once, inputs before what was made from them. "
+        f"A full bar is the longest, {format_duration(longest)}.",
+    )

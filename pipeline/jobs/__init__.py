@@ -1,0 +1,1 @@
+"""When and where stages run."""

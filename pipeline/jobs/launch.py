@@ -1,0 +1,181 @@
+"""Start one stage on this machine as one process or several, and see that none outlives it.
+
+Every child gets the variables of a world of its own on the loopback address, a session of its
+own (so that a terminal's Ctrl-C reaches it once, through us) and, on Linux, dies with its parent
+even when that one is killed outright.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, Self
+
+from pipeline.distributed.world import LOOPBACK, STOP_SIGNALS, World, free_port
+from pipeline.errors import EXIT_RUN_AGAIN
+
+GRACE_SECONDS = 15.0
+"""Between asking the surviving ranks to end and killing them."""
+
+MAX_PROCESSES = 1024
+"""More on one machine is a slip of the pen."""
+
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+class StopRequests:
+    """Signals to stop that arrive while children run: remembered, and passed on to them.
+
+    A context manager; ``received`` is the first signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
+        """Pass signals on to these children from now on, the one already received included."""
+        self._children = children
+        if self.received is not None:
+            _signal_all(children, self.received)
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        _signal_all(self._children, signal.Signals(number))
+
+
+def launch(
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    threads: int,
+    requests: StopRequests | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> int:
+    """Run ``python ARGUMENTS`` as ``processes`` ranks of one world and wait for them.
+
+    When one fails, the others are asked to end, and killed after ``grace_seconds``. A signal to
+    stop is passed on, and the children decide; a caller that wants to know of it passes
+    ``requests``, already entered.
+
+    Returns:
+        0; EXIT_RUN_AGAIN if a child said so and none failed; else the code of the first child
+        that failed (128 + the signal that killed it).
+    """
+    if requests is None:
+        with StopRequests() as own_requests:
+            return launch(
+                arguments,
+                processes=processes,
+                threads=threads,
+                requests=own_requests,
+                grace_seconds=grace_seconds,
+            )
+    children: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+    try:
+        for rank in range(processes):
+            world = World(rank, processes, rank, processes, LOOPBACK, port)
+            children.append(_start(arguments, world=world, threads=threads))
+        requests.watch(children)
+        return _wait(children, grace_seconds=grace_seconds)
+    finally:
+        requests.watch([])
+        _kill(children)
+
+
+def _start(arguments: Sequence[str], *, world: World, threads: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | world.environment() | {"OMP_NUM_THREADS": str(threads)}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent() if sys.platform == "linux" else None,
+    )
+
+
+def _die_with_parent() -> Callable[[], None]:
+    """What a child does between fork and exec; the library is loaded before the fork."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent_id = os.getpid()
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_id:  # it died before we asked to be told
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return arrange
+
+
+def _wait(children: list[subprocess.Popen[bytes]], *, grace_seconds: float) -> int:
+    """Wait for all children; from the first failure on, for ``grace_seconds`` at most."""
+    failure = 0
+    deadline = float("inf")
+    while any(child.poll() is None for child in children):
+        failure = failure or _first_failure(children)
+        if failure and deadline == float("inf"):
+            deadline = time.monotonic() + grace_seconds
+            _announce(children)
+            _signal_all(children, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            _kill(children)
+        time.sleep(_POLL_SECONDS)
+    failure = failure or _first_failure(children)
+    said_again = any(child.returncode == EXIT_RUN_AGAIN for child in children)
+    return failure or (EXIT_RUN_AGAIN if said_again else 0)
+
+
+def _first_failure(children: list[subprocess.Popen[bytes]]) -> int:
+    """Exit code of a child that failed, or 0; a signal counts as 128 + its number."""
+    for child in children:
+        code = child.poll()
+        if code not in (None, 0, EXIT_RUN_AGAIN):
+            assert code is not None
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _announce(children: list[subprocess.Popen[bytes]]) -> None:
+    for rank, child in enumerate(children):
+        if child.returncode not in (None, 0, EXIT_RUN_AGAIN) and len(children) > 1:
+            cause = describe_exit(child.returncode)
+            line = f"mmnmt: rank {rank} of {len(children)} ended with {cause}: ending the others."
+            print(line, file=sys.stderr, flush=True)
+            return
+
+
+def describe_exit(code: int) -> str:
+    """``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+def _signal_all(children: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for child in children:
+        child.send_signal(number)
+
+
+def _kill(children: list[subprocess.Popen[bytes]]) -> None:
+    """Kill what is left, with the workers it forked, and collect it."""
+    for child in children:
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()

@@ -1,0 +1,1 @@
+"""The mixture of experts: layer, router, dispatch, experts, and how they are spread over ranks."""

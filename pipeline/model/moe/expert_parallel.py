@@ -1,0 +1,103 @@
+"""Experts spread over the ranks of an expert-parallel group: uneven all-to-all, there and back.
+
+Per MoE layer: one small all-to-all of counts and two of rows in the forward pass, two of rows in
+the backward pass, and one device-to-host copy (the counts). Ranks may hold different numbers of
+tokens, none included, but all ranks of the group must call the same layers in the same order.
+
+Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
+S source ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.model.moe.experts import Experts, slice_length
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The process group that shares one copy of the experts, and this rank's place in it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def run(self, experts: Experts, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        """Send every row to the rank of its expert, apply the experts, bring the results back.
+
+        Args:
+            count_E: rows per GLOBAL expert, in the order of ``x_RD``.
+        """
+        sent = count_E.view(self.size, experts.num_experts)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        sent_counts, received_counts = torch.stack([sent, received]).tolist()
+        send_splits = [sum(row) for row in sent_counts]
+        receive_splits = [sum(row) for row in received_counts]
+
+        arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
+        y_QD = _apply(experts, arrived_QD, received_counts)
+        return _exchange(y_QD, receive_splits, send_splits, self.group)
+
+
+def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
+    """The experts on rows that came sorted by source, then expert; results in the same order.
+
+    On CPU every expert gets rows of zeros up to a round number (:func:`slice_length`).
+    """
+    per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
+    on_host = x_QD.device.type == "cpu"
+    rows_E = [slice_length(count) if on_host else count for count in per_expert]
+    spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
+
+    from_source = iter(x_QD.split([count for row in count_SE for count in row]))
+    chunk_SE = [[next(from_source) for _ in row] for row in count_SE]
+    padding = x_QD.new_zeros(max(spare_E), x_QD.shape[1])
+    columns = zip(*chunk_SE, strict=True)
+    by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
+    sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
+    y_QD = experts(sorted_QD, rows_E if on_host else torch.tensor(rows_E, device=x_QD.device))
+
+    from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
+    result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]
+    return torch.cat([chunk for row in zip(*result_ES, strict=True) for chunk in row])
+
+
+def _exchange(
+    x: Tensor, send_splits: list[int], receive_splits: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    exchanged: Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        x, send_splits, receive_splits, group
+    )
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Uneven all-to-all of rows; its gradient is the same exchange the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send_splits: list[int],
+        receive_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.splits, ctx.group = (send_splits, receive_splits), group
+        out = x.new_empty(sum(receive_splits), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        send_splits, receive_splits = ctx.splits
+        out = gradient.new_empty(sum(send_splits), *gradient.shape[1:])
+        dist.all_to_all_single(
+            out, gradient.contiguous(), send_splits, receive_splits, group=ctx.group
+        )
+        return out, None, None, None

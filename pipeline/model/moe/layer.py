@@ -1,0 +1,132 @@
+"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (mmnmt.md §2).
+
+Padding never arrives here: hidden states are packed.
+
+Legend: N real tokens, D model width, E experts, R kept routes.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.config import MoEConfig
+from pipeline.kernels.routing_loops import can_loop
+from pipeline.model.moe.dispatch import (
+    Dispatch,
+    combine,
+    dispatch_dropless,
+    dispatch_with_capacity,
+    expert_capacity,
+    gather,
+)
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import Experts, slice_length
+from pipeline.model.moe.router import Router, Routing
+from pipeline.model.regularization import Regularization
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """What one MoE layer did with one micro-batch; returned, never kept.
+
+    Attributes:
+        balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
+        logits_NE: the router's logits, differentiable.
+        probability_NE: router probabilities, detached.
+        expert_NC: chosen experts, best first.
+        routed_E: routes per expert before capacity.
+        kept_E: routes per expert after capacity.
+    """
+
+    balance_loss: Tensor
+    logits_NE: Tensor
+    probability_NE: Tensor
+    expert_NC: Tensor
+    routed_E: Tensor
+    kept_E: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward whose every token is served by ``top_k`` of E experts."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        router: Router,
+        experts: Experts,
+        expert_parallel: ExpertParallel | None,
+        regularization: Regularization | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.regularization = regularization or Regularization()
+        self.router = router
+        self.experts = experts
+        self.expert_parallel = expert_parallel
+
+    def forward(self, x_ND: Tensor, group_N: Tensor) -> tuple[Tensor, RoutingRecord]:
+        """Route, compute and combine; ``group_N`` is each token's language group."""
+        routing: Routing = self.router(self._jittered(x_ND), group_N)
+        dispatch = self._dispatch(routing)
+        y_ND = self._serve(x_ND, self._masked(dispatch))
+        record = RoutingRecord(
+            balance_loss=routing.balance_loss,
+            logits_NE=routing.logits_NE,
+            probability_NE=routing.probability_NE,
+            expert_NC=routing.expert_NC,
+            routed_E=dispatch.routed_E,
+            kept_E=dispatch.count_E,
+        )
+        return y_ND, record
+
+    def _jittered(self, x_ND: Tensor) -> Tensor:
+        """The router's input, multiplied by noise in training."""
+        jitter = self.regularization.router_jitter
+        if not self.training or jitter == 0:
+            return x_ND
+        return x_ND.float() * torch.empty_like(x_ND, dtype=torch.float32).uniform_(
+            1 - jitter, 1 + jitter
+        )
+
+    def _masked(self, dispatch: Dispatch) -> Dispatch:
+        """Combine weights with some (token, choice) routes masked in training."""
+        rate = self.regularization.expert_output_masking
+        if not self.training or rate == 0:
+            return dispatch
+        return replace(dispatch, weight_NC=F.dropout(dispatch.weight_NC, rate))
+
+    def _dispatch(self, routing: Routing) -> Dispatch:
+        config = self.config
+        on_host = routing.expert_NC.device.type == "cpu" and self.expert_parallel is None
+        spare_rows = slice_length if on_host else None
+        factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
+        if config.dispatch == "dropless" or factor is None:
+            return dispatch_dropless(routing, slice_length=spare_rows)
+        capacity = expert_capacity(
+            len(routing.expert_NC),
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            factor=factor,
+        )
+        return dispatch_with_capacity(
+            routing,
+            capacity=capacity,
+            prioritized=config.batch_prioritized,
+            renormalize=config.combine_weights == "renormalized",
+            slice_length=spare_rows,
+        )
+
+    def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
+        """Every token's experts, weighted and summed."""
+        if self.expert_parallel is None and can_loop(x_ND):
+            return self.experts.serve(x_ND, dispatch)
+        x_RD = gather(x_ND, dispatch)
+        if self.expert_parallel is not None:
+            y_RD = self.expert_parallel.run(self.experts, x_RD, dispatch.rows_E)
+        else:
+            on_host = x_RD.device.type == "cpu"
+            y_RD = self.experts(x_RD, dispatch.rows_E.tolist() if on_host else dispatch.rows_E)
+        return combine(y_RD, dispatch)

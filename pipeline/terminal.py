@@ -1,0 +1,216 @@
+"""Progress of long loops, the lines of metrics they leave behind, and tables of text.
+
+On a terminal a loop shows a bar with its rate and the time left; in a log it writes one line per
+interval, and nothing at all if it ends before the first one is due.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any, Self, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from pipeline.documents import byte_lines, json_object
+
+T = TypeVar("T")
+
+INTERVAL_SECONDS = 15.0
+_REMEDY = "remove that line, or the file"
+
+
+def track(
+    items: Iterable[T], *, label: str, total: int | None = None, enabled: bool = True
+) -> Iterator[T]:
+    """Yield the items while showing how far along they are.
+
+    ``total`` is taken from the items where they have a length. Ranks other than 0 pass
+    ``enabled=False``.
+    """
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with Progress(label, total=total, enabled=enabled) as progress:
+        for item in items:
+            yield item
+            progress.advance()
+
+
+class Progress:
+    """Progress of a loop that counts for itself; a context manager.
+
+    ``initial`` is what an earlier run had done: it counts as done but not for the rate.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        total: int | None = None,
+        initial: int = 0,
+        enabled: bool = True,
+        interval_seconds: float = INTERVAL_SECONDS,
+        stream: TextIO | None = None,
+    ) -> None:
+        stream = stream or sys.stderr
+        self._view: _Bar | _Log | None = None
+        if enabled and stream.isatty():
+            self._view = _Bar(label, total=total, initial=initial, stream=stream)
+        elif enabled:
+            self._view = _Log(
+                label, total=total, initial=initial, seconds=interval_seconds, stream=stream
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._view:
+            self._view.close()
+
+    def advance(self, count: int = 1, *, note: str = "") -> None:
+        """Count ``count`` more items; the note (a loss, say) is shown behind the figures."""
+        if self._view:
+            self._view.advance(count, note=note)
+
+
+class _Bar:
+    """tqdm's bar, at most ten times a second."""
+
+    def __init__(self, label: str, *, total: int | None, initial: int, stream: TextIO) -> None:
+        self._bar = tqdm(
+            desc=label, total=total, initial=initial, file=stream, dynamic_ncols=True, leave=True
+        )
+
+    def advance(self, count: int, *, note: str) -> None:
+        if note:
+            self._bar.set_postfix_str(note, refresh=False)
+        self._bar.update(count)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Log:
+    """One line per interval, and a last one where there was a first."""
+
+    def __init__(
+        self, label: str, *, total: int | None, initial: int, seconds: float, stream: TextIO
+    ) -> None:
+        self._label, self._total, self._stream = label, total, stream
+        self._initial = self._done = initial
+        self._seconds = seconds
+        self._started = self._due = time.monotonic()
+        self._due += seconds
+        self._note = ""
+        self._written = -1
+
+    def advance(self, count: int, *, note: str) -> None:
+        self._done += count
+        self._note = note or self._note
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._seconds
+            self._write(now)
+
+    def close(self) -> None:
+        if self._written not in (-1, self._done):
+            self._write(time.monotonic())
+
+    def _write(self, now: float) -> None:
+        self._written = self._done
+        line = progress_line(
+            self._label,
+            done=self._done,
+            total=self._total,
+            rate=(self._done - self._initial) / max(now - self._started, 1e-9),
+        )
+        print(line + (f", {self._note}" if self._note else ""), file=self._stream, flush=True)
+
+
+def progress_line(label: str, *, done: int, total: int | None, rate: float) -> str:
+    """``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total only what is known."""
+    if total is None:
+        return f"{label}: {done}, {rate:.3g}/s"
+    line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rate:.3g}/s"
+    return line + (f", {clock_text((total - done) / rate)} left" if rate > 0 else "")
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as ``M:SS`` or ``H:MM:SS``."""
+    minutes, second = divmod(max(round(seconds), 0), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+class JsonLines:
+    """A file of JSON objects, one per line, each on disk before the next is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record; numbers that are not finite become null, which JSON can hold."""
+        line = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.write(line + "\n")
+
+    def truncate_after(self, update: int) -> None:
+        """Drop what a resumed run will write again: records whose ``update`` is beyond it.
+
+        A last line that a killed run left incomplete goes too. The file is replaced in one step.
+        """
+        if not self.path.is_file():
+            return
+        temporary = self.path.with_name(f".{self.path.name}.unfinished")
+        with temporary.open("wb") as stream:
+            for line, record in self._complete():
+                if _update_of(record) <= update:
+                    stream.write(line)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(self.path)
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records, without a last line that a killed run left incomplete.
+
+        Raises:
+            ArtifactError: names the line that is none.
+        """
+        return (record for _, record in self._complete())
+
+    def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number, line in enumerate(byte_lines(self.path, remedy=_REMEDY), start=1):
+            if line.endswith(b"\n"):
+                what = f"Line {number} of {self.path}"
+                yield line, json_object(line, what=what, remedy=_REMEDY)
+
+
+def _update_of(record: Mapping[str, Any]) -> float:
+    """The record's update; -∞ where it has none: such records are always kept."""
+    update = record.get("update")
+    return update if isinstance(update, int) else -math.inf
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+def text_table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns aligned with spaces, a rule under the header."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,1 @@
+"""The loop, the engine behind it, and what a run keeps."""

@@ -1,0 +1,347 @@
+"""DeepSpeed's engine behind a small door: set-up, one update, and the optimizer's state by name.
+
+This is the only file that imports DeepSpeed. It gives us ZeRO 1 and 2, offload, monitors and the
+expert-parallel process groups; model, losses, weights and training state are our own.
+"""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+# deepspeed 0.19 calls what torch 2.13 has renamed, thousands of times
+warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
+
+import deepspeed  # noqa: E402 (DeepSpeed reads its environment on import)
+from deepspeed.moe.layer import MoE  # noqa: E402
+from deepspeed.moe.utils import (  # noqa: E402
+    split_params_into_different_moe_groups_for_optimizer,
+)
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
+from deepspeed.utils import groups  # noqa: E402
+
+from pipeline.batching.batch import Batch  # noqa: E402
+from pipeline.checkpoints.checkpoint import Piece, PieceReader  # noqa: E402
+from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
+from pipeline.config import Recipe  # noqa: E402
+from pipeline.distributed.world import World  # noqa: E402
+from pipeline.ds_config import check_ds_config  # noqa: E402
+from pipeline.errors import ConfigError  # noqa: E402
+from pipeline.hints import hint  # noqa: E402
+from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
+from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
+from pipeline.model.moe.experts import Experts  # noqa: E402
+from pipeline.model.transformer import Transformer  # noqa: E402
+from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
+from pipeline.training.losses import LossTerms, translation_loss  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def merge_ds_config(
+    ds_config: Mapping[str, Any], recipe: Recipe, *, world_size: int
+) -> dict[str, Any]:
+    """The configuration DeepSpeed gets: the machine's JSON plus what the recipe owns.
+
+    One rank has nothing to reduce, so that its gradients need not be gathered in buffers first.
+
+    Raises:
+        ConfigError: a key the recipe owns, a key DeepSpeed would ignore, a ZeRO stage other than
+            1 or 2, gradients of experts that would be reduced over the wrong ranks, or a number of
+            ranks that does not divide the micro-batches.
+    """
+    check_ds_config(ds_config)
+    zero = _checked_zero(ds_config["zero_optimization"])
+    if world_size == 1:
+        zero["contiguous_gradients"] = False
+    elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
+        raise ConfigError(
+            "The ds_config sets zero_optimization.contiguous_gradients to false, with which "
+            "DeepSpeed reduces the gradients of experts over the wrong ranks: set it to true."
+        )
+    return {
+        **ds_config,
+        "zero_optimization": {"reduce_scatter": True, **zero},
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation_steps(recipe, world_size=world_size),
+        "gradient_clipping": recipe.optimizer.clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``zero_optimization`` of a ds_config without what is left to DeepSpeed ("auto")."""
+    known = DeepSpeedZeroConfig.model_fields
+    for key in zero:
+        if key not in known:
+            raise ConfigError(
+                "The ds_config's zero_optimization has an unknown key "
+                f"{key!r}{hint(key, tuple(known))}"
+            )
+        extra = known[key].json_schema_extra
+        if isinstance(extra, dict) and extra.get("deprecated"):
+            raise ConfigError(
+                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up: "
+                f"set {extra['new_param']} instead."
+            )
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("zero_optimization", *first["loc"])))
+        raise ConfigError(f"The ds_config's {where} is wrong: {first['msg']}.") from error
+    return {key: value for key, value in zero.items() if value != "auto"}
+
+
+def accumulation_steps(recipe: Recipe, *, world_size: int) -> int:
+    """Micro-batches each rank takes per update: M / world."""
+    micro_batches = recipe.batches.micro_batches
+    if micro_batches % world_size:
+        sizes = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+        raise ConfigError(
+            f"{world_size} ranks do not divide the {micro_batches} micro-batches of an update "
+            f"(batches.micro_batches): use one of {', '.join(map(str, sizes))} ranks."
+        )
+    return micro_batches // world_size
+
+
+def connect(world: World) -> None:
+    """Hand the process group that exists already to DeepSpeed."""
+    # deepspeed 0.19 compiles a shared-memory extension for its inference collectives at this
+    # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
+    # Training does not use them.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        auto_mpi_discovery=False,
+        verbose=False,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def expert_parallel_group(wanted: int, *, world: World) -> ExpertParallel | None:
+    """The expert-parallel group of this rank; None where every rank holds all experts.
+
+    A world that ``wanted`` does not divide uses their greatest common divisor, so that a run
+    fits any number of ranks; the result of training does not depend on it.
+    """
+    size = math.gcd(wanted, world.size)
+    if size == 1:
+        return None
+    name = f"ep_size_{size}"
+    if name not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(size)
+    group = groups._get_expert_parallel_group(name)
+    return ExpertParallel(group=group, rank=groups._get_expert_parallel_rank(name), size=size)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One update on this rank: sums over its micro-batches, and the norm all ranks agree on."""
+
+    cross_entropy: Tensor
+    balance: Tensor
+    """Weighted by labels."""
+    labels: int
+    gradient_norm: float
+
+
+class Engine:
+    """A model under DeepSpeed's engine, updated one global step at a time."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        recipe: Recipe,
+        *,
+        world: World,
+        ds_config: Mapping[str, Any],
+        make_optimizer: Callable[[list[dict[str, object]]], torch.optim.Optimizer],
+    ) -> None:
+        self.model = model
+        self.world = world
+        self._loss_config = recipe.loss
+        has_expert_groups = model.expert_parallel_size > 1
+        if has_expert_groups:
+            _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
+        config = merge_ds_config(ds_config, recipe, world_size=world.size)
+        self.accumulation = config["gradient_accumulation_steps"]
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            [{"params": list(model.parameters()), "name": "dense"}]
+        )
+        watched = world.size > 1 and depends_on_order(config["zero_optimization"])
+        self._gradient_order = GradientOrder(model) if watched else None
+        objective = _Objective(model, recipe, has_expert_groups=has_expert_groups)
+        self._engine, *_ = deepspeed.initialize(
+            model=objective,
+            optimizer=make_optimizer(parameters),
+            config=config,
+            dist_init_required=False,
+        )
+        self._zero = self._engine.optimizer
+        self.device: torch.device = next(model.parameters()).device
+        if self.device.type == "cpu":  # gradients are flattened anew at every update
+            flats = self._zero.single_partition_of_fp32_groups
+            keep_freed_memory(block=max(flat.nbytes for flat in flats))
+
+    def train_step(
+        self,
+        micro_batches: Sequence[Batch],
+        *,
+        seeds: Sequence[int],
+        total_labels: int,
+        learning_rate: float,
+    ) -> StepResult:
+        """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
+
+        Every micro-batch starts from its own seed, so that dropout does not depend on the world.
+        DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the
+        sum over the global step divided by its labels.
+        """
+        for group in self._zero.param_groups:
+            group["lr"] = learning_rate
+        self.model.train()
+        scale = self.world.size * self.accumulation / total_labels
+        cross_entropy = torch.zeros((), dtype=torch.float64)
+        balance = torch.zeros((), dtype=torch.float64)
+        labels = 0
+        for batch, seed in zip(micro_batches, seeds, strict=True):
+            torch.manual_seed(seed)
+            objective, terms = self._engine(batch.to(self.device))
+            self._engine.backward(objective * scale)
+            if self._gradient_order is not None:
+                self._gradient_order.end_micro_batch()
+            self._engine.step()
+            cross_entropy += terms.cross_entropy.double().cpu()
+            balance += terms.balance.double().cpu() * batch.num_labels
+            labels += batch.num_labels
+        norm = self._engine.get_global_grad_norm()
+        return StepResult(cross_entropy, balance, labels, float(norm))
+
+    def rehearse(self, batch: Batch) -> None:
+        """Forward and backward without an update: too large a batch fails here, at the start.
+
+        Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
+        """
+        self.model.train()
+        terms = translation_loss(self.model, batch.to(self.device), self._loss_config)
+        torch.autograd.grad(terms.objective, list(self.model.parameters()))
+
+    def evaluate(self, batch: Batch) -> LossTerms:
+        """Loss terms of a batch without dropout and without gradients."""
+        self.model.eval()
+        with torch.no_grad():
+            _, terms = self._engine.module(batch.to(self.device))
+        loss_terms: LossTerms = terms
+        return loss_terms
+
+    def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Pass (name, value, update) to the monitors the ds_config enables."""
+        if self._engine.monitor.enabled:
+            self._engine.monitor.write_events(list(events))
+
+    def optimizer_pieces(self) -> Iterator[Piece]:
+        """This rank's share of master weights and moments, cut at tensor and expert borders."""
+        for flat, state, entry, piece in self._fragments():
+            yield Piece("master", entry.name, piece.start, flat[piece.flat].detach().cpu().clone())
+            for what, values in state.items():
+                if isinstance(values, Tensor) and values.shape == flat.shape:
+                    yield Piece(what, entry.name, piece.start, values[piece.flat].cpu().clone())
+
+    def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
+        """Restore weights, master weights and moments from a state written on any topology."""
+        for entry in named_slices(self.model):
+            length = entry.value.numel()
+            master = reader.read(what="master", tensor=entry.name, start=0, length=length)
+            entry.value.copy_(master.view_as(entry.value))
+        for flat, state, entry, piece in self._fragments():
+            for what in ("master", "exp_avg", "exp_avg_sq"):
+                values = reader.read(
+                    what=what, tensor=entry.name, start=piece.start, length=piece.length
+                )
+                if what != "master" and what not in state:
+                    state[what] = _zeros(flat)
+                target = flat if what == "master" else state[what]
+                target.data[piece.flat].copy_(values)
+            state["step"] = torch.tensor(float(update), device=flat.device)
+
+    def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
+        """(flat partition, its optimizer state, tensor, range) for all this rank owns."""
+        slices: dict[int, list[NamedSlice]] = {}
+        for entry in named_slices(self.model):
+            slices.setdefault(id(entry.parameter), []).append(entry)
+        for index, parameters in enumerate(self._zero.bit16_groups):
+            flat = self._zero.single_partition_of_fp32_groups[index]
+            state = self._zero.optimizer.state[flat]
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is None:
+                    continue
+                start, length = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
+                flat_start = mapping.hp_fragment_address.start
+                for entry in slices[id(parameter)]:
+                    low = max(start, entry.offset)
+                    high = min(start + length, entry.offset + entry.value.numel())
+                    if low < high:
+                        place = slice(flat_start + low - start, flat_start + high - start)
+                        yield flat, state, entry, _Range(low - entry.offset, high - low, place)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Values [start, start + length) of a flattened tensor, and where they lie in the partition."""
+
+    start: int
+    length: int
+    flat: slice
+
+
+class _Objective(nn.Module):
+    """Model and loss as the one module DeepSpeed calls."""
+
+    def __init__(self, model: Transformer, recipe: Recipe, *, has_expert_groups: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_config = recipe.loss
+        if has_expert_groups and model.spec.model.moe is not None:
+            self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, LossTerms]:
+        terms = translation_loss(self.model, batch, self.loss_config)
+        return terms.objective, terms
+
+
+class _ExpertMarker(MoE):  # type: ignore[misc]
+    """Tells the engine that there are expert groups: it looks for instances of its own layer."""
+
+    def __init__(self, num_experts: int) -> None:
+        nn.Module.__init__(self)
+        self.num_experts = num_experts
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """The groups exist already."""
+
+
+def _mark_experts(model: Transformer, group_name: str) -> None:
+    """What ZeRO looks for on a parameter that is not replicated over all ranks."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for parameter in module.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.group_name = group_name  # type: ignore[attr-defined]
+
+
+def _zeros(flat: Tensor) -> Tensor:
+    return torch.zeros_like(flat.data)

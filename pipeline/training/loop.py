@@ -1,0 +1,408 @@
+"""The training loop: updates, validation, checkpoints, and stopping in step with all ranks."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
+from pipeline.artifacts.corpus import Direction, resource_of
+from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.batching.feed import TrainingData
+from pipeline.batching.global_step import GlobalStep, MicroBatch
+from pipeline.checkpoints.checkpoint import (
+    PROGRESS_FILE,
+    PieceReader,
+    Progress,
+    read_progress,
+    write_model_files,
+    write_pieces,
+    write_weights,
+)
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import Recipe
+from pipeline.distributed.world import StopFlag, World, all_max, all_sum
+from pipeline.ds_config import load_ds_config
+from pipeline.errors import CheckpointError, Interrupted
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter
+from pipeline.model.transformer import Transformer
+from pipeline.seeds import derive_seed
+from pipeline.stages import StageCall
+from pipeline.terminal import JsonLines
+from pipeline.terminal import Progress as ProgressBar
+from pipeline.training.engine import Engine, StepResult
+from pipeline.training.optim import learning_rate, make_optimizer
+from pipeline.training.run_directory import RunDirectory, link_or_copy
+
+
+def local_device(world: World) -> torch.device:
+    """The device of this rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def training_data(call: StageCall) -> TrainingData:
+    """Open the shards and the mixture a training stage is given; all ranks call this."""
+    shards = call.artifacts["shards"]
+    check_together(shards, shards.names())
+    return TrainingData(
+        shards,
+        read_mixture(call.artifacts["mixture"]),
+        call.recipe.batches,
+        seed=call.recipe.training.seed,
+    )
+
+
+def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
+    """Train a model on the call's data and write the stage's checkpoint."""
+    data.check(max_positions=model.spec.model.max_positions)
+    engine = Engine(
+        model,
+        call.recipe,
+        world=world,
+        ds_config=load_ds_config(str(call.ds_config)),
+        make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
+    )
+    TrainingRun(call, engine, data, world=world).run()
+
+
+class TrainingRun:
+    """One training run, from its last state (or the start) to its final checkpoint."""
+
+    def __init__(
+        self, call: StageCall, engine: Engine, data: TrainingData, *, world: World
+    ) -> None:
+        self.call = call
+        self.recipe: Recipe = call.recipe
+        self.engine, self.data, self.world = engine, data, world
+        self.run_directory = RunDirectory(
+            call.out_dir,
+            stage=call.stage.name,
+            config=call.config,
+            inputs=call.records,
+            world=world,
+        )
+        self.progress = Progress()
+        self.routing = RoutingCounter(engine.model.spec).result()
+        self.metrics = JsonLines(self.run_directory.metrics_path)
+        self._clock = time.monotonic()
+        self._earlier_seconds = 0.0
+        self._interval = _Interval()
+
+    def run(self) -> None:
+        """Train to the last update, or to a stop request; write the final checkpoint.
+
+        Raises:
+            Interrupted: a stop was requested on some rank; the state is saved.
+        """
+        total = self.recipe.training.updates
+        with self.run_directory.locked():
+            self._resume()
+            self._rehearse()
+            with (
+                StopFlag() as stop,
+                ProgressBar(
+                    self.call.out_dir.name,
+                    total=total,
+                    initial=self.progress.update,
+                    enabled=self.world.rank == 0,
+                ) as bar,
+            ):
+                self._validate_if_due(stop)
+                remaining = total - self.progress.update
+                for step in islice(self.data.planner.steps(self.progress.cursor), remaining):
+                    bar.advance(note=self._update(step))
+                    self._validate_if_due(stop)
+                    self._save_if_due(stop)
+            self._finish()
+
+    def _resume(self) -> None:
+        state = self.run_directory.resume_from(overwrite=self.call.overwrite)
+        if state is not None:
+            check_together(state, state.names())
+            self.progress = read_progress(state)
+            self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
+            if self.world.rank == 0:
+                self._interval = _Interval(self.progress.interval)
+        if self.world.rank == 0:
+            self.metrics.truncate_after(self.progress.update)
+        self._earlier_seconds = self.progress.seconds
+        self._clock = time.monotonic() - self.progress.seconds
+
+    def _rehearse(self) -> None:
+        """Run the largest batch of the next window once: if memory runs out, let it be now."""
+        if self.progress.update < self.recipe.training.updates:
+            window = self.data.planner.window(self.progress.cursor[0])
+            largest = max(window, key=lambda batch: batch.num_tokens)
+            torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
+            self.engine.rehearse(self.data.train.batch(largest))
+
+    def _update(self, step: GlobalStep) -> str:
+        """One update; returns the note for the progress bar."""
+        recipe, update, clock = self.recipe, self.progress.update + 1, time.monotonic()
+        mine = [turn[self.world.rank] for turn in step.turns(self.world.size)]
+        result = self.engine.train_step(
+            [self.data.train.batch(step.micro_batches[index]) for index in mine],
+            seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in mine],
+            total_labels=step.num_labels,
+            learning_rate=learning_rate(
+                recipe.optimizer, update, total_updates=recipe.training.updates
+            ),
+        )
+        if not math.isfinite(result.gradient_norm):
+            raise CheckpointError(
+                f"The gradient of update {update} is not a number: the run in "
+                f"{self.run_directory.directory} is left at its last state; lower "
+                "optimizer.learning_rate, or look at that update's data."
+            )
+        self._interval.add(result, seconds=time.monotonic() - clock)
+        self.progress = replace(
+            self.progress, update=update, cursor=step.next_cursor, seconds=self._elapsed()
+        )
+        if update % recipe.logging.every == 0 or update == recipe.training.updates:
+            self._log(result.gradient_norm)
+        return self._interval.note
+
+    def _log(self, gradient_norm: float) -> None:
+        update = self.progress.update
+        record = self._interval.finish()
+        record["gradient_norm"] = gradient_norm
+        record["learning_rate"] = learning_rate(
+            self.recipe.optimizer, update, total_updates=self.recipe.training.updates
+        )
+        self._write_record("train", record)
+
+    def _write_record(self, kind: str, record: dict[str, object]) -> None:
+        progress = self.progress
+        if self.world.rank == 0:
+            self.metrics.write(
+                {"kind": kind, "update": progress.update, "seconds": progress.seconds, **record}
+            )
+            self.engine.write_events(
+                [
+                    (f"{kind}/{name}", value, progress.update)
+                    for name, value in record.items()
+                    if isinstance(value, float)
+                ]
+            )
+
+    def _validate_if_due(self, stop: StopFlag) -> None:
+        update, training = self.progress.update, self.recipe.training
+        due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
+        if not due or self.progress.validated >= update:
+            return
+        losses = self._validation_losses(stop)
+        record = summarize_validation(
+            losses, train_lines=self.data.train_lines, thresholds=training.resource_thresholds
+        )
+        if self.routing.layers:
+            record["routing"] = self.routing.summary()
+        perplexity = float(str(record["perplexity"]))
+        self._write_record("validation", record)
+        best = self.progress.best_perplexity
+        self.progress = replace(self.progress, validated=update)
+        if best is None or perplexity < best:
+            self.progress = replace(self.progress, best_perplexity=perplexity, best_update=update)
+            self.run_directory.write(
+                self.run_directory.best_dir, kind="checkpoint", write=self._write_best
+            )
+
+    def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
+        """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
+
+        All ranks run the same number of batches: where there is none left for a rank it runs one
+        whose result is not counted, since experts may live on other ranks.
+        """
+        plan = self.data.validation(budget=self.recipe.batches.evaluation_tokens)
+        directions = sorted({direction for direction, _ in plan})
+        sums = torch.zeros(len(directions), 2, dtype=torch.float64)
+        spec = self.engine.model.spec
+        counter = RoutingCounter(spec)
+        for batch_plan, row in self._my_share(plan, directions):
+            if stop.agreed():
+                self._stop()
+            terms = self.engine.evaluate(self.data.valid.batch(batch_plan))
+            if row is not None:
+                target = spec.languages.index(directions[row].target)
+                counter.add(terms.routing, language=target)
+                sums[row] += torch.tensor(
+                    [float(terms.cross_entropy), float(batch_plan.num_labels)], dtype=torch.float64
+                )
+        all_sum(sums)
+        all_sum(counter.sums)
+        self.routing = counter.result()
+        return {
+            direction: (float(sums[row, 0]), int(sums[row, 1]))
+            for row, direction in enumerate(directions)
+        }
+
+    def _my_share(
+        self, plan: list[tuple[Direction, MicroBatch]], directions: list[Direction]
+    ) -> Iterator[tuple[MicroBatch, int | None]]:
+        rounds = math.ceil(len(plan) / self.world.size)
+        for turn in range(rounds):
+            index = turn * self.world.size + self.world.rank
+            direction, batch_plan = plan[min(index, len(plan) - 1)]
+            yield batch_plan, directions.index(direction) if index < len(plan) else None
+
+    def _save_if_due(self, stop: StopFlag) -> None:
+        update, training = self.progress.update, self.recipe.training
+        self.run_directory.publish_written()
+        if stop.agreed():
+            self._stop()
+        if update % training.checkpoint_every == 0 and update < training.updates:
+            self._save()
+
+    def _stop(self) -> None:
+        self._save()
+        self.run_directory.wait()
+        raise Interrupted(
+            f"stopped after update {self.progress.update} of {self.recipe.training.updates}, "
+            f"state saved in {self.run_directory.directory}"
+        )
+
+    def _save(self) -> None:
+        """Write the training state; in the background, from a copy, where the recipe says so."""
+        progress = replace(self.progress, interval=tuple(self._interval.over_ranks()))
+        in_background = self.recipe.saving.in_background
+        pieces = self.engine.optimizer_pieces()
+        copied = iter(list(pieces)) if in_background else pieces
+
+        def write(writer: ArtifactWriter) -> None:
+            write_pieces(writer.directory / "optimizer", copied, part=self.world.rank)
+            if self.world.rank == 0:
+                writer.write_json(PROGRESS_FILE, progress.to_json())
+                writer.statistics["update"] = progress.update
+
+        self.run_directory.write(
+            self.run_directory.states_dir / f"update-{progress.update:07d}",
+            kind="training_state",
+            write=write,
+            in_background=in_background,
+        )
+        self.run_directory.prune(keep_last=self.recipe.training.keep_last)
+
+    def _write_best(self, writer: ArtifactWriter) -> None:
+        tensors = (
+            (entry.name, entry.value.detach().cpu())
+            for index, entry in enumerate(named_slices(self.engine.model))
+            if self._writes(index, is_expert=".experts." in entry.name)
+        )
+        write_weights(writer.directory / "weights", tensors, part=self.world.rank)
+        if self.world.rank == 0:
+            shards = self.call.artifacts["shards"]
+            write_model_files(
+                writer,
+                spec=self.engine.model.spec,
+                tokenizer_dir=tokenizer_folder(shards),
+            )
+            if self.routing.layers:
+                writer.write_json(ROUTING_FILE, self.routing.to_json())
+            writer.statistics.update(
+                update=self.progress.best_update, perplexity=self.progress.best_perplexity
+            )
+
+    def _writes(self, index: int, *, is_expert: bool) -> bool:
+        """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
+        parallel = self.engine.model.expert_parallel_size
+        if not is_expert or parallel == 1:
+            return index % self.world.size == self.world.rank
+        return index % (self.world.size // parallel) == self.world.rank // parallel
+
+    def _finish(self) -> None:
+        """Publish the best weights with the curves, as the stage's artifact."""
+        call, run_directory = self.call, self.run_directory
+        run_directory.wait()
+        if self.world.rank != 0:
+            return
+        best = open_artifact(run_directory.best_dir, kind="checkpoint")
+        # What earlier attempts had done when they were stopped, and all of this one: loading, the
+        # last validation and writing too, which the curves' clock leaves out.
+        wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
+        with call.new_artifact(wall_seconds=wall_seconds) as writer:
+            for name in best.names():
+                link_or_copy(best.file(name), writer.path(name))
+            link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
+            writer.statistics.update(best.statistics, updates=self.progress.update)
+            writer.summary += self._summary()
+
+    def _summary(self) -> list[str]:
+        progress, training = self.progress, self.data.train_lines
+        return [
+            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
+            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
+            f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
+            f"{progress.best_perplexity:.3f}, is the lowest",
+        ]
+
+    def _elapsed(self) -> float:
+        return round(time.monotonic() - self._clock, 3)
+
+
+class _Interval:
+    """Sums over the updates since the last line of metrics: of this rank, and of all ranks.
+
+    Four numbers: cross entropy, balance loss times labels, labels, seconds of the slowest rank.
+    """
+
+    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)) -> None:
+        self.note = ""
+        self._sums = torch.tensor(sums, dtype=torch.float64)
+
+    def add(self, result: StepResult, *, seconds: float) -> None:
+        sums = [float(result.cross_entropy), float(result.balance), float(result.labels), seconds]
+        self._sums += torch.tensor(sums, dtype=torch.float64)
+
+    def over_ranks(self) -> list[float]:
+        """The sums over all ranks; all ranks call this."""
+        slowest = all_max(self._sums[3:].clone())
+        sums = all_sum(self._sums.clone())
+        sums[3:] = slowest
+        values: list[float] = sums.tolist()
+        return values
+
+    def finish(self) -> dict[str, object]:
+        """Means over all ranks since the last call, the rate and the tokens; starts anew."""
+        cross_entropy, balance, labels, seconds = self.over_ranks()
+        self._sums.zero_()
+        self.note = f"loss {cross_entropy / labels:.3f}"
+        return {
+            "loss": cross_entropy / labels,
+            "balance": balance / labels,
+            "tokens_per_second": labels / max(seconds, 1e-9),
+            "target_tokens": round(labels),
+        }
+
+
+def summarize_validation(
+    losses: dict[Direction, tuple[float, int]],
+    *,
+    train_lines: dict[str, int],
+    thresholds: tuple[int, int],
+) -> dict[str, object]:
+    """Token-mean losses overall, per direction, pair and resource group; perplexity overall."""
+
+    def mean(chosen: Iterable[Direction]) -> float:
+        pairs = [losses[direction] for direction in chosen]
+        return sum(loss for loss, _ in pairs) / sum(labels for _, labels in pairs)
+
+    by_pair: dict[str, list[Direction]] = {}
+    by_resource: dict[str, list[Direction]] = {}
+    for direction in losses:
+        by_pair.setdefault(direction.pair, []).append(direction)
+        resource = resource_of(train_lines.get(direction.pair, 0), thresholds=thresholds)
+        by_resource.setdefault(resource, []).append(direction)
+    overall = mean(losses)
+    return {
+        "loss": overall,
+        "perplexity": math.exp(min(overall, 700.0)),
+        "directions": {str(direction): mean([direction]) for direction in losses},
+        "pairs": {pair: mean(chosen) for pair, chosen in by_pair.items()},
+        "resources": {resource: mean(chosen) for resource, chosen in by_resource.items()},
+    }

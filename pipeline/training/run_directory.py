@@ -1,0 +1,368 @@
+"""The working folder of a training stage, ``OUT.run``: training states, best weights, metrics.
+
+``states/update-000100`` are training states, of which the last few are kept; ``best`` holds the
+weights of the best validation so far; ``metrics.jsonl`` the curves. One process group writes it at
+a time. A run resumes from the highest complete state.
+"""
+
+import errno
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    FileRecord,
+    InputRecord,
+    Kind,
+    RunRecord,
+    open_artifact,
+    publish_artifact,
+    read_manifest,
+    seal_artifact,
+    settle_files,
+)
+from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.places import (
+    claim_run_folder,
+    discard_working,
+    files_below,
+    make_working,
+    remove_artifact,
+    remove_working,
+    replaced_dir,
+    restore,
+    run_dir,
+    unfinished_dir,
+    why_not_ours,
+)
+from pipeline.artifacts.settings_diff import describe_change
+from pipeline.checkpoints.checkpoint import PART_FOLDERS, part_prefix
+from pipeline.distributed.world import World, all_max, from_rank_zero, gather_objects
+from pipeline.errors import ArtifactError, CheckpointError, UserError
+
+LOCK_PATIENCE_SECONDS = 5.0
+"""A run that was just stopped may still be ending."""
+
+STATE_NAME = re.compile(r"update-\d+")
+
+_WRITTEN_BY_EARLIER_VERSIONS = {
+    *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
+    "manifest.json",
+}
+"""What an unfinished state or checkpoint holds, before its folder was marked as ours."""
+
+
+class RunDirectory:
+    """Paths and bookkeeping of one training run, shared by all its ranks."""
+
+    def __init__(
+        self,
+        out_dir: Path,
+        *,
+        stage: str,
+        config: Mapping[str, object],
+        inputs: Mapping[str, InputRecord],
+        world: World,
+    ) -> None:
+        self.directory = run_dir(out_dir)
+        self.states_dir = self.directory / "states"
+        self.best_dir = self.directory / "best"
+        self.metrics_path = self.directory / "metrics.jsonl"
+        self._stage, self._config, self._inputs = stage, config, inputs
+        self._world = world
+        self._pending: _PendingWrite | None = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this run; it is released when the process ends, however it ends.
+
+        Raises:
+            ArtifactError: another run holds it, or it is not a run's folder.
+        """
+        with ExitStack() as stack:
+            problem: str | None = None
+            if self._world.rank == 0:
+                try:
+                    claim_run_folder(self.directory, work="training")
+                    lock = exclusive(
+                        self.directory / "lock",
+                        what=str(self.directory),
+                        patience_seconds=LOCK_PATIENCE_SECONDS,
+                    )
+                    stack.enter_context(lock)
+                except UserError as error:
+                    problem = str(error)
+                except OSError as error:
+                    problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
+            problem = from_rank_zero(problem)
+            if problem:
+                raise ArtifactError(problem)
+            yield
+
+    def resume_from(self, *, overwrite: bool) -> Artifact | None:
+        """The highest complete training state of this very run, or None to begin.
+
+        Unfinished leftovers are removed. A state of other settings or inputs is an error that
+        names the difference, or is removed with ``overwrite``.
+        """
+        name: str | None = None
+        problem: str | None = None
+        if self._world.rank == 0:
+            try:
+                name = self._newest_state(overwrite=overwrite)
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
+        name, problem = from_rank_zero((name, problem))
+        if problem:
+            raise CheckpointError(problem)
+        return open_artifact(self.states_dir / name, kind="training_state") if name else None
+
+    def _newest_state(self, *, overwrite: bool) -> str | None:
+        self._remove_leftovers()
+        names = self.state_names()
+        if not names:
+            remove_artifact(self.best_dir)
+            self.metrics_path.unlink(missing_ok=True)
+            return None
+        newest = names[-1]
+        manifest = open_artifact(self.states_dir / newest, kind="training_state").manifest
+        change = describe_change(
+            without_topology(manifest.config), without_topology(self._config)
+        ) or describe_change(
+            {name: record.digest for name, record in manifest.inputs.items()},
+            {name: record.digest for name, record in self._inputs.items()},
+        )
+        if change is None:
+            return newest
+        if not overwrite:
+            raise CheckpointError(
+                f"{self.directory} holds a run with other settings or inputs ({change}): continue "
+                "with those, name another --out, or pass --overwrite to begin anew."
+            )
+        print(f"{self.directory}: begun anew, since {change}", file=sys.stderr)
+        for name in names:
+            remove_artifact(self.states_dir / name)
+        remove_artifact(self.best_dir)
+        self.metrics_path.unlink(missing_ok=True)
+        return None
+
+    def _remove_leftovers(self) -> None:
+        """What a killed write left of a state or of the best weights; nothing else is touched."""
+        states = (path for path in self.states_dir.glob(".update-*") if path.is_dir())
+        names = {path.name[1:].rpartition(".")[0] for path in states}
+        places = [self.states_dir / name for name in names if STATE_NAME.fullmatch(name)]
+        for place in sorted([*places, self.best_dir]):
+            restore(place)
+            for leftover in (unfinished_dir(place), replaced_dir(place)):
+                if leftover.is_dir():
+                    _remove_leftover(leftover)
+                    print(f"{leftover}: unfinished, removed", file=sys.stderr)
+
+    def state_names(self) -> list[str]:
+        """Names of the complete states, oldest first."""
+        if not self.states_dir.is_dir():
+            return []
+        found = [path for path in self.states_dir.iterdir() if STATE_NAME.fullmatch(path.name)]
+        return sorted(path.name for path in found if read_manifest(path) is not None)
+
+    def write(
+        self,
+        out_dir: Path,
+        *,
+        kind: Kind,
+        write: Callable[[ArtifactWriter], None],
+        in_background: bool = False,
+    ) -> None:
+        """Write an artifact together: every rank adds and hashes its files, rank 0 seals it.
+
+        In the background, it is there once ``publish_written`` or ``wait`` has seen all ranks done.
+
+        Raises:
+            ArtifactError: on all ranks, if any of them could not write (this or an earlier one).
+        """
+        self.wait()
+        pending = _PendingWrite(out_dir, kind=kind, rank=self._world.rank, write=write)
+        self._agree(pending.begin)
+        self._pending = pending
+        if in_background:
+            pending.start()
+        else:
+            pending.run()
+            self._publish(pending)
+
+    def publish_written(self) -> None:
+        """Seal what was written in the background, if all ranks are done; all ranks call this."""
+        if self._pending is None:
+            return
+        running = torch.tensor(int(self._pending.is_running()))
+        if not all_max(running).item():
+            self._publish(self._pending)
+
+    def wait(self) -> None:
+        """Seal what is being written in the background, waiting for it; all ranks call this."""
+        if self._pending is not None:
+            self._pending.join()
+            self._publish(self._pending)
+
+    def _publish(self, pending: "_PendingWrite") -> None:
+        self._pending = None
+        results = gather_objects((pending.problem, pending.records))
+        problem = next((entry for entry, _ in results if entry), None)
+        files = {name: record for _, records in results for name, record in records.items()}
+
+        def seal() -> str | None:
+            if problem is None:
+                pending.seal(files, stage=self._stage, config=self._config, inputs=self._inputs)
+            return problem
+
+        self._agree(seal, on_failure=pending.discard)
+
+    def _agree(
+        self,
+        action: Callable[[], str | None],
+        *,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """Let rank 0 act; its failure, returned or raised, is an error on all ranks."""
+        problem: str | None = None
+        if self._world.rank == 0:
+            try:
+                problem = action()
+            except OSError as error:
+                problem = describe_os_error(error)
+            except UserError as error:
+                problem = str(error)
+            if problem and on_failure is not None:
+                on_failure()
+        problem = from_rank_zero(problem)
+        if problem:
+            raise ArtifactError(
+                f"Nothing could be written to {self.directory} ({problem}): what was saved before "
+                "is kept; mend the cause and run again."
+            )
+
+    def prune(self, *, keep_last: int) -> None:
+        """Remove all but the newest states; one with something of the user's in it stays."""
+        if self._world.rank == 0:
+            for name in self.state_names()[:-keep_last]:
+                with suppress(UserError, OSError):
+                    remove_artifact(self.states_dir / name)
+
+
+class _PendingWrite:
+    """One artifact on its way to disk, as seen by one rank."""
+
+    def __init__(
+        self, out_dir: Path, *, kind: Kind, rank: int, write: Callable[[ArtifactWriter], None]
+    ) -> None:
+        self.problem: str | None = None
+        self.records: dict[str, FileRecord] = {}
+        self._out_dir, self._kind, self._rank, self._write = out_dir, kind, rank, write
+        self._writer = ArtifactWriter(unfinished_dir(out_dir))
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._clock = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Rank 0 makes the folder before any rank writes."""
+        make_working(self._writer.directory)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name=f"write {self._out_dir.name}")
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def run(self) -> None:
+        """Write this rank's files, hash them and force them to disk."""
+        directory = self._writer.directory
+        try:
+            self._write(self._writer)
+            files = filter(self._is_mine, files_below(directory))
+            self.records = settle_files(directory, files)
+        except OSError as error:
+            self.problem = f"rank {self._rank}: {describe_os_error(error)}"
+        except Exception as error:  # a bug; the other ranks wait to hear of it
+            traceback.print_exc()
+            self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
+
+    def _is_mine(self, path: Path) -> bool:
+        """In a folder of parts, the files named after this rank; all other files are rank 0's."""
+        if path.parent.name in PART_FOLDERS:
+            return path.name.startswith(part_prefix(self._rank))
+        return self._rank == 0
+
+    def seal(
+        self,
+        files: Mapping[str, FileRecord],
+        *,
+        stage: str,
+        config: Mapping[str, object],
+        inputs: Mapping[str, InputRecord],
+    ) -> None:
+        """Write the manifest and move the artifact into place; rank 0 only."""
+        wall_seconds = round(time.monotonic() - self._clock, 3)
+        manifest = seal_artifact(
+            self._writer,
+            kind=self._kind,
+            stage=stage,
+            config=config,
+            inputs=inputs,
+            run=RunRecord(started=self._started, wall_seconds=wall_seconds),
+            files=files,
+        )
+        publish_artifact(self._writer, manifest, out_dir=self._out_dir)
+
+    def discard(self) -> None:
+        discard_working(self._writer.directory)
+
+
+def _remove_leftover(directory: Path) -> None:
+    """Remove what a killed write left, by this version or by one that did not mark its folders."""
+    if why_not_ours(directory) is not None and not directory.is_symlink():
+        found = {path.name for path in directory.iterdir()}
+        if found <= _WRITTEN_BY_EARLIER_VERSIONS:
+            (directory / MARKER_NAME).touch()
+    remove_working(directory)
+
+
+def describe_os_error(error: OSError) -> str:
+    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
+
+
+def without_topology(config: Mapping[str, object]) -> dict[str, object]:
+    """The settings that decide a run's result: a run may resume on other ranks or ZeRO stages."""
+    kept = {key: value for key, value in config.items() if key != "ds_config"}
+    training = kept.get("training")
+    if isinstance(training, Mapping):
+        kept["training"] = {k: v for k, v in training.items() if k != "expert_parallel_size"}
+    return kept
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link where the file system has them, a copy otherwise."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

@@ -1,0 +1,33 @@
+"""Differences of settings are named by their path, whatever comes, goes or changes."""
+
+import pytest
+
+from pipeline.artifacts.settings_diff import describe_change, setting_changes
+
+
+def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> None:
+    old = {"a": {"b": 1, "c": [1, 2]}, "d": {}}
+    new = {"a": {"b": 2, "c": [1, 2], "e": None}, "d": {"f": True}}
+    assert setting_changes(old, new) == [
+        "a.b: 1 → 2",
+        "a.e: unset → None",
+        "d: {} → unset",
+        "d.f: unset → True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ({"a": 1}, {"a": 1}, None),
+        ({"a": {"b": {"c": 1}}, "z": 0}, {"a": {"b": {"c": 2}}, "z": 1}, "a.b.c: 1 → 2"),
+        ({}, {"a": 1}, "a: unset → 1"),
+        ({"a": {"b": 1}}, {"a": None}, "a: unset → None"),
+        ({"b": 1, "a": 1}, {"a": 1}, "b: 1 → unset"),
+        ({"a": [1, 2]}, {"a": [1, 3]}, "a: [1, 2] → [1, 3]"),
+    ],
+)
+def test_the_first_difference_of_two_settings_is_described_by_its_path(
+    old: dict[str, object], new: dict[str, object], expected: str | None
+) -> None:
+    assert describe_change(old, new) == expected
