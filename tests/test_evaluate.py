@@ -296,7 +296,7 @@ def test_truncated_and_empty_translations_are_counted_in_the_report(
     found = system_scores(made, "flawed")["directions"]["de-en"]
     assert (found["truncated"], found["empty"], found["lines"]) == (1, 2, 3)
     expected = (
-        "flawed: of 12 translations 1 are of a source that was cut to what the model takes and "
+        "flawed: of 12 translations 1 is of a source that was cut to what the model takes and "
         "2 are empty."
     )
     assert expected in made.file("report.md").read_text(encoding="utf-8")

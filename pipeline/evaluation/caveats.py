@@ -63,15 +63,16 @@ def _listed(names: Sequence[str]) -> str:
 def _of_lines(system: SystemScores) -> list[str]:
     scored = system.directions.values()
     counts = {
-        "are of a source that was cut to what the model takes": sum(
-            one.truncated for one in scored
-        ),
-        "are empty": sum(one.empty for one in scored),
+        "of a source that was cut to what the model takes": sum(one.truncated for one in scored),
+        "empty": sum(one.empty for one in scored),
     }
     if not any(counts.values()):
         return []
     lines = sum(one.lines for one in scored)
-    findings = " and ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    verbs = {what: "is" if count == 1 else "are" for what, count in counts.items()}
+    findings = " and ".join(
+        f"{count:,} {verbs[what]} {what}" for what, count in counts.items() if count
+    )
     return [f"{system.name}: of {lines:,} translations {findings}."]
 
 
