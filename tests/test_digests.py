@@ -174,7 +174,7 @@ def test_another_process_takes_over_what_was_found(tmp_path: Path) -> None:
     made = make(tmp_path / "corpus")
     made.check(made.names())
     program = (
-        "import sys; from pathlib import Path; from pipeline import digests\n"
+        "import sys; from pathlib import Path; from pipeline.artifacts import digests\n"
         "from pipeline.artifacts.artifact import open_artifact\n"
         "digests._chunk_digest = None\n"
         "made = open_artifact(Path(sys.argv[1]), kind='corpus'); made.check(made.names())\n"
