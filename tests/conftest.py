@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from process_pool import ProcessPool
+from support.process_pool import ProcessPool
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from folder_listing import names_in
-from tiny_models import perturb_vectors
+from support.folder_listing import names_in
+from support.tiny_models import perturb_vectors
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact

@@ -19,9 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from dense_step import model_and_examples, shape_text
-from m2m100_peer import m2m100_peer, padded
 from ratios import Row, compare, interleaved, parse_options, report
-from tiny_models import EOS_ID, PAD_ID
+from support.m2m100_peer import m2m100_peer, padded
+from support.tiny_models import EOS_ID, PAD_ID
 
 from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig

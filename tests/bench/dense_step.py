@@ -18,9 +18,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from m2m100_peer import AttentionKernel, m2m100_peer, padded
 from ratios import Row, compare, interleaved, parse_options, report
-from tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
+from support.m2m100_peer import AttentionKernel, m2m100_peer, padded
+from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
 
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights

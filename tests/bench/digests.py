@@ -18,8 +18,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from process_pool import ProcessPool
 from ratios import Options, Row, compare, interleaved, parse_options, report
+from support.process_pool import ProcessPool
 
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from ratios import Row, parse_options, write_rows
-from tiny_models import random_batch
+from support.tiny_models import random_batch
 
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from ratios import Options, Row, compare, interleaved, parse_options, report
-from tiny_models import tiny_spec
+from support.tiny_models import tiny_spec
 
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from m2m100_peer import m2m100_peer, padded
 from ratios import Options, Row, compare, interleaved, parse_options, report
-from tiny_models import EOS_ID, random_batch, tiny_spec
+from support.m2m100_peer import m2m100_peer, padded
+from support.tiny_models import EOS_ID, random_batch, tiny_spec
 
 from pipeline.batching.batch import Batch
 from pipeline.checkpoints.names import initialize_weights

@@ -1,0 +1,447 @@
+"""Artifacts appear whole or not at all, and whatever is wrong with one is said in a sentence."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.folder_listing import names_in
+
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Artifact,
+    ArtifactWriter,
+    InputRecord,
+    Manifest,
+    json_digest,
+    new_artifact,
+    open_artifact,
+    raw_digest,
+    read_manifest,
+    refuse_to_overwrite,
+    stage_key,
+)
+from pipeline.artifacts.digests import compare_files, file_record
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.places import replace_directory
+from pipeline.errors import ArtifactError
+
+CONTENTS = {"text.txt": b"one\ntwo\n", "deep/er/numbers.bin": bytes(range(100)), "empty": b""}
+SOURCE = InputRecord(kind="raw", path="/data/raw", digest="0" * 64)
+
+
+def make(
+    directory: Path,
+    contents: dict[str, bytes] | None = None,
+    *,
+    overwrite: bool = False,
+    config: dict[str, Any] | None = None,
+    inputs: dict[str, InputRecord] | None = None,
+    wall_seconds: float | None = None,
+    before_end: Callable[[ArtifactWriter], object] | None = None,
+) -> Artifact:
+    with new_artifact(
+        directory,
+        kind="corpus",
+        stage="clean",
+        config={"clean": {"max_characters": 5}} if config is None else config,
+        inputs={"raw": SOURCE} if inputs is None else inputs,
+        overwrite=overwrite,
+        wall_seconds=wall_seconds,
+    ) as writer:
+        for name, content in (CONTENTS if contents is None else contents).items():
+            writer.path(name).write_bytes(content)
+        writer.statistics["lines"] = 2
+        if before_end is not None:
+            before_end(writer)
+    return open_artifact(directory, kind="corpus")
+
+
+def edit_manifest(directory: Path, **changes: object) -> None:
+    path = directory / MANIFEST_NAME
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_a_finished_artifact_holds_its_files_and_says_where_it_came_from(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus", wall_seconds=12.5)
+    made.verify()
+    assert {name: made.file(name).read_bytes() for name in made.names()} == CONTENTS
+    assert made.names("deep/") == ["deep/er/numbers.bin"]
+    assert made.has("empty")
+    assert not made.has(MANIFEST_NAME)
+    assert made.statistics == {"lines": 2}
+    assert made.manifest.inputs == {"raw": SOURCE}
+    assert made.manifest.run.wall_seconds == 12.5
+    assert made.manifest.key == stage_key(
+        stage="clean",
+        kind="corpus",
+        config={"clean": {"max_characters": 5}},
+        inputs={"raw": SOURCE.digest},
+    )
+    assert names_in(tmp_path) == ["corpus"]
+
+
+def test_the_manifest_is_written_when_all_files_are_there(tmp_path: Path) -> None:
+    listed: list[list[str]] = []
+
+    def look(writer: ArtifactWriter) -> None:
+        listed.append(sorted(path.name for path in writer.directory.iterdir()))
+        assert not (tmp_path / "corpus").exists()
+
+    make(tmp_path / "corpus", before_end=look)
+    assert listed == [[MARKER_NAME, "deep", "empty", "text.txt"]]
+
+
+KILLED_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts.artifact import new_artifact
+
+moment = sys.argv[2]
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+if moment == "before the manifest":
+    artifacts.file_records = kill
+if moment == "before the renaming":
+    artifacts.publish_artifact = kill
+if moment == "at the renaming":
+    Path.rename = kill
+with new_artifact(Path(sys.argv[1]), kind="corpus", stage="clean", config={}, inputs={}) as writer:
+    writer.path("deep/text.txt").write_text("half")
+    if moment == "within the block":
+        kill()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["within the block", "before the manifest", "before the renaming", "at the renaming"]
+)
+def test_a_killed_stage_leaves_nothing_that_looks_finished_and_can_run_again(
+    tmp_path: Path, moment: str
+) -> None:
+    out_dir = tmp_path / "corpus"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_SCRIPT, str(out_dir), moment], timeout=60, check=False
+    )
+    assert killed.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 1, "what was begun must lie about"
+    with pytest.raises(ArtifactError, match="does not exist"):
+        open_artifact(out_dir, kind="corpus")
+    make(out_dir, {"text.txt": b"whole"}).verify()
+    assert names_in(tmp_path) == ["corpus"]
+    assert open_artifact(out_dir, kind="corpus").names() == ["text.txt"]
+
+
+def test_what_a_kill_between_the_two_renamings_left_aside_is_put_back(tmp_path: Path) -> None:
+    """The worst moment of replacing: the old one is set aside, the new one not yet in place."""
+    make(tmp_path / "corpus", {"text.txt": b"old"})
+    (tmp_path / "corpus").rename(tmp_path / ".corpus.replaced")
+    with pytest.raises(ArtifactError, match="does not exist"):
+        open_artifact(tmp_path / "corpus", kind="corpus")
+    with pytest.raises(ArtifactError, match="exists already"):
+        make(tmp_path / "corpus", {"text.txt": b"new"})
+    assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"old", "it was put back"
+    make(tmp_path / "corpus", {"text.txt": b"newer"}, overwrite=True)
+    assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"newer"
+    assert names_in(tmp_path) == ["corpus"]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), OSError(errno.EIO, "io")])
+def test_an_error_within_the_block_leaves_what_was_there_before(
+    tmp_path: Path, error: BaseException
+) -> None:
+    before = make(tmp_path / "corpus", {"text.txt": b"old"})
+
+    def fail(_writer: ArtifactWriter) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        make(tmp_path / "corpus", {"text.txt": b"new"}, overwrite=True, before_end=fail)
+    assert caught.value is error
+    after = open_artifact(tmp_path / "corpus", kind="corpus")
+    after.verify()
+    assert after.manifest == before.manifest
+    assert names_in(tmp_path) == ["corpus"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("place", ["a file", "syncing", "the manifest"])
+def test_a_full_disk_leaves_the_old_artifact_and_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, place: str
+) -> None:
+    before = make(tmp_path / "corpus", {"text.txt": b"old"})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def fill_disk(_writer: ArtifactWriter) -> None:
+        match place:
+            case "a file":
+                full()
+            case "syncing":
+                monkeypatch.setattr(os, "fsync", full)
+            case "the manifest":
+                monkeypatch.setattr(artifacts, "to_json", full)
+
+    with pytest.raises(ArtifactError, match=r"could not be written .* make room"):
+        make(tmp_path / "corpus", {"text.txt": b"new"}, overwrite=True, before_end=fill_disk)
+    monkeypatch.undo()
+    after = open_artifact(tmp_path / "corpus", kind="corpus")
+    after.verify()
+    assert after.manifest == before.manifest
+    assert names_in(tmp_path) == ["corpus"]
+
+
+def test_a_folder_with_anything_in_it_is_replaced_only_on_demand(tmp_path: Path) -> None:
+    make(tmp_path / "corpus", {"text.txt": b"old"})
+    with pytest.raises(ArtifactError, match=r"exists already: .*--overwrite"):
+        make(tmp_path / "corpus", {"text.txt": b"new"})
+    assert (tmp_path / "corpus" / "text.txt").read_bytes() == b"old"
+    make(tmp_path / "corpus", {"other.txt": b"new"}, overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "corpus").iterdir()) == [
+        MANIFEST_NAME,
+        "other.txt",
+    ]
+    (tmp_path / "empty").mkdir()
+    refuse_to_overwrite(tmp_path / "empty", overwrite=False)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ArtifactError, match="exists already"):
+        refuse_to_overwrite(tmp_path / "file", overwrite=False)
+
+
+def test_a_directory_takes_the_place_of_another_as_a_whole(tmp_path: Path) -> None:
+    make(tmp_path / "old", {"old.txt": b"old"})
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "new.txt").write_text("new")
+    replace_directory(tmp_path / "new", tmp_path / "old")
+    assert names_in(tmp_path) == ["old"]
+    assert names_in(tmp_path / "old") == ["new.txt"]
+
+
+# ---------------------------------------------------------------- opening
+
+
+def test_an_artifact_that_is_not_there_names_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="does not exist: run the stage that makes the shards"):
+        open_artifact(tmp_path / "shards", kind="shards")
+
+
+def test_a_folder_without_manifest_is_not_finished(tmp_path: Path) -> None:
+    make(tmp_path / "corpus")
+    (tmp_path / "corpus" / MANIFEST_NAME).unlink()
+    assert read_manifest(tmp_path / "corpus") is None
+    with pytest.raises(ArtifactError, match=r"no manifest.json, so it is not a finished corpus"):
+        open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+def test_an_artifact_of_another_kind_names_both_kinds(tmp_path: Path) -> None:
+    make(tmp_path / "corpus")
+    with pytest.raises(ArtifactError, match="is a corpus where a checkpoint is wanted"):
+        open_artifact(tmp_path / "corpus", kind="checkpoint")
+
+
+def test_another_format_version_names_both_versions_and_the_stage(tmp_path: Path) -> None:
+    make(tmp_path / "corpus")
+    newer = FORMAT_VERSION["corpus"] + 1
+    edit_manifest(tmp_path / "corpus", format_version=newer)
+    with pytest.raises(
+        ArtifactError, match=rf"format version {newer}, .* reads {newer - 1}: run stage 'clean'"
+    ):
+        open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"kind": "corpus"}', "\x00"], ids=lambda text: repr(text)
+)
+def test_a_manifest_that_cannot_be_read_is_refused_with_the_remedy(
+    tmp_path: Path, text: str
+) -> None:
+    make(tmp_path / "corpus")
+    (tmp_path / "corpus" / MANIFEST_NAME).write_text(text)
+    with pytest.raises(ArtifactError, match=r"is not a manifest .* run its stage again"):
+        open_artifact(tmp_path / "corpus", kind="corpus")
+
+
+def test_an_unknown_field_or_kind_in_a_manifest_is_refused(tmp_path: Path) -> None:
+    for change in ({"colour": "red"}, {"kind": "corpse"}):
+        directory = make(tmp_path / next(iter(change))).directory
+        edit_manifest(directory, **change)
+        with pytest.raises(ArtifactError, match="1 problems"):
+            open_artifact(directory, kind="corpus")
+
+
+def test_a_file_the_manifest_does_not_list_is_not_part_of_the_artifact(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    (tmp_path / "corpus" / "extra.txt").write_text("stray")
+    assert not made.has("extra.txt")
+    with pytest.raises(ArtifactError, match=r"has no file 'extra.txt'; .* stage 'clean'"):
+        made.file("extra.txt")
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 16)
+    return 16
+
+
+@pytest.mark.usefixtures("small_chunks")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(content=st.binary(max_size=70), size=st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 70]))
+def test_a_record_has_the_size_and_one_digest_per_chunk(
+    tmp_path: Path, content: bytes, size: int
+) -> None:
+    content = content[:size].ljust(size, b"x")
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    record = file_record(path)
+    assert record.size == size
+    assert record.chunks == tuple(
+        hashlib.sha256(content[start : start + 16]).hexdigest() for start in range(0, size, 16)
+    )
+    compare_files(tmp_path, {"file": record})
+
+
+@pytest.mark.usefixtures("small_chunks")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(content=st.binary(min_size=1, max_size=70), data=st.data())
+def test_a_flipped_bit_is_found_in_its_chunk(
+    tmp_path: Path, content: bytes, data: st.DataObject
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    record = file_record(path)
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    damaged = bytearray(content)
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(damaged)
+    with pytest.raises(ArtifactError, match=rf"file is damaged in chunk {bit // 8 // 16} "):
+        compare_files(tmp_path, {"file": record})
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("size", [0, 15, 16, 17, 32, 64])
+def test_a_file_that_is_shorter_or_longer_is_found_by_its_size(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 33)
+    record = file_record(path)
+    path.write_bytes(b"x" * size)
+    with pytest.raises(ArtifactError, match=rf"file has {size} bytes, its manifest says 33"):
+        compare_files(tmp_path, {"file": record})
+
+
+def test_verifying_an_artifact_names_the_file_that_is_gone_or_damaged(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    made.verify()
+    (made.directory / "text.txt").write_bytes(b"one\ntwO\n")
+    made.verify(["empty", "deep/er/numbers.bin"])
+    with pytest.raises(ArtifactError, match=r"text.txt is damaged in chunk 0 \(64 MiB each\)"):
+        made.verify()
+    (made.directory / "deep/er/numbers.bin").unlink()
+    with pytest.raises(ArtifactError, match=r"numbers.bin is missing though its manifest lists it"):
+        made.verify(["deep/er/numbers.bin"])
+
+
+# ---------------------------------------------------------------- identity
+
+
+def test_the_digest_depends_neither_on_time_nor_on_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(tmp_path / "corpus", wall_seconds=1.0)
+    moved = SOURCE.model_copy(update={"path": "/elsewhere"})
+    later = datetime(2001, 1, 1, tzinfo=UTC)
+    clock = type("Clock", (), {"now": staticmethod(lambda _zone: later)})
+    monkeypatch.setattr(artifacts, "datetime", clock)
+    second = make(tmp_path / "other" / "name", inputs={"raw": moved}, wall_seconds=2.0)
+    assert first.manifest.run != second.manifest.run
+    assert first.digest == second.digest
+    assert first.manifest.key == second.manifest.key
+
+
+def test_the_digest_depends_on_content_settings_and_inputs(tmp_path: Path) -> None:
+    other_input = {"raw": SOURCE.model_copy(update={"digest": "1" * 64})}
+    made = [
+        make(tmp_path / "a"),
+        make(tmp_path / "b", {**CONTENTS, "text.txt": b"one\ntwo "}),
+        make(tmp_path / "c", {**CONTENTS, "more.txt": b""}),
+        make(tmp_path / "d", config={"clean": {"max_characters": 6}}),
+        make(tmp_path / "e", inputs=other_input),
+        make(tmp_path / "f", inputs={"corpus": SOURCE}),
+    ]
+    assert len({artifact.digest for artifact in made}) == len(made)
+
+
+def test_the_key_depends_on_stage_settings_and_inputs_whatever_their_order() -> None:
+    def key(stage: str = "clean", **changes: Any) -> str:
+        values: dict[str, Any] = {
+            "kind": "corpus",
+            "config": {"a": 1, "b": {"c": 2, "d": 3}},
+            "inputs": {"x": "1", "y": "2"},
+        }
+        return stage_key(stage=stage, **{**values, **changes})
+
+    reordered = {"b": {"d": 3, "c": 2}, "a": 1}
+    assert key(config=reordered, inputs={"y": "2", "x": "1"}) == key()
+    others = [
+        key(stage="mix"),
+        key(kind="shards"),
+        key(config={"a": 2}),
+        key(inputs={"x": "2", "y": "1"}),
+    ]
+    assert len({key(), *others}) == 5
+
+
+def test_a_manifest_is_the_same_after_a_round_trip_through_its_file(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus", config={"clean": {"text": "Ærø 日本", "ratio": 0.1}})
+    text = (tmp_path / "corpus" / MANIFEST_NAME).read_text(encoding="utf-8")
+    assert "日本" in text
+    assert Manifest.model_validate_json(text) == made.manifest
+
+
+def test_a_raw_folder_is_known_by_the_names_and_contents_of_its_files(tmp_path: Path) -> None:
+    def folder(name: str, files: dict[str, bytes]) -> str:
+        for file_name, content in files.items():
+            path = tmp_path / name / file_name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return raw_digest(tmp_path / name)
+
+    first = folder("a", {"x/one": b"1", "two": b"2"})
+    assert folder("b", {"two": b"2", "x/one": b"1"}) == first
+    others = [
+        folder("c", {"x/one": b"1", "two": b"3"}),
+        folder("d", {"y/one": b"1", "two": b"2"}),
+        folder("e", {"x/one": b"1", "two": b"2", "three": b""}),
+    ]
+    assert len({first, *others}) == 4
+    assert raw_digest(tmp_path / "a" / "two") == json_digest(
+        {"size": 1, "chunks": [hashlib.sha256(b"2").hexdigest()]}
+    )
+    with pytest.raises(ArtifactError, match="does not exist: name an existing file or folder"):
+        raw_digest(tmp_path / "nowhere")
+
+
+def test_a_work_of_no_time_is_recorded_as_such(tmp_path: Path) -> None:
+    started = time.monotonic()
+    made = make(tmp_path / "corpus", wall_seconds=0.0)
+    assert made.manifest.run.wall_seconds <= time.monotonic() - started

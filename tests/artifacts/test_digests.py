@@ -1,0 +1,416 @@
+"""What a file of an artifact holds is known to be right before it is used, then remembered."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from support.process_pool import ProcessPool
+
+from pipeline import cli
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, refuse_changed
+from pipeline.artifacts.corpus import (
+    Direction,
+    Hypothesis,
+    hypotheses_name,
+    read_hypotheses,
+    write_hypotheses,
+)
+from pipeline.artifacts.digests import changed_files, file_records
+from pipeline.artifacts.manifest import Manifest
+from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.distributed.world import World
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError
+
+CONTENTS = {"a.txt": b"one\n", "deep/b.bin": bytes(200), "empty": b""}
+CHUNK = 64
+
+
+@pytest.fixture(autouse=True)
+def new_process() -> Iterator[None]:
+    """Every test begins as a process that remembers nothing."""
+    digests._MEMORY.clear()
+    yield
+    digests._MEMORY.clear()
+
+
+def make(directory: Path, *, age: bool = True) -> Artifact:
+    """An artifact whose files were last changed some time ago, as those of real stages were."""
+    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for name, content in CONTENTS.items():
+            writer.path(name).write_bytes(content)
+            if age:
+                os.utime(writer.directory / name, (1_700_000_000, 1_700_000_000))
+    return open_artifact(directory, kind="corpus")
+
+
+class Hashing:
+    """Counts the chunks that are hashed."""
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[str, int]] = []
+        self._lock = threading.Lock()
+        self._original = digests._chunk_digest
+
+    def __call__(self, chunk: tuple[Path, int]) -> str:
+        with self._lock:
+            self.chunks.append((chunk[0].name, chunk[1]))
+        return self._original(chunk)
+
+
+@pytest.fixture
+def hashing(monkeypatch: pytest.MonkeyPatch) -> Hashing:
+    counter = Hashing()
+    monkeypatch.setattr(digests, "_chunk_digest", counter)
+    return counter
+
+
+def tamper(path: Path) -> None:
+    """Other content of the same size."""
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+# ---------------------------------------------------------------- the door
+
+
+def test_a_tampered_file_is_not_given_out_whatever_asks_for_it(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    made.file("a.txt")
+    tamper(made.directory / "a.txt")
+    assert made.file("deep/b.bin").read_bytes() == CONTENTS["deep/b.bin"]
+    for ask in (lambda: made.file("a.txt"), lambda: made.check(["empty", "a.txt"]), made.verify):
+        with pytest.raises(ArtifactError, match=r"a\.txt is damaged in chunk 0 "):
+            ask()
+
+
+def test_a_file_with_its_old_time_but_another_inode_is_looked_at_again(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    path = made.file("a.txt")
+    status = path.stat()
+    (tmp_path / "other").write_bytes(b"two\n")
+    os.utime(tmp_path / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
+    (tmp_path / "other").replace(path)
+    with pytest.raises(ArtifactError, match=r"a\.txt is damaged"):
+        made.file("a.txt")
+
+
+@pytest.mark.parametrize("linked", ["a.txt", "deep", "deep/b.bin"])
+def test_a_link_within_an_artifact_is_refused_even_where_the_content_is_right(
+    tmp_path: Path, linked: str
+) -> None:
+    made = make(tmp_path / "corpus")
+    (made.directory / linked).rename(tmp_path / "elsewhere")
+    (made.directory / linked).symlink_to(tmp_path / "elsewhere")
+    name = "a.txt" if linked == "a.txt" else "deep/b.bin"
+    for ask in (made.file, made.unchecked_file, lambda name: made.check([name])):
+        with pytest.raises(ArtifactError, match=rf"{linked} is a link"):
+            ask(name)
+    with pytest.raises(ArtifactError, match="is a link"):
+        made.verify()
+
+
+def test_a_link_to_a_system_file_is_not_copied_into_the_next_artifact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with new_artifact(
+        tmp_path / "corpus", kind="corpus", stage="import_corpus", config={}, inputs={}
+    ) as writer:
+        for split in ("train", "valid"):
+            for code in ("de", "en"):
+                writer.path(f"{split}/de-en/{code}.txt").write_text(f"{split} {code}\n")
+        writer.statistics["pairs"] = {"de-en": {"train": 1, "valid": 1}}
+    (tmp_path / "corpus" / "valid/de-en/de.txt").unlink()
+    (tmp_path / "corpus" / "valid/de-en/de.txt").symlink_to("/etc/passwd")
+    (tmp_path / "recipe.toml").write_text("[clean]\n")
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--corpus", str(tmp_path / "corpus")]
+    assert cli.main(["clean", *options, "--out", str(tmp_path / "out")]) == EXIT_USER_ERROR
+    assert "valid/de-en/de.txt is a link" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_rewritten_hypotheses_are_not_scored(tmp_path: Path) -> None:
+    direction = Direction("de", "en")
+    with new_artifact(
+        tmp_path / "translations", kind="translations", stage="translate", config={}, inputs={}
+    ) as writer:
+        write_hypotheses(writer.path(hypotheses_name(direction)), [Hypothesis("a bad one")])
+    made = open_artifact(tmp_path / "translations", kind="translations")
+    assert read_hypotheses(made, direction) == [Hypothesis("a bad one")]
+    write_hypotheses(made.directory / hypotheses_name(direction), [Hypothesis("a new one")])
+    with pytest.raises(ArtifactError, match=r"de-en\.jsonl is damaged"):
+        read_hypotheses(made, direction)
+
+
+# ---------------------------------------------------------------- remembering
+
+
+def test_a_file_is_hashed_once_in_a_process_and_not_again_in_another(
+    tmp_path: Path, hashing: Hashing
+) -> None:
+    made = make(tmp_path / "corpus")
+    verified_path(made.directory).unlink()
+    digests._MEMORY.clear()
+    hashing.chunks.clear()
+    for _ in range(3):
+        made.check(made.names())
+        open_artifact(made.directory, kind="corpus").file("a.txt")
+    assert sorted(hashing.chunks) == [("a.txt", 0), ("b.bin", 0)]
+    digests._MEMORY.clear()
+    made.check(made.names())
+    assert len(hashing.chunks) == 2
+
+
+def test_another_process_takes_over_what_was_found(tmp_path: Path) -> None:
+    made = make(tmp_path / "corpus")
+    made.check(made.names())
+    program = (
+        "import sys; from pathlib import Path; from pipeline.artifacts import digests\n"
+        "from pipeline.artifacts.artifact import open_artifact\n"
+        "digests._chunk_digest = None\n"
+        "made = open_artifact(Path(sys.argv[1]), kind='corpus'); made.check(made.names())\n"
+        "print(made.file('a.txt').read_text(), end='')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(made.directory)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "one\n"), done.stderr
+
+
+def test_what_was_just_written_and_hashed_is_not_hashed_again_when_it_is_used(
+    tmp_path: Path, hashing: Hashing
+) -> None:
+    made = make(tmp_path / "corpus")
+    written = len(hashing.chunks)
+    made.check(made.names())
+    assert len(hashing.chunks) == written == 2
+
+
+def test_a_file_changed_this_instant_is_not_remembered(tmp_path: Path, hashing: Hashing) -> None:
+    """A second change might leave the same time, by the clock of the file system."""
+    made = make(tmp_path / "corpus")
+    status = (made.directory / "a.txt").stat()
+    with mock.patch("time.time_ns", return_value=status.st_mtime_ns + 1_000_000):
+        digests._MEMORY.clear()
+        verified_path(made.directory).unlink()
+        made.check(["a.txt"])
+        made.check(["a.txt"])
+    assert hashing.chunks.count(("a.txt", 0)) == 3, "by sealing, and by both checks"
+
+
+@pytest.mark.parametrize("obstacle", ["a folder", "a file of the user's", "no room"])
+def test_where_nothing_can_be_noted_this_process_remembers_alone(
+    tmp_path: Path, hashing: Hashing, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    notes = verified_path(tmp_path / "corpus")
+    match obstacle:
+        case "a folder":
+            notes.mkdir()
+        case "a file of the user's":
+            notes.write_text("my notes\n")
+        case "no room":
+            monkeypatch.setattr(digests, "verified_path", lambda _: tmp_path / "gone" / "notes")
+    made = make(tmp_path / "corpus")
+    written = len(hashing.chunks)
+    made.check(made.names())
+    assert len(hashing.chunks) == written
+    digests._MEMORY.clear()
+    made.check(made.names())
+    made.check(made.names())
+    assert len(hashing.chunks) == written + 2
+    if obstacle == "a file of the user's":
+        assert notes.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize("line", ["", '["', "[1, 2]", "{}", '["x", "a.txt", 1, 2]', "\0"])
+def test_notes_that_were_cut_short_or_are_of_another_artifact_are_passed_over(
+    tmp_path: Path, hashing: Hashing, line: str
+) -> None:
+    made = make(tmp_path / "corpus")
+    notes = verified_path(made.directory)
+    other = json.dumps(["0" * 64, "a.txt", *digests.stamp_of(made.directory / "a.txt")])
+    notes.write_text(f"{other}\n{line}\n" + notes.read_text().split("\n")[0][:-3])
+    digests._MEMORY.clear()
+    hashing.chunks.clear()
+    made.check(made.names())
+    assert len(hashing.chunks) == 2
+
+
+def test_chunks_of_many_files_are_hashed_by_several_threads_as_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
+    paths = []
+    for index in range(20):
+        paths.append(tmp_path / f"{index}")
+        paths[-1].write_bytes(os.urandom(index * 23))
+    used: set[int] = set()
+    barrier = threading.Barrier(2, timeout=20)
+    original = digests._chunk_digest
+
+    def digest(chunk: tuple[Path, int]) -> str:
+        if threading.get_ident() not in used and len(used) < 2:
+            used.add(threading.get_ident())
+            barrier.wait()
+        return original(chunk)
+
+    monkeypatch.setattr(digests, "MAX_THREADS", 1)
+    alone = file_records(paths)
+    monkeypatch.setattr(digests, "MAX_THREADS", 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(digests, "_chunk_digest", digest)
+    assert file_records(paths) == alone
+    assert len(used) == 2
+
+
+# ---------------------------------------------------------------- changes noticed by status
+
+
+def test_a_change_is_noticed_by_size_and_time_alone(tmp_path: Path, hashing: Hashing) -> None:
+    made = make(tmp_path / "corpus")
+    hashing.chunks.clear()
+    assert changed_files(made.directory, made.manifest) == {}
+    os.utime(made.directory / "a.txt")
+    (made.directory / "deep/b.bin").write_bytes(b"shorter")
+    (made.directory / "empty").unlink()
+    assert changed_files(made.directory, made.manifest) == {
+        "a.txt": "changed since it was made",
+        "deep/b.bin": "changed since it was made",
+        "empty": "is missing",
+    }
+    assert hashing.chunks == []
+
+
+def test_a_change_is_noticed_where_nothing_was_noted_since_the_manifest_is_the_last_file(
+    tmp_path: Path,
+) -> None:
+    made = make(tmp_path / "corpus")
+    verified_path(made.directory).unlink()
+    digests._MEMORY.clear()
+    assert changed_files(made.directory, made.manifest) == {}
+    sealed = (made.directory / "manifest.json").stat().st_mtime
+    os.utime(made.directory / "a.txt", (sealed + 1, sealed + 1))
+    assert list(changed_files(made.directory, made.manifest)) == ["a.txt"]
+
+
+def test_what_only_looks_changed_is_checked_and_remembered_anew(
+    tmp_path: Path, hashing: Hashing
+) -> None:
+    made = make(tmp_path / "corpus")
+    hashing.chunks.clear()
+    os.utime(made.directory / "a.txt", (1_800_000_000, 1_700_000_001))
+    refuse_changed(made.directory)
+    assert hashing.chunks == [("a.txt", 0)]
+    assert changed_files(made.directory, made.manifest) == {}
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def check_and_count(world: World, directory: Path) -> tuple[list[tuple[str, int]], str]:
+    """The chunks this rank hashed, and the error it met."""
+    del world
+    digests._MEMORY.clear()
+    counter = Hashing()
+    with (
+        mock.patch.object(digests, "CHUNK_BYTES", CHUNK),
+        mock.patch.object(digests, "_chunk_digest", counter),
+    ):
+        made = open_artifact(directory, kind="corpus")
+        try:
+            check_together(made, made.names())
+            made.check(made.names())
+        except ArtifactError as error:
+            return counter.chunks, str(error)
+    return counter.chunks, ""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
+    """An artifact of several chunks of which nothing is noted."""
+    monkeypatch.setattr(digests, "CHUNK_BYTES", CHUNK)
+    made = make(tmp_path / "corpus")
+    verified_path(made.directory).unlink()
+    assert [len(record.chunks) for record in made.manifest.files.values()] == [1, 4, 0]
+    return made
+
+
+def test_ranks_hash_a_share_each_and_the_next_process_nothing(
+    pool2: ProcessPool, shared: Artifact
+) -> None:
+    (first, _), (second, _) = pool2.run(check_and_count, shared.directory)
+    assert sorted(first + second) == [("a.txt", 0), *(("b.bin", index) for index in range(4))]
+    assert {len(first), len(second)} == {2, 3}
+    assert pool2.run(check_and_count, shared.directory) == [([], ""), ([], "")]
+
+
+@pytest.mark.parametrize("offset", [0, CHUNK, 2 * CHUNK, 3 * CHUNK])
+def test_damage_in_the_share_of_either_rank_is_one_error_on_both(
+    pool2: ProcessPool, shared: Artifact, offset: int
+) -> None:
+    path = shared.directory / "deep/b.bin"
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+    (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
+    assert first == second
+    assert f"b.bin is damaged in chunk {offset // CHUNK} " in first
+    assert not verified_path(shared.directory).exists()
+
+
+def test_a_missing_file_is_one_error_on_both_ranks(pool2: ProcessPool, shared: Artifact) -> None:
+    (shared.directory / "a.txt").unlink()
+    (_, first), (_, second) = pool2.run(check_and_count, shared.directory)
+    assert first == second
+    assert "a.txt is missing" in first
+
+
+def check_own_copy(world: World, directories: list[Path]) -> tuple[list[tuple[str, int]], str]:
+    """Every rank checks its own copy, as on disks that are not shared."""
+    return check_and_count(world, directories[world.rank])
+
+
+def test_a_rank_with_a_copy_of_its_own_checks_it_itself(
+    pool2: ProcessPool, shared: Artifact, tmp_path: Path
+) -> None:
+    copy = tmp_path / "other disk" / "corpus"
+    copy.parent.mkdir()
+    subprocess.run(["cp", "-a", str(shared.directory), str(copy)], check=True)
+    directories = [shared.directory, copy]
+    (first, _), (second, _) = pool2.run(check_own_copy, directories)
+    assert len(first) == len(second) == 5
+    tamper(copy / "a.txt")
+    (_, first_error), (_, second_error) = pool2.run(check_own_copy, directories)
+    assert first_error == second_error
+    assert "a.txt is damaged" in first_error
+    assert str(copy) in first_error
+
+
+def test_the_manifest_digest_is_computed_once_per_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path / "corpus")
+    computed: list[str] = []
+    whole = Manifest.digest
+    assert isinstance(whole, property)
+
+    def count(self: Manifest) -> str:
+        computed.append(self.kind)
+        value: str = whole.fget(self)
+        return value
+
+    monkeypatch.setattr(Manifest, "digest", property(count))
+    made = open_artifact(made.directory, kind="corpus")
+    for _ in range(5):
+        made.file("a.txt")
+    assert len(computed) == 1
+    assert artifacts.Artifact(made.directory, made.manifest).digest == made.digest

@@ -1,0 +1,131 @@
+"""Packing and the layout of a micro-batch."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_models import random_batch, tiny_spec
+
+from pipeline.artifacts.tokenizer import TokenizerDescription, build_tokenizer, tags
+from pipeline.batching.batch import Example, Packing, collate
+
+lengths_of_sentences = st.lists(st.integers(1, 7), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(lengths_of_sentences)
+def test_unpacking_and_packing_gives_back_the_tokens(lengths: list[int]) -> None:
+    packing = Packing.from_lengths(lengths)
+    x_ND = torch.randn(sum(lengths), 3)
+    x_BTD = packing.unpack(x_ND)
+    assert x_BTD.shape == (len(lengths), max(lengths), 3)
+    assert torch.equal(packing.pack(x_BTD), x_ND)
+    for row, sentence in enumerate(x_ND.split(lengths)):
+        assert torch.equal(x_BTD[row, : lengths[row]], sentence)
+        assert x_BTD[row, lengths[row] :].count_nonzero() == 0
+
+
+@settings(deadline=None)
+@given(lengths_of_sentences)
+def test_every_token_knows_its_sentence_and_position(lengths: list[int]) -> None:
+    packing = Packing.from_lengths(lengths)
+    places = [(row, at) for row, length in enumerate(lengths) for at in range(length)]
+    sentences, positions = packing.sentence_N.tolist(), packing.position_N.tolist()
+    assert list(zip(sentences, positions, strict=True)) == places
+    assert packing.mask_BT.nonzero().tolist() == [list(place) for place in places]
+    assert packing.is_full == (min(lengths) == max(lengths))
+
+
+def test_packing_passes_gradients_to_real_tokens_only() -> None:
+    packing = Packing.from_lengths([1, 3])
+    x_BTD = torch.randn(2, 3, 4, requires_grad=True)
+    packing.pack(x_BTD).sum().backward()
+    assert x_BTD.grad is not None
+    assert torch.equal(x_BTD.grad, packing.mask_BT[:, :, None].expand(2, 3, 4).float())
+    x_ND = torch.randn(4, 4, requires_grad=True)
+    packing.unpack(x_ND).sum().backward()
+    assert x_ND.grad is not None
+    assert torch.equal(x_ND.grad, torch.ones(4, 4))
+
+
+EOS, DE, EN = 2, 90, 91
+"""Of a vocabulary of 90 pieces."""
+
+
+def example_pairs(prefix: tuple[int, ...], prompt: tuple[int, ...]) -> list[Example]:
+    """de → en: 3 and 2 tokens; then 1 and none."""
+    return [
+        Example(
+            source=np.array([11, 12, 13], dtype=np.uint16),
+            target=np.array([21, 22], dtype=np.uint16),
+            source_prefix=prefix,
+            decoder_prompt=prompt,
+            source_language=0,
+            target_language=1,
+            pair=5,
+            line=70,
+        ),
+        Example([14], [], prefix, prompt, source_language=0, target_language=1, pair=6, line=71),
+    ]
+
+
+def test_source_and_target_tags_are_laid_out_as_stated() -> None:
+    batch = collate(example_pairs(prefix=(DE,), prompt=(EOS, EN)), eos_id=EOS)
+    assert batch.source_N.tolist() == [DE, 11, 12, 13, EOS, DE, 14, EOS]
+    assert batch.source.mask_BT.tolist() == [[True] * 5, [True] * 3 + [False] * 2]
+    assert batch.target_N.tolist() == [EOS, EN, 21, 22, EOS, EN]
+    assert batch.target.mask_BT.tolist() == [[True] * 4, [True] * 2 + [False] * 2]
+    assert batch.label_rows_L.tolist() == [1, 2, 3, 5]
+    assert batch.labels_L.tolist() == [21, 22, EOS, EOS]
+
+
+def test_a_target_tag_on_the_source_is_laid_out_as_stated() -> None:
+    batch = collate(example_pairs(prefix=(EN,), prompt=(EOS,)), eos_id=EOS)
+    assert batch.source_N.tolist() == [EN, 11, 12, 13, EOS, EN, 14, EOS]
+    assert batch.target_N.tolist() == [EOS, 21, 22, EOS]
+    assert batch.label_rows_L.tolist() == [0, 1, 2, 3]
+    assert batch.labels_L.tolist() == [21, 22, EOS, EOS]
+
+
+def test_a_batch_knows_where_its_sentences_come_from() -> None:
+    batch = collate(example_pairs(prefix=(DE,), prompt=(EOS, EN)), eos_id=EOS)
+    assert batch.source_language_B.tolist() == [0, 0]
+    assert batch.target_language_B.tolist() == [1, 1]
+    assert batch.pair_B.tolist() == [5, 6]
+    assert batch.line_B.tolist() == [70, 71]
+    assert (batch.num_sentences, batch.num_labels) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "prefix", "prompt"), [("src-tgt", ["de"], ["en"]), ("tgt", ["en"], [])]
+)
+def test_tags_follow_their_scheme(scheme: str, prefix: list[str], prompt: list[str]) -> None:
+    description = TokenizerDescription(
+        kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
+    )
+    tokenizer = build_tokenizer(description, None)
+    found = tags(tokenizer, scheme, source="de", target="en")  # type: ignore[arg-type]
+    token = tokenizer.language_token_id
+    assert found.source_prefix == tuple(token(code) for code in prefix)
+    assert found.decoder_prompt == (tokenizer.eos_id, *(token(code) for code in prompt))
+
+
+def test_large_ids_of_small_types_stay_what_they_are() -> None:
+    ids = np.array([65_535], dtype=np.uint16)
+    example = Example(ids, ids, (70_000,), (EOS,), source_language=0, target_language=1)
+    batch = collate([example], eos_id=EOS)
+    assert batch.source_N.tolist() == [70_000, 65_535, EOS]
+    assert batch.source_N.dtype == batch.labels_L.dtype == torch.int64
+
+
+def test_a_batch_moves_to_a_device_as_a_whole() -> None:
+    batch = random_batch(tiny_spec(), sentences=3, seed=1)
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    for field in fields(moved):
+        value = getattr(moved, field.name)
+        tensor = value.index_N if isinstance(value, Packing) else value
+        assert tensor.device.type == "meta", field.name

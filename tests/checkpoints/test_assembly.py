@@ -1,0 +1,547 @@
+"""Assembling a mixture of experts from the modules of trained models."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline import upcycle
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.assembly import (
+    Assignment,
+    Part,
+    assemble,
+    expert_from_dense,
+    part_of,
+    plan_assembly,
+    receipt_lines,
+)
+from pipeline.checkpoints.checkpoint import (
+    TensorFiles,
+    load_model,
+    read_spec,
+    write_model_files,
+    write_weights,
+)
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, initialize
+from pipeline.stages import STAGES, StageCall
+
+MOE = MoEConfig(num_experts=4, every=2)
+DENSE = tiny_spec()
+TOKEN_ROUTED = tiny_spec(moe=MOE)
+GROUP_ROUTED = tiny_spec(moe=MOE, groups=2)
+PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
+
+COPY = UpcyclingConfig(mask_ratio=0.0)
+
+
+def make_checkpoint(
+    directory: Path,
+    model: Transformer,
+    *,
+    languages: tuple[str, ...] | None = None,
+    change: Callable[[dict[str, Tensor]], object] | None = None,
+) -> Artifact:
+    """A checkpoint of a model, its tensors changed before they are written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    description = TokenizerDescription(
+        kind="bytes",
+        languages=languages or model.spec.languages,
+        language_token_scheme="underscores",
+    )
+    write_tokenizer(directory, description=description, model=None)
+    tensors = {entry.name: entry.value.clone() for entry in named_slices(model)}
+    if change is not None:
+        change(tensors)
+    with new_artifact(
+        directory / "checkpoint", kind="checkpoint", stage="pretrain", config={}, inputs={}
+    ) as writer:
+        write_weights(writer.directory / "weights", tensors.items())
+        write_model_files(writer, spec=model.spec, tokenizer_dir=directory)
+    return open_artifact(directory / "checkpoint", kind="checkpoint")
+
+
+def files_of(
+    *, embeddings: Artifact, encoder: Artifact | None, decoder: Artifact | None
+) -> dict[Part, TensorFiles | None]:
+    given: dict[Part, Artifact | None] = {
+        "embeddings": embeddings,
+        "encoder": encoder,
+        "decoder": decoder,
+    }
+    return {part: TensorFiles(a, "weights/") if a else None for part, a in given.items()}
+
+
+def assembled(
+    spec: ModelSpec, sources: Mapping[Part, TensorFiles | None], config: UpcyclingConfig
+) -> tuple[list[Assignment], dict[str, Tensor]]:
+    plan = plan_assembly(spec, sources, config)
+    return plan, dict(assemble(plan, spec, sources, config))
+
+
+def model_of(spec: ModelSpec, tensors: dict[str, Tensor]) -> Transformer:
+    model = tiny_model(spec, seed=99)
+    for entry in named_slices(model):
+        entry.value.copy_(tensors[entry.name])
+    return model.eval()
+
+
+def logits(model: Transformer, spec: ModelSpec) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(random_batch(spec, sentences=6, seed=5)).logits_LV
+    return found
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make_checkpoint(tmp_path_factory.mktemp("dense"), tiny_model(DENSE, seed=1))
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make_checkpoint(tmp_path_factory.mktemp("moe"), tiny_model(TOKEN_ROUTED, seed=2))
+
+
+@pytest.fixture(scope="module")
+def moe_lgr(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make_checkpoint(tmp_path_factory.mktemp("lgr"), tiny_model(GROUP_ROUTED, seed=3))
+
+
+# ---------------------------------------------------------------- what is assembled
+
+
+@pytest.mark.parametrize("spec", [TOKEN_ROUTED, GROUP_ROUTED], ids=["token", "group"])
+def test_experts_that_are_copies_of_the_dense_layer_compute_what_it_computed(
+    dense: Artifact, spec: ModelSpec
+) -> None:
+    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
+    _, tensors = assembled(spec, sources, COPY)
+    torch.testing.assert_close(
+        logits(model_of(spec, tensors), spec), logits(load_model(dense), DENSE)
+    )
+
+
+def test_masked_experts_compute_something_else(dense: Artifact) -> None:
+    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
+    _, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(mask_ratio=0.1))
+    difference = logits(model_of(TOKEN_ROUTED, tensors), TOKEN_ROUTED) - logits(
+        load_model(dense), DENSE
+    )
+    assert difference.abs().max() > 1e-3
+
+
+def test_every_tensor_has_one_rule_and_the_value_that_the_rule_says(
+    dense: Artifact, moe_lgr: Artifact
+) -> None:
+    """Enc(dense)-Dec(MoE-LGR): system 12 of the paper's Table 2."""
+    config = UpcyclingConfig(mask_ratio=0.3, seed=7)
+    sources = files_of(embeddings=dense, encoder=dense, decoder=moe_lgr)
+    plan, tensors = assembled(GROUP_ROUTED, sources, config)
+    names = [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
+    assert [entry.target for entry in plan] == names
+    assert list(tensors) == names
+    dense_files, lgr_files = sources["encoder"], sources["decoder"]
+    assert dense_files is not None
+    assert lgr_files is not None
+    seen = set()
+    for entry in plan:
+        value = tensors[entry.target]
+        seen.add((entry.part, entry.rule))
+        if entry.part == "decoder":
+            assert torch.equal(value, lgr_files.read(entry.target))
+        elif entry.rule == "copied":
+            assert torch.equal(value, dense_files.read(entry.target))
+        elif entry.rule == "expert of dense":
+            layer, _, rest = entry.target.partition(".experts.")
+            whole = dense_files.read(f"{layer}.{rest.split('.', 1)[1]}")
+            kept = value != 0
+            assert torch.equal(value[kept], whole[kept])
+            assert kept.any()
+        else:
+            assert entry.target.endswith(".router.weight")
+            fresh = initialize(entry.target, value.shape, spec=GROUP_ROUTED, seed=7)
+            assert torch.equal(value, fresh)
+    assert seen == {
+        ("embeddings", "copied"),
+        ("encoder", "copied"),
+        ("encoder", "expert of dense"),
+        ("encoder", "fresh"),
+        ("decoder", "copied"),
+    }
+
+
+def test_a_part_without_a_source_starts_fresh(dense: Artifact) -> None:
+    sources = files_of(embeddings=dense, encoder=dense, decoder=None)
+    plan, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(seed=4))
+    decoder = [entry for entry in plan if entry.part == "decoder"]
+    assert decoder
+    for entry in decoder:
+        assert (entry.rule, entry.source) == ("fresh", None)
+        value = tensors[entry.target]
+        expected = initialize(entry.target, value.shape, spec=TOKEN_ROUTED, seed=4)
+        assert torch.equal(value, expected)
+
+
+def test_group_routers_grafted_on_a_token_router_leave_the_function_unchanged(
+    moe: Artifact,
+) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    plan, tensors = assembled(GROUP_ROUTED, sources, UpcyclingConfig(mask_ratio=0.5))
+    assert {entry.rule for entry in plan} == {"copied", "group router of token router"}
+    torch.testing.assert_close(
+        logits(model_of(GROUP_ROUTED, tensors), GROUP_ROUTED),
+        logits(load_model(moe), TOKEN_ROUTED),
+    )
+
+
+def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    config = UpcyclingConfig(graft_group_routers="fresh")
+    _, tensors = assembled(GROUP_ROUTED, sources, config)
+    name = "decoder.layers.1.feed_forward.router.group_weight"
+    first, second = tensors[name]
+    assert not torch.equal(first, second)
+    bound = GROUP_ROUTED.model.width**-0.5
+    assert tensors[name].abs().max() <= bound
+    assert torch.equal(
+        tensors[name.replace("group_weight", "weight")],
+        TensorFiles(moe, "weights/").read(name.replace("group_weight", "weight")),
+    )
+
+
+# ---------------------------------------------------------------- masks
+
+LAYER = "encoder.layers.1.feed_forward"
+TENSORS = {
+    "up.weight": (128, 64),
+    "up.bias": (128,),
+    "down.weight": (64, 128),
+    "down.bias": (64,),
+}
+
+
+def experts(config: UpcyclingConfig, ids: list[int]) -> dict[int, dict[str, Tensor]]:
+    """Experts made of a dense layer without zeros, in the order of the ids."""
+    generator = torch.Generator().manual_seed(1)
+    whole = {name: torch.rand(shape, generator=generator) + 0.5 for name, shape in TENSORS.items()}
+    return {
+        index: {
+            name: expert_from_dense(value, f"{LAYER}.experts.{index}.{name}", config)
+            for name, value in whole.items()
+        }
+        for index in ids
+    }
+
+
+def masks(config: UpcyclingConfig, ids: list[int], name: str) -> dict[int, Tensor]:
+    return {index: tensors[name] == 0 for index, tensors in experts(config, ids).items()}
+
+
+@pytest.mark.parametrize("method", ["elementwise", "per_neuron"])
+@pytest.mark.parametrize("name", ["up.weight", "up.bias", "down.weight"])
+def test_the_masks_of_32_experts_all_differ(method: str, name: str) -> None:
+    config = UpcyclingConfig.model_validate({"method": method, "mask_ratio": 0.1})
+    found = masks(config, list(range(32)), name)
+    assert len({mask.numpy().tobytes() for mask in found.values()}) == 32
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.4])
+def test_the_asked_share_of_every_tensor_is_zero_weights_and_biases(ratio: float) -> None:
+    config = UpcyclingConfig(mask_ratio=ratio)
+    for name, shape in TENSORS.items():
+        found = torch.stack(list(masks(config, list(range(32)), name).values())).float()
+        deviation = (ratio * (1 - ratio) / found.numel()) ** 0.5
+        assert abs(found.mean().item() - ratio) < 4 * deviation, name
+        assert found.shape == (32, *shape)
+
+
+def test_what_is_kept_is_not_rescaled() -> None:
+    whole = torch.rand(128, 64) + 0.5
+    made = expert_from_dense(whole, f"{LAYER}.experts.0.up.weight", UpcyclingConfig())
+    assert torch.equal(made[made != 0], whole[made != 0])
+
+
+@pytest.mark.parametrize("method", ["elementwise", "per_neuron", "noise"])
+def test_an_expert_depends_neither_on_the_order_nor_on_the_number_of_experts(method: str) -> None:
+    config = UpcyclingConfig.model_validate({"method": method})
+    forwards = experts(config, list(range(8)))
+    backwards = experts(config, list(range(31, -1, -1)))
+    for index, tensors in forwards.items():
+        for name, value in tensors.items():
+            assert torch.equal(backwards[index][name], value)
+
+
+def test_another_seed_or_layer_has_other_masks() -> None:
+    whole = torch.ones(128, 64)
+    target = f"{LAYER}.experts.0.up.weight"
+    made = expert_from_dense(whole, target, UpcyclingConfig())
+    other_seed = expert_from_dense(whole, target, UpcyclingConfig(seed=2))
+    other_layer = expert_from_dense(whole, target.replace("1", "3", 1), UpcyclingConfig())
+    assert not torch.equal(made, other_seed)
+    assert not torch.equal(made, other_layer)
+
+
+def test_per_neuron_removes_the_same_hidden_neurons_from_all_tensors_of_an_expert() -> None:
+    config = UpcyclingConfig(method="per_neuron", mask_ratio=0.25)
+    shares = []
+    for tensors in experts(config, list(range(32))).values():
+        gone = tensors["up.bias"] == 0
+        shares.append(gone.float().mean())
+        assert torch.equal((tensors["up.weight"] == 0).all(1), gone)
+        assert torch.equal((tensors["up.weight"] == 0).any(1), gone)
+        assert torch.equal((tensors["down.weight"] == 0).all(0), gone)
+        assert torch.equal((tensors["down.weight"] == 0).any(0), gone)
+        assert (tensors["down.bias"] != 0).all()
+    assert torch.stack(shares).mean().item() == pytest.approx(0.25, abs=0.03)
+
+
+def test_noise_is_gaussian_and_relative_to_each_tensors_own_deviation() -> None:
+    config = UpcyclingConfig(method="noise", noise_std=0.05)
+    generator = torch.Generator().manual_seed(1)
+    whole = 3.0 * torch.randn(128, 256, generator=generator) + 1.0
+    target = f"{LAYER}.experts.0.up.weight"
+    noise = (expert_from_dense(whole, target, config) - whole) / whole.std()
+    assert noise.mean().item() == pytest.approx(0.0, abs=0.002)
+    assert noise.std().item() == pytest.approx(0.05, rel=0.02)
+    assert (noise.abs() > 3 * 0.05).float().mean().item() == pytest.approx(0.0027, abs=0.001)
+    other = expert_from_dense(whole, target.replace(".0.", ".1."), config)
+    assert not torch.equal(other - whole, noise * whole.std())
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=None)
+    with pytest.raises(
+        CheckpointError, match=r"8 tensors of the encoder of .* would be lost \(encoder.layers.1"
+    ):
+        plan_assembly(
+            tiny_spec(moe=MOE.model_copy(update={"num_experts": 2})),
+            sources,
+            COPY,
+        )
+
+
+def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.1.feed_forward.up"):
+        plan_assembly(DENSE, sources, COPY)
+
+
+def test_a_layer_the_source_does_not_have_is_an_error_that_names_it(dense: Artifact) -> None:
+    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
+    with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.2.*\[model\]"):
+        plan_assembly(tiny_spec(moe=MOE, layers=3), sources, COPY)
+
+
+def test_more_experts_than_the_source_has_are_not_made_up(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    spec = tiny_spec(moe=MOE.model_copy(update={"num_experts": 5}))
+    with pytest.raises(CheckpointError, match=r"nothing for .*experts\.4\."):
+        plan_assembly(spec, sources, COPY)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tiny_spec(moe=MOE, feed_forward_width=48),
+        tiny_spec(moe=MOE, vocabulary=41),
+    ],
+    ids=["width of the feed-forward", "vocabulary"],
+)
+def test_a_source_of_another_size_is_an_error_that_names_both_shapes(
+    dense: Artifact, spec: ModelSpec
+) -> None:
+    sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
+    plan = plan_assembly(spec, sources, COPY)
+    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* wants \(\d+, 16\)"):
+        list(assemble(plan, spec, sources, COPY))
+
+
+def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> None:
+    sources = files_of(embeddings=moe_lgr, encoder=moe_lgr, decoder=moe_lgr)
+    spec = tiny_spec(moe=MOE, groups=4)
+    plan = plan_assembly(spec, sources, COPY)
+    with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* wants \(4, 4, 16\)"):
+        list(assemble(plan, spec, sources, COPY))
+
+
+def test_a_tensor_of_no_part_is_refused() -> None:
+    assert part_of("encoder.final_norm.bias") == "encoder"
+    assert part_of("embedding.weight") == "embeddings"
+    with pytest.raises(CheckpointError, match=r"language_module.weight belongs to no part"):
+        part_of("language_module.weight")
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def upcycle_call(
+    out_dir: Path,
+    model: ModelConfig,
+    artifacts: dict[str, Artifact],
+    config: UpcyclingConfig | None = None,
+) -> StageCall:
+    recipe = Recipe(name="tiny", model=model, upcycling=config or UpcyclingConfig())
+    stage = STAGES["upcycle"]
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw={},
+        out_dir=out_dir,
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
+        config=recipe.sections(stage.sections),
+    )
+
+
+def make_groups(directory: Path, numbers: dict[str, int]) -> Artifact:
+    with new_artifact(
+        directory, kind="groups", stage="group_languages", config={}, inputs={}
+    ) as writer:
+        writer.write_json("groups.json", {"groups": numbers})
+    return open_artifact(directory, kind="groups")
+
+
+def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
+    dense: Artifact, moe_lgr: Artifact, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifacts = {"embeddings": dense, "encoder": dense, "decoder": moe_lgr}
+    upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
+    made = open_artifact(tmp_path / "made", kind="checkpoint")
+    assert read_spec(made) == GROUP_ROUTED
+    assert load_model(made).spec == GROUP_ROUTED
+    assert {name: r.digest for name, r in made.manifest.inputs.items()} == {
+        name: artifact.digest for name, artifact in artifacts.items()
+    }
+    receipt = made.read_json("receipt.json")
+    targets = [entry["target"] for entry in receipt]
+    assert targets == [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
+    assert made.statistics["tensors"] == len(targets)
+    (summary,) = made.manifest.summary
+    fresh = sum(entry["rule"] == "fresh" for entry in receipt)
+    assert f"{len(targets)} tensors: " in summary
+    assert f", {fresh} fresh" in summary
+    assert json.loads(json.dumps(receipt)) == receipt
+    printed = capsys.readouterr().out
+    up = "encoder.layers.1.feed_forward.experts.*.up.weight"
+    source = f"{dense.directory.name}: encoder.layers.1.feed_forward.up.weight"
+    assert f"{up} ← {source} (expert of dense)" in printed
+    assert "encoder.layers.1.feed_forward.router.weight ← – (fresh)" in printed
+
+
+def test_the_printed_receipt_names_the_source_of_every_tensor_once() -> None:
+    plan = [
+        Assignment("embedding.weight", "embeddings", "embedding.weight", "copied"),
+        *[
+            Assignment(
+                f"decoder.layers.1.feed_forward.experts.{index}.up.bias",
+                "decoder",
+                f"decoder.layers.1.feed_forward.experts.{index}.up.bias",
+                "copied",
+            )
+            for index in range(12)
+        ],
+        Assignment("encoder.layers.1.feed_forward.router.weight", "encoder", None, "fresh"),
+    ]
+    assert receipt_lines(plan, {"embeddings": "a", "encoder": "b", "decoder": "c"}) == [
+        "embedding.weight ← a: embedding.weight (copied)",
+        "decoder.layers.1.feed_forward.experts.*.up.bias ← "
+        "c: decoder.layers.1.feed_forward.experts.*.up.bias (copied)",
+        "encoder.layers.1.feed_forward.router.weight ← – (fresh)",
+    ]
+
+
+def test_a_fresh_group_routed_decoder_takes_its_groups_from_the_groups_given(
+    dense: Artifact, tmp_path: Path
+) -> None:
+    numbers = dict(zip(DENSE.languages, (1, 0, 1, 1), strict=True))
+    artifacts = {
+        "embeddings": dense,
+        "encoder": dense,
+        "groups": make_groups(tmp_path / "groups", numbers),
+    }
+    upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
+    made = open_artifact(tmp_path / "made", kind="checkpoint")
+    assert read_spec(made).language_groups == (1, 0, 1, 1)
+
+
+def test_groups_other_than_those_the_decoder_was_trained_with_are_refused(
+    dense: Artifact, moe_lgr: Artifact, tmp_path: Path
+) -> None:
+    artifacts = {
+        "embeddings": dense,
+        "encoder": dense,
+        "decoder": moe_lgr,
+        "groups": make_groups(
+            tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True))
+        ),
+    }
+    with pytest.raises(ConfigError, match="leave --groups out"):
+        upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
+    assert not (tmp_path / "made").exists()
+
+
+def test_sources_of_another_vocabulary_are_refused(dense: Artifact, tmp_path: Path) -> None:
+    other = make_checkpoint(
+        tmp_path / "other", tiny_model(DENSE), languages=("de", "en", "fr", "zh")
+    )
+    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
+    with pytest.raises(ConfigError, match=r"The tokenizers of .* differ"):
+        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_heads": 4}, "num_heads: 2 → 4"),
+        ({"norm": "post"}, "norm: pre → post"),
+        ({"activation": "gelu"}, "activation: relu → gelu"),
+        ({"positions": "learned"}, "positions: sinusoidal → learned"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_refused(
+    dense: Artifact, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    model = TOKEN_ROUTED.model.model_copy(update=change)
+    artifacts = {"embeddings": dense, "encoder": dense, "decoder": dense}
+    with pytest.raises(ConfigError, match=words):
+        upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
+
+
+def test_sources_trained_with_other_tags_are_refused(dense: Artifact, tmp_path: Path) -> None:
+    spec = DENSE.model_copy(update={"tag_scheme": "tgt"})
+    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
+    artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
+    with pytest.raises(ConfigError, match="tag_scheme: tgt → src-tgt"):
+        upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))
+
+
+def test_a_damaged_source_leaves_no_checkpoint(dense: Artifact, tmp_path: Path) -> None:
+    def widen(tensors: dict[str, Tensor]) -> None:
+        tensors["decoder.layers.1.feed_forward.down.bias"] = torch.zeros(17)
+
+    other = make_checkpoint(tmp_path / "other", tiny_model(DENSE), change=widen)
+    call = upcycle_call(
+        tmp_path / "made",
+        TOKEN_ROUTED.model,
+        {"embeddings": dense, "encoder": dense, "decoder": other},
+    )
+    with pytest.raises(CheckpointError, match=r"down.bias has shape \(17,\)"):
+        upcycle.run(call)
+    assert list(tmp_path.glob("*made*")) == []
+    upcycle.run(replace(call, artifacts={**call.artifacts, "decoder": dense}))
+    assert open_artifact(tmp_path / "made", kind="checkpoint").has("receipt.json")

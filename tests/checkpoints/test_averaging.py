@@ -1,0 +1,192 @@
+"""Means of checkpoints and of training states, against sums in double precision."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.stored_checkpoints import SPEC, make_checkpoint, make_state, set_to, stored, weights_of
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+
+from pipeline import cli
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.checkpoints.averaging import average_checkpoints, average_states
+from pipeline.checkpoints.checkpoint import Piece, load_model, read_spec
+from pipeline.checkpoints.inspection import diff, verify
+from pipeline.checkpoints.names import named_slices
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, CheckpointError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+
+
+def test_an_average_is_the_mean_in_double_precision_rounded_once(tmp_path: Path) -> None:
+    models = [tiny_model(SPEC, seed=seed) for seed in (1, 2, 3)]
+    large = torch.full((16,), 2.0**25)
+    biases = [large, torch.ones(16), -large]  # float32 would lose the one
+    name = "decoder.final_norm.bias"
+    made = [
+        make_checkpoint(
+            tmp_path / f"m{index}", model, change=set_to(name, bias), statistics={"update": index}
+        )
+        for index, (model, bias) in enumerate(zip(models, biases, strict=True))
+    ]
+    average_checkpoints(made, out_dir=tmp_path / "mean")
+    mean, parts = stored(tmp_path / "mean"), [stored(path) for path in made]
+    assert set(mean) == set(parts[0])
+    for tensor, found in mean.items():
+        assert found.dtype == torch.float32
+        doubles = [part[tensor].numpy().astype(np.float64) for part in parts]
+        expected = (np.stack(doubles).sum(0) / 3).astype(np.float32)
+        assert np.array_equal(found.numpy(), expected), tensor
+    assert torch.equal(mean[name], torch.full((16,), 1 / 3))
+
+
+def test_an_average_is_a_checkpoint_that_records_what_it_was_made_from(tmp_path: Path) -> None:
+    made = [make_checkpoint(tmp_path / f"m{seed}", tiny_model(SPEC, seed=seed)) for seed in (1, 2)]
+    average_checkpoints(made, out_dir=tmp_path / "mean")
+    mean = open_artifact(tmp_path / "mean", kind="checkpoint")
+    assert mean.manifest.stage == "average"
+    assert mean.statistics["averaged"] == 2
+    assert [record.digest for record in mean.manifest.inputs.values()] == [
+        open_artifact(path, kind="checkpoint").digest for path in made
+    ]
+    assert read_spec(mean) == SPEC
+    batch = random_batch(SPEC, sentences=2, seed=1)
+    assert load_model(mean).eval()(batch).logits_LV.isfinite().all()
+    verify(tmp_path / "mean")
+
+
+def test_the_mean_of_one_checkpoint_is_itself_and_nothing_is_overwritten_unasked(
+    tmp_path: Path,
+) -> None:
+    made = make_checkpoint(tmp_path / "m", tiny_model(SPEC))
+    average_checkpoints([made], out_dir=tmp_path / "mean")
+    assert diff(made, tmp_path / "mean").identical
+    with pytest.raises(ArtifactError, match="mean exists already"):
+        average_checkpoints([made], out_dir=tmp_path / "mean")
+    average_checkpoints([made, made], out_dir=tmp_path / "mean", overwrite=True)
+    assert diff(made, tmp_path / "mean").identical
+
+
+@pytest.mark.parametrize(
+    ("other", "scheme", "message"),
+    [
+        (tiny_spec(vocabulary=41), "underscores", "vocabulary_size: 40 → 41"),
+        (tiny_spec(feed_forward_width=24), "underscores", "model.feed_forward_width: 32 → 24"),
+        (tiny_spec(), "angle", "another tokenizer"),
+    ],
+)
+def test_models_that_differ_are_not_averaged(
+    tmp_path: Path, other: ModelSpec, scheme: str, message: str
+) -> None:
+    first = make_checkpoint(tmp_path / "a", tiny_model(tiny_spec()))
+    second = make_checkpoint(tmp_path / "b", tiny_model(other), token_scheme=scheme)
+    with pytest.raises(CheckpointError, match=f"b is not of the same model .*{message}"):
+        average_checkpoints([first, second], out_dir=tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_a_tensor_that_the_model_does_not_account_for_is_refused(tmp_path: Path) -> None:
+    made = make_checkpoint(
+        tmp_path / "a", tiny_model(SPEC), change=set_to("surplus", torch.ones(2))
+    )
+    with pytest.raises(CheckpointError, match="'surplus' that its model"):
+        average_checkpoints([made, made], out_dir=tmp_path / "mean")
+
+
+def cut(model: Transformer, *, seed: int) -> list[Piece]:
+    """The model's values as master pieces cut at random places, in random order, with moments."""
+    generator = np.random.default_rng(seed)
+    pieces = []
+    for entry in named_slices(model):
+        flat = entry.value.flatten().clone()
+        middle = int(generator.integers(1, len(flat)))
+        for start, stop in ((0, middle), (middle, len(flat))):
+            pieces.append(Piece("master", entry.name, start, flat[start:stop]))
+            pieces.append(Piece("exp_avg", entry.name, start, torch.full((stop - start,), 9.0)))
+    return [pieces[index] for index in generator.permutation(len(pieces))]
+
+
+def make_run(run_dir: Path, models: Mapping[int, Transformer]) -> Path:
+    """A run folder with a state per update, and the last model's weights as the best."""
+    for update, model in models.items():
+        directory = run_dir / "states" / f"update-{update:07d}"
+        make_state(directory, cut(model, seed=update), update=update, parts=2)
+    make_checkpoint(run_dir / "best", list(models.values())[-1])
+    return run_dir
+
+
+def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path: Path) -> None:
+    models = {update: tiny_model(SPEC, seed=update) for update in (8, 9, 10, 100)}
+    run_dir = make_run(tmp_path / "moe.run", models)
+    (run_dir / "states" / "update-0000200").mkdir()  # not finished
+    average_states(run_dir, last=3, out_dir=tmp_path / "mean")
+    mean = stored(tmp_path / "mean")
+    parts = [weights_of(models[update]) for update in (9, 10, 100)]
+    assert set(mean) == set(parts[0])
+    for tensor, found in mean.items():
+        expected = sum(part[tensor].double() for part in parts) / 3
+        torch.testing.assert_close(found.double(), expected, rtol=1e-7, atol=1e-12)
+    made = open_artifact(tmp_path / "mean", kind="checkpoint")
+    assert made.statistics["averaged_updates"] == [9, 10, 100]
+    assert sorted(record.kind for record in made.manifest.inputs.values()) == [
+        "checkpoint",
+        *["training_state"] * 3,
+    ]
+    average_states(run_dir, last=1, out_dir=tmp_path / "one")
+    batch = random_batch(SPEC, sentences=2, seed=1)
+    one = load_model(open_artifact(tmp_path / "one", kind="checkpoint"))
+    assert torch.equal(one.eval()(batch).logits_LV, models[100].eval()(batch).logits_LV)
+
+
+def test_the_mean_of_a_run_can_take_the_name_of_its_result(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})
+    options = ["--run", str(run_dir), "--last", "1", "--out", str(tmp_path / "moe")]
+    assert cli.main(["checkpoint", "average", *options]) == 0
+    assert diff(run_dir / "best", tmp_path / "moe").identical
+
+
+def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
+    before = stored(made)
+    for out, relation in ((made, "is"), (made / "weights" / "mean", "lies within")):
+        options = ["average", str(made), str(made), "--out", str(out), "--overwrite"]
+        assert cli.main(["checkpoint", *options]) == EXIT_USER_ERROR
+        assert f"{relation} the input checkpoints/0" in capsys.readouterr().err
+    assert stored(made).keys() == before.keys()
+    verify(made)
+
+
+def test_more_states_than_a_run_keeps_are_refused_with_how_many_there_are(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "moe.run", {1: tiny_model(SPEC)})
+    with pytest.raises(ArtifactError, match=r"moe.run holds 1 training states where 2 are wanted"):
+        average_states(run_dir, last=2, out_dir=tmp_path / "mean")
+    with pytest.raises(ArtifactError, match=r"moe holds 0 training states.*name the run folder"):
+        average_states(tmp_path / "moe", last=1, out_dir=tmp_path / "mean")
+
+
+def test_a_state_that_lacks_values_is_refused(tmp_path: Path) -> None:
+    model = tiny_model(SPEC)
+    run_dir = make_run(tmp_path / "moe.run", {1: model})
+    pieces = [
+        piece
+        for piece in cut(model, seed=1)
+        if piece.tensor != "encoder.layers.0.feed_forward.up.weight" or piece.start == 0
+    ]
+    make_state(run_dir / "states" / "update-0000002", pieces)
+    with pytest.raises(CheckpointError, match=r"update-0000002 has \d+ of the 512 values wanted"):
+        average_states(run_dir, last=2, out_dir=tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+def test_the_states_of_a_run_are_averaged_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})
+    options = ["--run", str(run_dir), "--last", "1", "--out", str(tmp_path / "mean")]
+    assert cli.main(["checkpoint", "average", *options]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mean'}: the mean of 1 training states\n"
+    assert diff(run_dir / "best", tmp_path / "mean").identical

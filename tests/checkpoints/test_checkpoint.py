@@ -1,0 +1,433 @@
+"""Weights and training states survive every change of topology, and damage is named."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.process_pool import ProcessPool
+from support.stored_checkpoints import Weights, make_checkpoint
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.artifacts import artifact as artifacts
+from pipeline.artifacts import digests
+from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints.checkpoint import (
+    Piece,
+    PieceReader,
+    Progress,
+    TensorFiles,
+    load_model,
+    load_weights,
+    read_spec,
+    read_tensor,
+    read_tokenizer,
+    write_pieces,
+    write_weights,
+)
+from pipeline.checkpoints.names import initialize_weights, named_slices
+from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
+from pipeline.distributed.world import World
+from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.optim import make_optimizer
+from pipeline.training.run_directory import RunDirectory
+
+MICRO_BATCHES = 4
+SPEC = tiny_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)
+OPTIMIZER = OptimizerConfig(clip_norm=0.5)
+
+State = dict[str, dict[str, Tensor]]
+"""What (master weight or moment) → tensor → flattened values."""
+
+
+# ---------------------------------------------------------------- training states
+
+
+def train_steps(engine: Engine, world: World, updates: range) -> None:
+    for update in updates:
+        batches = [
+            random_batch(SPEC, sentences=1 + index, seed=10 * update + index)
+            for index in range(MICRO_BATCHES)
+        ]
+        mine = range(world.rank, MICRO_BATCHES, world.size)
+        engine.train_step(
+            [batches[index] for index in mine],
+            seeds=list(mine),
+            total_labels=sum(batch.num_labels for batch in batches),
+            learning_rate=1e-3 * (1 + update),
+        )
+
+
+def train_and_save(
+    world: World,
+    directory: Path,
+    *,
+    parallel_size: int = 1,
+    zero_stage: int = 1,
+    resume: str = "",
+    updates: range = range(0),
+    save_as: str = "",
+) -> dict[str, Tensor]:
+    """Resume from a state or begin, train, save a state; returns this rank's weights."""
+    connect(world)
+    parallel = expert_parallel_group(parallel_size, world=world)
+    model = build_model(SPEC, expert_parallel=parallel)
+    initialize_weights(model, seed=3 if resume else 1)
+    recipe = Recipe(
+        name="test",
+        model=SPEC.model,
+        optimizer=OPTIMIZER,
+        batches=BatchesConfig(micro_batches=MICRO_BATCHES),
+    )
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config={"zero_optimization": {"stage": zero_stage, "overlap_comm": False}},
+        make_optimizer=lambda groups: make_optimizer(groups, OPTIMIZER),
+    )
+    run_directory = RunDirectory(
+        directory / "model", stage="pretrain", config={}, inputs={}, world=world
+    )
+    if resume:
+        state = open_artifact(run_directory.states_dir / resume, kind="training_state")
+        engine.load_optimizer_pieces(PieceReader(state), update=updates.start)
+    train_steps(engine, world, updates)
+    if save_as:
+        run_directory.write(
+            run_directory.states_dir / save_as,
+            kind="training_state",
+            write=lambda writer: _write(writer.directory / "optimizer", engine, world),
+        )
+    return {entry.name: entry.value.clone() for entry in named_slices(model)}
+
+
+def _write(directory: Path, engine: Engine, world: World) -> None:
+    write_pieces(directory, engine.optimizer_pieces(), part=world.rank)
+
+
+def state_path(directory: Path, name: str) -> Path:
+    return directory / "model.run" / "states" / name
+
+
+def assembled(directory: Path, name: str) -> State:
+    """A state put together from its files by hand; every value must be there exactly once."""
+    pieces: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for path in sorted(state_path(directory, name).glob("optimizer/*")):
+        for key, values in load_file(path).items():
+            what, tensor, start = key.rsplit(":", 2)
+            pieces.setdefault((what, tensor), []).append((int(start), values))
+    state: State = {}
+    for (what, tensor), found in pieces.items():
+        found.sort(key=lambda piece: piece[0])
+        ordered = [values for _, values in found]
+        lengths = accumulate((len(values) for values in ordered[:-1]), initial=0)
+        assert [start for start, _ in found] == list(lengths), (what, tensor)
+        state.setdefault(what, {})[tensor] = torch.cat(ordered)
+    return state
+
+
+def assert_same_state(found: State, expected: State) -> None:
+    assert set(found) == set(expected) == {"master", "exp_avg", "exp_avg_sq"}
+    for what, tensors in expected.items():
+        assert set(found[what]) == set(tensors)
+        for name, values in tensors.items():
+            assert torch.equal(found[what][name], values), (what, name)
+
+
+def weights_of_all(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: value for result in results for name, value in result.items()}
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
+    pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path, zero_stage: int
+) -> None:
+    pool2.run(
+        train_and_save,
+        tmp_path,
+        parallel_size=2,
+        zero_stage=zero_stage,
+        updates=range(2),
+        save_as="two",
+    )
+    [alone] = pool1.run(train_and_save, tmp_path, resume="two", updates=range(2, 2), save_as="one")
+    again = pool2.run(
+        train_and_save,
+        tmp_path,
+        parallel_size=2,
+        resume="one",
+        updates=range(2, 2),
+        save_as="two-again",
+    )
+    state = assembled(tmp_path, "two")
+    assert set(state["master"]) == {entry.name for entry in named_slices(tiny_model(SPEC))}
+    assert all(values.count_nonzero() > 0 for values in state["exp_avg_sq"].values())
+    assert_same_state(assembled(tmp_path, "one"), state)
+    assert_same_state(assembled(tmp_path, "two-again"), state)
+    masters = {name: values.view_as(alone[name]) for name, values in state["master"].items()}
+    assert_same_weights(alone, masters)
+    assert_same_weights(weights_of_all(again), masters)
+
+
+def test_the_same_ranks_go_on_from_a_state_as_if_they_had_never_stopped(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    straight = pool2.run(
+        train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight"
+    )
+    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
+    resumed = pool2.run(
+        train_and_save,
+        tmp_path,
+        parallel_size=2,
+        resume="half",
+        updates=range(2, 4),
+        save_as="resumed",
+    )
+    assert_same_weights(weights_of_all(resumed), weights_of_all(straight))
+    assert_same_state(assembled(tmp_path, "resumed"), assembled(tmp_path, "straight"))
+
+
+def test_other_ranks_go_on_from_a_state_to_the_same_weights(
+    request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    straight = weights_of_all(
+        pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(4), save_as="straight")
+    )
+    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(2), save_as="half")
+    for size, parallel_size in ((1, 1), (2, 1), (4, 2), (4, 4)):
+        pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+        resumed = pool.run(
+            train_and_save,
+            tmp_path,
+            parallel_size=parallel_size,
+            zero_stage=2,
+            resume="half",
+            updates=range(2, 4),
+        )
+        for name, value in weights_of_all(resumed).items():
+            if name.endswith("attention.key.bias"):
+                continue  # its gradient is zero but for rounding, which Adam makes updates of
+            torch.testing.assert_close(value, straight[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_consists_of_safetensors_and_json_alone(pool2: ProcessPool, tmp_path: Path) -> None:
+    pool2.run(train_and_save, tmp_path, parallel_size=2, updates=range(1), save_as="state")
+    paths = [path for path in state_path(tmp_path, "state").rglob("*") if path.is_file()]
+    assert len(paths) == 3
+    for path in paths:
+        if path.suffix == ".safetensors":
+            assert {value.dtype for value in load_file(path).values()} == {torch.float32}
+        else:
+            json.loads(path.read_text())
+
+
+def make_state(directory: Path, pieces: list[Piece], *, parts: int = 1) -> Artifact:
+    with new_artifact(
+        directory, kind="training_state", stage="pretrain", config={}, inputs={}
+    ) as writer:
+        for part in range(parts):
+            write_pieces(writer.directory / "optimizer", iter(pieces[part::parts]), part=part)
+    return open_artifact(directory, kind="training_state")
+
+
+def test_a_range_is_read_from_whatever_pieces_cover_it(tmp_path: Path) -> None:
+    values = torch.arange(20.0)
+    cuts = [0, 3, 4, 11, 20]
+    pieces = [Piece("master", "a.b", start, values[start:stop]) for start, stop in pairwise(cuts)]
+    reader = PieceReader(make_state(tmp_path / "state", pieces[::-1], parts=3))
+    for start in range(20):
+        for stop in range(start + 1, 21):
+            found = reader.read(what="master", tensor="a.b", start=start, length=stop - start)
+            assert torch.equal(found, values[start:stop])
+
+
+def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
+    tmp_path: Path,
+) -> None:
+    pieces = [Piece("exp_avg", "a", 0, torch.ones(3)), Piece("exp_avg", "a", 5, torch.ones(2))]
+    reader = PieceReader(make_state(tmp_path / "state", pieces))
+    with pytest.raises(CheckpointError, match="has 5 of the 7 values wanted of exp_avg of a"):
+        reader.read(what="exp_avg", tensor="a", start=0, length=7)
+    with pytest.raises(CheckpointError, match="has 0 of the 1 values wanted of exp_avg of b"):
+        reader.read(what="exp_avg", tensor="b", start=0, length=1)
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [
+        Progress(),
+        Progress(
+            update=7,
+            cursor=(2, 3),
+            validated=6,
+            best_perplexity=12.25,
+            best_update=6,
+            seconds=1.5,
+        ),
+    ],
+)
+def test_progress_survives_json(progress: Progress) -> None:
+    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+
+
+# ---------------------------------------------------------------- weights
+
+
+def saved_checkpoint(directory: Path, model: Transformer, *, leave_out: str = "") -> Artifact:
+    """A checkpoint of all tensors but one."""
+
+    def change(weights: Weights) -> Weights:
+        return {name: value for name, value in weights.items() if name != leave_out}
+
+    return open_artifact(make_checkpoint(directory, model, change=change), kind="checkpoint")
+
+
+def test_a_checkpoint_alone_gives_back_model_shape_and_tokenizer(tmp_path: Path) -> None:
+    model = tiny_model(SPEC)
+    saved = saved_checkpoint(tmp_path / "checkpoint", model)
+    assert read_spec(saved) == SPEC
+    tokenizer = load_tokenizer(tmp_path / "tokenizer of checkpoint")
+    assert read_tokenizer(saved).fingerprint == tokenizer.fingerprint
+    loaded = load_model(saved)
+    batch = random_batch(SPEC, sentences=3, seed=1)
+    assert torch.equal(loaded.eval()(batch).logits_LV, model.eval()(batch).logits_LV)
+    for entry in named_slices(model):
+        assert torch.equal(read_tensor(saved, entry.name), entry.value)
+
+
+def local_names_and_sums(world: World, directory: Path) -> dict[str, float]:
+    connect(world)
+    saved = open_artifact(directory, kind="checkpoint")
+    parallel = expert_parallel_group(world.size, world=world)
+    model = load_model(saved, expert_parallel=parallel)
+    return {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+
+
+def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) -> None:
+    model = tiny_model(SPEC)
+    saved_checkpoint(tmp_path / "checkpoint", model)
+    expected = {entry.name: entry.value.sum().item() for entry in named_slices(model)}
+    first, second = pool2.run(local_names_and_sums, tmp_path / "checkpoint")
+    assert first | second == expected
+    shared = {name for name in expected if ".experts." not in name}
+    assert set(first) & set(second) == shared
+
+
+def test_files_stay_within_their_size_and_keep_the_order_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 4 * 100)
+    sizes = [60, 40, 1, 99, 250, 50, 50]
+    tensors = [(f"t{index}", torch.full((size,), 1.0)) for index, size in enumerate(sizes)]
+    names = write_weights(tmp_path / "weights", tensors, part=3)
+    assert names == [f"part-00003-{index:03d}.safetensors" for index in range(4)]
+    found = [sorted(load_file(tmp_path / "weights" / name)) for name in names]
+    assert found == [["t0", "t1"], ["t2", "t3"], ["t4"], ["t5", "t6"]]
+
+
+def test_a_missing_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
+    lost = "decoder.layers.1.feed_forward.experts.2.down.weight"
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC), leave_out=lost)
+    with pytest.raises(CheckpointError, match=r"has no tensor 'decoder.layers.1.*experts.2.down"):
+        load_model(saved)
+
+
+def test_a_tensor_of_another_shape_is_an_error_that_names_both_shapes(tmp_path: Path) -> None:
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    wider = build_model(SPEC.model_copy(update={"vocabulary_size": 41}))
+    with pytest.raises(
+        CheckpointError,
+        match=r"embedding.weight has shape \(40, 16\), the model wants \(41, 16\)",
+    ):
+        load_weights(wider, saved)
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_value_is_an_error_that_names_file_and_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "CHUNK_BYTES", 4096)
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    name = "weights/part-00001-000.safetensors"
+    path = saved.file(name)
+    assert path.stat().st_size > 3 * 4096
+    flip(path, 2 * 4096 + 17)
+    with pytest.raises(ArtifactError, match=rf"{name} is damaged in chunk 2 "):
+        load_model(saved)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "length of the header": lambda path: flip(path, 0),
+    "header": lambda path: flip(path, 20),
+    "name in the header": lambda path: flip(path, path.read_bytes().index(b"a:0")),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "removed": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_file_is_an_error_that_names_it_whatever_part_is_damaged(
+    tmp_path: Path, kind: str
+) -> None:
+    pieces = [Piece("master", "a", 0, torch.ones(100))]
+    state = make_state(tmp_path / "state", pieces)
+    DAMAGE[kind](state.file("optimizer/part-00000-000.safetensors"))
+    with pytest.raises(ArtifactError, match=r"optimizer/part-00000-000.safetensors"):
+        PieceReader(state).read(what="master", tensor="a", start=0, length=100)
+
+
+def test_a_file_is_compared_with_its_digest_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    for name in saved.names("weights/"):
+        os.utime(saved.directory / name, (0, 0))
+    hashed: list[str] = []
+
+    def compare(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[str, digests.Stamp]:
+        hashed.extend(sorted(files))
+        return digests.compare_files(directory, files)
+
+    monkeypatch.setattr(artifacts, "compare_files", compare)
+    for _ in range(2):
+        files = TensorFiles(saved, "weights/")
+        for name in files.names():
+            files.read(name)
+    assert hashed == ["weights/part-00000-000.safetensors", "weights/part-00001-000.safetensors"]
+
+
+def test_names_of_experts_are_global_whatever_rank_holds_them() -> None:
+    spec: ModelSpec = tiny_spec(moe=MoEConfig(num_experts=3, every=2))
+    names = [entry.name for entry in named_slices(tiny_model(spec))]
+    assert len(names) == len(set(names))
+    experts = [name for name in names if ".experts." in name and name.endswith("up.bias")]
+    assert experts == [
+        f"{side}.layers.1.feed_forward.experts.{index}.up.bias"
+        for side in ("encoder", "decoder")
+        for index in range(3)
+    ]

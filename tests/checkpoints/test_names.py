@@ -1,0 +1,169 @@
+"""Weights by name: views into memory, and initial values that depend on name and seed alone."""
+
+from typing import cast
+
+import pytest
+import torch
+from support.tiny_models import PAD_ID, tiny_spec
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pipeline.checkpoints.names import expert_name, initialize_weights, named_slices, tensor_shapes
+from pipeline.config import MoEConfig
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model, initialize
+
+MOE = MoEConfig(num_experts=4, top_k=2, every=2)
+
+
+def moe_spec(**changes: int) -> ModelSpec:
+    return tiny_spec(moe=MOE, groups=3, **changes)  # type: ignore[arg-type]
+
+
+def initialized(spec: ModelSpec, *, seed: int = 1) -> Transformer:
+    model = build_model(spec)
+    initialize_weights(model, seed=seed)
+    return model
+
+
+def values(model: Transformer) -> dict[str, Tensor]:
+    return {entry.name: entry.value.clone() for entry in named_slices(model)}
+
+
+def rank_of_two(spec: ModelSpec, rank: int) -> Transformer:
+    """What one of two expert-parallel ranks holds; the group is not used to build it."""
+    parallel = ExpertParallel(group=cast(ProcessGroup, None), rank=rank, size=2)
+    model = build_model(spec, expert_parallel=parallel)
+    initialize_weights(model, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("expert", [0, 7, 31])
+def test_an_experts_name_carries_its_global_id(expert: int) -> None:
+    stacked = "decoder.layers.3.feed_forward.experts.up.weight"
+    expected = f"decoder.layers.3.feed_forward.experts.{expert}.up.weight"
+    assert expert_name(stacked, expert) == expected
+
+
+def test_an_artifact_has_a_tensor_per_expert_and_one_name_per_dense_tensor() -> None:
+    spec = moe_spec()
+    shapes = tensor_shapes(spec)
+    width, hidden = spec.model.width, spec.model.feed_forward_width
+    layer = "encoder.layers.1.feed_forward"
+    experts = {name for name in shapes if name.startswith(f"{layer}.")}
+    assert experts == {f"{layer}.router.weight"} | {
+        f"{layer}.experts.{expert}.{linear}.{part}"
+        for expert in range(4)
+        for linear in ("up", "down")
+        for part in ("weight", "bias")
+    }
+    assert shapes[f"{layer}.experts.3.up.weight"] == (hidden, width)
+    assert shapes[f"{layer}.experts.3.down.bias"] == (width,)
+    assert shapes["encoder.layers.0.feed_forward.up.weight"] == (hidden, width)
+    assert shapes["decoder.layers.1.feed_forward.router.group_weight"] == (3, 4, width)
+    assert shapes["embedding.weight"] == (spec.vocabulary_size, width)
+
+
+def test_shapes_without_allocation_are_those_of_the_model() -> None:
+    spec = moe_spec()
+    model = initialized(spec)
+    assert {name: value.shape for name, value in values(model).items()} == tensor_shapes(spec)
+    assert sum(map(torch.Size.numel, tensor_shapes(spec).values())) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+def test_slices_are_views_that_begin_at_their_offset() -> None:
+    model = initialized(moe_spec())
+    for entry in named_slices(model):
+        entry.value.fill_(7.0)
+        flat = entry.parameter.detach().flatten()
+        stop = entry.offset + entry.value.numel()
+        assert torch.equal(flat[entry.offset : stop], torch.full_like(flat[entry.offset : stop], 7))
+        entry.value.fill_(0.0)
+        assert entry.parameter.detach()[...].flatten()[entry.offset : stop].count_nonzero() == 0
+    assert all(parameter.count_nonzero() == 0 for parameter in model.parameters())
+
+
+def test_two_expert_parallel_ranks_hold_together_what_one_process_holds() -> None:
+    spec = moe_spec()
+    whole, ranks = values(initialized(spec)), [values(rank_of_two(spec, rank)) for rank in (0, 1)]
+    owned = [{name for name in held if ".experts." in name} for held in ranks]
+    assert not owned[0] & owned[1]
+    assert set(ranks[0]) | set(ranks[1]) == set(whole)
+    assert {name.split(".experts.")[1].split(".")[0] for name in owned[1]} == {"2", "3"}
+    for held in ranks:
+        for name, value in held.items():
+            assert torch.equal(value, whole[name]), name
+
+
+def test_every_expert_starts_from_values_of_its_own() -> None:
+    found = values(initialized(moe_spec()))
+    weights = [value for name, value in found.items() if ".experts." in name and value.dim() == 2]
+    assert len(weights) == 2 * 2 * 4
+    for index, first in enumerate(weights):
+        for second in weights[:index]:
+            assert not torch.equal(first.flatten(), second.flatten())
+
+
+def test_initial_values_depend_on_name_and_seed_only() -> None:
+    small, large = values(initialized(tiny_spec())), values(initialized(moe_spec(layers=4)))
+    shared = set(small) & set(large)
+    assert "encoder.layers.0.self_attention.query.weight" in shared
+    assert "decoder.layers.0.feed_forward.down.weight" in shared
+    for name in shared:
+        assert torch.equal(small[name], large[name]), name
+    torch.manual_seed(5)
+    assert all(
+        torch.equal(value, large[name])
+        for name, value in values(initialized(moe_spec(layers=4))).items()
+    )
+    other = values(initialized(tiny_spec(), seed=2))
+    random = [name for name, value in small.items() if value.dim() > 1]
+    assert all(not torch.equal(small[name], other[name]) for name in random)
+
+
+def drawn(name: str, *shape: int, width: int = 64) -> Tensor:
+    spec = tiny_spec(width=width)
+    return initialize(name, torch.Size(shape), spec=spec, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("encoder.layers.0.feed_forward.up.weight", (96, 64)),
+        ("encoder.layers.1.feed_forward.experts.3.down.weight", (64, 96)),
+        ("decoder.layers.0.cross_attention.key.weight", (64, 96)),
+    ],
+)
+def test_linear_weights_are_xavier_uniform(name: str, shape: tuple[int, int]) -> None:
+    value, reference = drawn(name, *shape), torch.empty(shape)
+    torch.nn.init.xavier_uniform_(reference)
+    assert float(value.abs().max()) == pytest.approx(float(reference.abs().max()), rel=0.01)
+    assert float(value.std()) == pytest.approx(float(reference.std()), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["weight", "group_weight"])
+def test_routers_are_uniform_within_the_root_of_the_width(name: str) -> None:
+    value = drawn(f"decoder.layers.1.feed_forward.router.{name}", 5, 32, 64)
+    assert 0.99 / 8 < float(value.abs().max()) <= 1 / 8
+    assert float(value.std()) == pytest.approx(1 / 8 / 3**0.5, rel=0.05)
+    assert not torch.equal(value[0], value[1])
+
+
+@pytest.mark.parametrize("name", ["embedding.weight", "encoder.positions.weight"])
+def test_embeddings_and_positions_have_unit_expected_norm(name: str) -> None:
+    value = drawn(name, 500, 64)
+    assert float(value[2:].std()) == pytest.approx(1 / 8, rel=0.02)
+    assert float(value.square().sum(-1)[2:].mean()) == pytest.approx(1, rel=0.05)
+    assert (value[PAD_ID].count_nonzero() == 0) == (name == "embedding.weight")
+
+
+def test_biases_start_at_zero_and_norms_as_the_identity() -> None:
+    for name, value in values(initialized(moe_spec())).items():
+        if value.dim() > 1:
+            assert value.count_nonzero() > 0, name
+        else:
+            expected = 1.0 if name.endswith("norm.weight") else 0.0
+            assert torch.equal(value, torch.full_like(value, expected)), name

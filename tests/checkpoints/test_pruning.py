@@ -1,0 +1,306 @@
+"""Models without some of their experts, against the whole one restricted to the rest."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.folder_listing import names_in
+from support.stored_checkpoints import LANGUAGES, LAYERS, SPEC, make_checkpoint, stored
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from torch import Tensor, nn
+
+from pipeline import cli
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.batching.batch import Batch, collate
+from pipeline.checkpoints.checkpoint import load_model
+from pipeline.checkpoints.pruning import PruningPlan, plan_pruning, prune_experts
+from pipeline.config import MoEConfig
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import Routing
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+
+
+def moe_layers(model: Transformer) -> dict[str, MixtureOfExperts]:
+    modules = dict(model.named_modules())
+    found = {layer: modules[f"{layer}.feed_forward"] for layer in LAYERS}
+    return {name: module for name, module in found.items() if isinstance(module, MixtureOfExperts)}
+
+
+def with_idle_experts(spec: ModelSpec, idle: Mapping[str, Sequence[int]]) -> Transformer:
+    """A model some experts of which are never chosen, whatever the tokens.
+
+    The first entry of every hidden state is 1 as the norm's bias makes it, and the routers' rows
+    of idle experts look at nothing but that.
+    """
+    model = tiny_model(spec)
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    with torch.no_grad():
+        for layer, moe in moe_layers(model).items():
+            norm = modules[f"{layer}.feed_forward_norm"]
+            assert isinstance(norm, nn.LayerNorm)
+            norm.weight[0], norm.bias[0] = 0, 1
+            for weight in moe.router.parameters():  # (E, D) or (G, E, D)
+                weight[..., idle[layer], :] = 0
+                weight[..., idle[layer], 0] = -50
+    return model.eval()
+
+
+def batches_by_target(spec: ModelSpec) -> list[tuple[int, Batch]]:
+    """Batches of one target language each, with the language; the last has none into it."""
+    examples = random_examples(spec, sentences=48, seed=5)
+    return [
+        (language, collate([e for e in examples if e.target_language == language], eos_id=EOS_ID))
+        for language in range(len(spec.languages) - 1)
+    ]
+
+
+def count_routes(
+    model: Transformer,
+) -> tuple[RoutingStatistics, dict[tuple[str, str], Counter[int]]]:
+    """Statistics as a run would store them, and the same routes counted one by one."""
+    counter = RoutingCounter(model.spec)
+    routes: dict[tuple[str, str], Counter[int]] = {}
+    for language, batch in batches_by_target(model.spec):
+        with torch.no_grad():
+            records = model(batch).routing
+        counter.add(records, language=language)
+        for layer, record in zip(LAYERS, records, strict=True):
+            key = (layer, model.spec.languages[language])
+            routes.setdefault(key, Counter()).update(record.expert_NC.flatten().tolist())
+    return counter.result(), routes
+
+
+IDLE = {"encoder.layers.1": [1, 4], "decoder.layers.1": [0, 5]}
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_without_experts_that_are_never_chosen_a_model_computes_the_same(
+    tmp_path: Path, groups: int
+) -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=6, every=2), groups=groups)
+    model = with_idle_experts(spec, IDLE)
+    routing, routes = count_routes(model)
+    whole = make_checkpoint(tmp_path / "whole", model, routing=routing)
+    assert all(len(chosen) > 2 for chosen in routes.values())
+    plan = prune_experts(
+        whole, languages=["de", "en", "fr"], experts=4, out_dir=tmp_path / "pruned"
+    )
+    assert [entry.experts for entry in plan.layers] == [(0, 2, 3, 5), (1, 2, 3, 4)]
+    assert plan.kept_mass == 1.0
+    pruned = load_model(open_artifact(tmp_path / "pruned", kind="checkpoint")).eval()
+    assert pruned.spec == tiny_spec(moe=MoEConfig(num_experts=4, every=2), groups=groups)
+    for _, batch in batches_by_target(spec):
+        expected, found = model(batch), pruned(batch)
+        torch.testing.assert_close(found.logits_LV, expected.logits_LV, rtol=1e-5, atol=1e-6)
+        for entry, old, new in zip(plan.layers, expected.routing, found.routing, strict=True):
+            assert torch.equal(torch.tensor(entry.experts)[new.expert_NC], old.expert_NC)
+
+
+def restrict(model: Transformer, plan: PruningPlan) -> None:
+    """Make the whole model route among the kept experts only, by masking its probabilities."""
+    for entry in plan.layers:
+        kept = torch.zeros(6)
+        kept[list(entry.experts)] = 1
+
+        def mask(_module: nn.Module, _args: Any, routing: Routing, kept: Tensor = kept) -> Routing:
+            weight_NC, expert_NC = (routing.probability_NE * kept).topk(2, dim=-1)
+            weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
+            return replace(routing, weight_NC=weight_NC, expert_NC=expert_NC)
+
+        moe_layers(model)[entry.layer].router.register_forward_hook(mask)
+
+
+@pytest.mark.parametrize("experts", [2, 3, 5])
+def test_a_pruned_model_is_the_whole_one_restricted_to_the_kept_experts(
+    tmp_path: Path, experts: int
+) -> None:
+    model = tiny_model(SPEC).eval()
+    routing, _ = count_routes(model)
+    whole = make_checkpoint(tmp_path / "whole", model, routing=routing)
+    plan = prune_experts(whole, languages=["fr"], experts=experts, out_dir=tmp_path / "pruned")
+    pruned = load_model(open_artifact(tmp_path / "pruned", kind="checkpoint")).eval()
+    batch = random_batch(SPEC, sentences=5, seed=8)
+    unrestricted = model(batch).logits_LV
+    restrict(model, plan)
+    torch.testing.assert_close(
+        pruned(batch).logits_LV, model(batch).logits_LV, rtol=1e-5, atol=1e-6
+    )
+    assert not torch.allclose(pruned(batch).logits_LV, unrestricted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("languages", [["fr"], ["en", "de"], ["en", "de", "en"]])
+def test_the_most_routed_experts_are_kept_and_their_share_is_that_of_single_routes(
+    tmp_path: Path, languages: list[str]
+) -> None:
+    model = tiny_model(SPEC).eval()
+    routing, routes = count_routes(model)
+    whole = make_checkpoint(tmp_path / "whole", model, routing=routing)
+    plan = prune_experts(whole, languages=languages, experts=3, out_dir=tmp_path / "pruned")
+    kept = total = 0
+    for entry in plan.layers:
+        counts: Counter[int] = sum(
+            (routes[entry.layer, code] for code in set(languages)), Counter()
+        )
+        by_mass = sorted(range(6), key=counts.__getitem__, reverse=True)
+        assert entry.experts == tuple(sorted(by_mass[:3]))
+        kept_here = sum(counts[expert] for expert in entry.experts)
+        assert entry.kept_mass == pytest.approx(kept_here / counts.total(), rel=1e-12)
+        kept, total = kept + kept_here, total + counts.total()
+    assert plan.kept_mass == pytest.approx(kept / total, rel=1e-12)
+    made = open_artifact(tmp_path / "pruned", kind="checkpoint")
+    assert made.statistics == {
+        "kept_mass": plan.kept_mass,
+        "layers": {
+            entry.layer: {"experts": list(entry.experts), "kept_mass": entry.kept_mass}
+            for entry in plan.layers
+        },
+    }
+    assert (
+        made.manifest.inputs["checkpoint"].digest == open_artifact(whole, kind="checkpoint").digest
+    )
+    assert not made.has(ROUTING_FILE)
+    assert plan.lines()[-1] == f"3 experts per layer keep {kept / total:.4f} of all routes"
+
+
+def test_tensors_of_kept_experts_are_those_of_their_old_ids(tmp_path: Path) -> None:
+    model = with_idle_experts(SPEC, IDLE)
+    whole = make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0])
+    prune_experts(whole, languages=["de", "en", "fr"], experts=4, out_dir=tmp_path / "pruned")
+    before, after = stored(whole), stored(tmp_path / "pruned")
+    layer, kept = "decoder.layers.1.feed_forward", [1, 2, 3, 4]
+    for new, old in enumerate(kept):
+        for inner in ("up.weight", "up.bias", "down.weight", "down.bias"):
+            found = after[f"{layer}.experts.{new}.{inner}"]
+            assert torch.equal(found, before[f"{layer}.experts.{old}.{inner}"])
+    router = f"{layer}.router"
+    assert torch.equal(after[f"{router}.weight"], before[f"{router}.weight"][kept])
+    assert torch.equal(after[f"{router}.group_weight"], before[f"{router}.group_weight"][:, kept])
+    unchanged = [name for name in before if ".experts." not in name and ".router." not in name]
+    assert all(torch.equal(after[name], before[name]) for name in unchanged)
+    experts = 4 * 4 * 2
+    assert len(after) == len(unchanged) + experts + 3
+
+
+def statistics_of(routed_LGE: Any) -> RoutingStatistics:
+    routed = np.asarray(routed_LGE, dtype=np.float64)
+    return RoutingStatistics(
+        layers=tuple(f"decoder.layers.{index}" for index in range(routed.shape[0])),
+        languages=LANGUAGES[: routed.shape[1]],
+        tokens_LG=routed.sum(-1) / 2,
+        entropy_LG=np.zeros(routed.shape[:2]),
+        routed_LGE=routed,
+        kept_LGE=routed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "experts"),
+    [(0.6, 1), (0.61, 2), (0.8, 2), (0.81, 3), (0.9, 3), (0.91, 4), (1.0, 4)],
+)
+def test_the_share_to_keep_decides_by_the_layer_that_needs_most_experts(
+    share: float, experts: int
+) -> None:
+    routing = statistics_of([[[0, 7, 3, 0]], [[6, 1, 2, 1]], [[10, 0, 0, 0]]])
+    plan = plan_pruning(routing, languages=["de"], top_k=1, keep_mass=share)
+    assert plan.num_experts == experts
+    shares = {1: [0.7, 0.6, 1.0], 2: [1.0, 0.8, 1.0], 3: [1.0, 0.9, 1.0], 4: [1.0, 1.0, 1.0]}
+    assert [entry.kept_mass for entry in plan.layers] == shares[experts]
+    at_least_two = plan_pruning(routing, languages=["de"], top_k=2, keep_mass=share)
+    assert at_least_two.num_experts == max(experts, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(
+        st.lists(st.integers(0, 20), min_size=5, max_size=5).filter(any), min_size=1, max_size=3
+    ),
+    share=st.floats(0.01, 1.0),
+    top_k=st.integers(1, 5),
+)
+def test_the_number_of_experts_that_keeps_a_share_is_the_smallest(
+    counts: list[list[int]], share: float, top_k: int
+) -> None:
+    plan = plan_pruning(
+        statistics_of([[row] for row in counts]), languages=["de"], top_k=top_k, keep_mass=share
+    )
+
+    def enough(number: int) -> bool:
+        best = (sum(sorted(row, reverse=True)[:number]) / sum(row) for row in counts)
+        return number >= top_k and all(kept >= share for kept in best)
+
+    assert plan.num_experts == next(number for number in range(1, 6) if enough(number))
+
+
+def test_experts_of_equal_mass_are_kept_by_the_lower_id() -> None:
+    plan = plan_pruning(statistics_of([[[2, 5, 2, 2]]]), languages=["de"], top_k=1, experts=2)
+    assert plan.layers[0].experts == (0, 1)
+    assert plan.layers[0].kept_mass == pytest.approx(7 / 11)
+    counts = [3, 7] * 40
+    plan = plan_pruning(statistics_of([[counts]]), languages=["de"], top_k=1, experts=50)
+    assert plan.layers[0].experts == (*range(20), *range(21, 80, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": 1}, "--experts 1 does not fit .* choose 2 to 4"),
+        ({"experts": 5}, "--experts 5 does not fit .* choose 2 to 4"),
+        ({"keep_mass": 0.0}, "--keep-mass 0.0 is no share"),
+        ({"keep_mass": 1.1}, "--keep-mass 1.1 is no share"),
+        ({"keep_mass": float("nan")}, "--keep-mass nan is no share"),
+        ({"languages": ["fra"], "experts": 2}, "no language 'fra': choose from fr"),
+        ({"languages": ["de", "en"], "experts": 2}, "No routes of translations into 'en'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    routing = statistics_of(
+        [[[1, 2, 3, 4], [1, 0, 0, 0], [1, 1, 1, 1]], [[1] * 4, [0] * 4, [1] * 4]]
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_pruning(routing, **{"languages": ["de"], "top_k": 2, **options})
+
+
+def test_a_checkpoint_without_routing_statistics_is_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
+    whole = make_checkpoint(tmp_path / "whole", tiny_model(SPEC))
+    with pytest.raises(ArtifactError, match=r"whole has no routing.json.*fine-tune this one"):
+        prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
+    dense = make_checkpoint(tmp_path / "dense", tiny_model(tiny_spec()))
+    with pytest.raises(ConfigError, match="dense has no experts to prune"):
+        prune_experts(dense, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
+
+
+def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
+    routing = statistics_of(np.ones((2, 4, 6)))
+    whole = make_checkpoint(tmp_path / "whole", tiny_model(SPEC), routing=routing)
+    with pytest.raises(ArtifactError, match=r"routing.json was counted on another model"):
+        prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
+
+
+def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = with_idle_experts(SPEC, IDLE)
+    whole = str(make_checkpoint(tmp_path / "whole", model, routing=count_routes(model)[0]))
+    mean, pruned = str(tmp_path / "mean"), str(tmp_path / "pruned")
+    options = ["--languages", "de", "fr", "--keep-mass", "1", "--out", pruned]
+    assert cli.main(["checkpoint", "prune-experts", whole, *options]) == 0
+    assert "4 experts per layer keep 1.0000 of all routes" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "average", whole, whole, "--out", mean]) == 0
+    assert capsys.readouterr().out == f"{mean}: the mean of 2 checkpoints\n"
+    assert cli.main(["checkpoint", "diff", whole, mean]) == 0
+    assert capsys.readouterr().out.startswith("identical: ")
+    assert cli.main(["checkpoint", "diff", whole, pruned]) == 0
+    assert "model.moe.num_experts: 6 → 4" in capsys.readouterr().out.splitlines()
+    assert not [name for name in names_in(tmp_path) if name[0] == "."]

@@ -1,0 +1,198 @@
+"""Checkpoints from elsewhere: weights that are no numbers, shapes that are not the files'."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.readable_artifacts import Shelf, build_shelf
+from support.readers_sweep import reseal
+
+from pipeline import cli
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    open_checkpoint,
+    read_spec,
+    refuse_other_tokenizer,
+)
+from pipeline.errors import CheckpointError
+
+Change = Callable[[dict[str, torch.Tensor], str], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
+    return build_shelf(tmp_path_factory.mktemp("shelf"))
+
+
+@pytest.fixture
+def broken(shelf: Shelf, tmp_path: Path) -> Path:
+    """A copy of an MoE checkpoint that may be changed."""
+    return _copy(shelf.path("experts"), tmp_path / "broken")
+
+
+def _copy(source: Path, target: Path) -> Path:
+    for path in source.rglob("*"):
+        if path.is_file():
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(path.read_bytes())
+    return target
+
+
+def spoil(checkpoint: Path, value: float) -> str:
+    """Set one value of a tensor; returns the tensor's name."""
+    path = checkpoint / "weights" / "part-00000-000.safetensors"
+    tensors = load_file(path)
+    name = "encoder.layers.0.feed_forward.experts.0.up.weight"
+    assert name in tensors
+    tensors[name].view(-1)[7] = value
+    save_file(tensors, path)
+    reseal(checkpoint)
+    return name
+
+
+def change_model(checkpoint: Path, **settings: int) -> None:
+    path = checkpoint / "model.json"
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    spec["model"] |= settings
+    path.write_text(json.dumps(spec), encoding="utf-8")
+    reseal(checkpoint)
+
+
+RECIPE = """
+[model]
+encoder_layers = 1
+decoder_layers = 1
+width = 16
+feed_forward_width = 32
+num_heads = 2
+max_positions = 64
+[model.moe]
+num_experts = 4
+every = 1
+decoder_router = "language_group"
+"""
+
+
+def commands(shelf: Shelf, broken: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """Everything that reads weights, as a command line."""
+    recipe, out = tmp_path / "recipe.toml", f"--out={tmp_path / 'out'}"
+    recipe.write_text(RECIPE, encoding="utf-8")
+    settings = f"--recipe={recipe}"
+    data = [f"--shards={shelf.path('shards')}", f"--mixture={shelf.path('mixture')}"]
+    parts = [f"--{part}={broken}" for part in ("embeddings", "encoder", "decoder")]
+    return {
+        "upcycle": ["upcycle", settings, *parts, out],
+        "finetune": ["finetune", settings, *data, f"--checkpoint={broken}", out],
+        "translate": [
+            *("translate", settings, f"--corpus={shelf.path('corpus')}"),
+            *(f"--checkpoint={broken}", out),
+        ],
+        "average": ["checkpoint", "average", str(broken), str(broken), out],
+        "prune": [
+            *("checkpoint", "prune-experts", str(broken), "--languages", "de"),
+            *("--experts", "4", out),
+        ],
+    }
+
+
+@pytest.mark.parametrize("verb", ["upcycle", "finetune", "translate", "average", "prune"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_weights_that_are_no_numbers_are_named_on_one_line(
+    shelf: Shelf,
+    broken: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    verb: str,
+    value: float,
+) -> None:
+    name = spoil(broken, value)
+    assert cli.main(commands(shelf, broken, tmp_path)[verb]) == 2
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed
+    assert printed.count("mmnmt ") == 1
+    said = printed.splitlines()[-1]  # before it DeepSpeed may say what it cannot compile
+    assert said.startswith("mmnmt ")
+    assert f"tensor {name} has values that are not finite numbers" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_checkpoints_are_compared_whatever_their_values(
+    shelf: Shelf, broken: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What differs, and how, is what the comparison is asked for."""
+    name = spoil(broken, float("nan"))
+    assert cli.main(["checkpoint", "diff", str(shelf.path("experts")), str(broken)]) == 0
+    said = capfd.readouterr().out
+    assert name in said
+    assert "nan" in said
+
+
+@pytest.mark.parametrize("cut", [0, 4, 100, -1])
+@pytest.mark.parametrize("verb", ["inspect", "translate", "average"])
+def test_truncated_weights_are_one_line(
+    shelf: Shelf,
+    broken: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    verb: str,
+    cut: int,
+) -> None:
+    path = broken / "weights" / "part-00000-000.safetensors"
+    path.write_bytes(path.read_bytes()[:cut])
+    reseal(broken)
+    inspect = ["checkpoint", "inspect", str(broken)]
+    command = inspect if verb == "inspect" else commands(shelf, broken, tmp_path)[verb]
+    assert cli.main(command) == 2
+    said = capfd.readouterr().err.strip()
+    assert "\n" not in said
+    assert "part-00000-000.safetensors cannot be read" in said
+
+
+def test_a_width_that_no_model_has_is_refused_with_its_range(broken: Path) -> None:
+    change_model(broken, width=10**9)
+    with pytest.raises(
+        CheckpointError, match=r"model\.width is 1000000000: choose a whole number from 1 to 65,536"
+    ):
+        read_spec(open_checkpoint(broken))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"width": 2**15},
+        {"feed_forward_width": 2**20},
+        {"encoder_layers": 1000, "decoder_layers": 1000},
+    ],
+    ids=str,
+)
+def test_a_model_far_larger_than_its_files_is_refused_before_anything_is_allocated(
+    broken: Path, settings: dict[str, int]
+) -> None:
+    held = sum(
+        int(np.prod(tensor.shape))
+        for path in broken.glob("weights/*")
+        for tensor in load_file(path).values()
+    )
+    change_model(broken, **settings)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError) as caught:
+        load_model(open_checkpoint(broken))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"hold {held:,} values" in str(caught.value)
+    assert "parameters" in str(caught.value)
+    assert peak < 2**28
+
+
+def test_a_tokenizer_of_another_model_is_refused(shelf: Shelf, broken: Path) -> None:
+    checkpoint = open_checkpoint(broken)
+    refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("tokenizer")))
+    with pytest.raises(CheckpointError, match=r"do not belong together \(ids: 263 and 39\)"):
+        refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("pieces")))

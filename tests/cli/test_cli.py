@@ -1,0 +1,761 @@
+"""Tests of pipeline/cli.py and pipeline/ds_config.py."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+
+from pipeline import cli
+from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
+from pipeline.config import DecodingConfig, ModelConfig, Recipe
+from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
+from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
+from pipeline.stages import STAGES, Input, Stage, StageCall
+
+READ = Stage(
+    name="read",
+    module="tiny_stages",
+    makes="corpus",
+    help="raw text into a corpus",
+    sections=("corpus",),
+    inputs={"raw": Input("raw", "a folder", required=False)},
+)
+TRAIN = Stage(
+    name="train",
+    module="tiny_stages",
+    makes="checkpoint",
+    help="corpora into a model",
+    sections=("training",),
+    inputs={
+        "corpus": Input("corpus", "text"),
+        "others": Input("corpus", "more", required=False, many=True),
+    },
+    parallel="ranks",
+    trains=True,
+)
+
+OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "checkpoint")
+
+
+class Bench:
+    """Two tiny stages; ``calls`` holds what their code was told, ``action`` is what it does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: list[StageCall] = []
+        self.action: Callable[[StageCall], None] = _build
+        self.recipe_path = folder / "recipe.toml"
+        self.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nupdates = 10\n")
+
+    def run(self, call: StageCall) -> None:
+        self.calls.append(call)
+        self.action(call)
+
+    def read(self, *options: str, out: str = "corpus") -> int:
+        return cli.main(
+            ["read", "--recipe", str(self.recipe_path), *options, "--out", self.at(out)]
+        )
+
+    def train(self, *options: str, out: str = "model") -> int:
+        given = ["--recipe", str(self.recipe_path), "--corpus", self.at("corpus")]
+        return cli.main(["train", *given, *options, "--out", self.at(out)])
+
+    def at(self, name: str) -> str:
+        return str(self.folder / name)
+
+
+def _build(call: StageCall) -> None:
+    with new_artifact(
+        call.out_dir,
+        kind=call.stage.makes,
+        stage=call.stage.name,
+        config=call.config,
+        inputs=call.records,
+        overwrite=call.overwrite,
+    ) as writer:
+        writer.write_json("text.json", call.stage.name)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench(tmp_path)
+    module = types.ModuleType("tiny_stages")
+    monkeypatch.setattr(module, "run", bench.run, raising=False)
+    monkeypatch.setitem(sys.modules, "tiny_stages", module)
+    monkeypatch.setitem(STAGES, "read", READ)
+    monkeypatch.setitem(STAGES, "train", TRAIN)
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return bench
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
+    program = (
+        "import sys, pipeline.cli\n"
+        "heavy = {'torch', 'deepspeed', 'numpy', 'sentencepiece', 'mpi4py'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None:
+    frozen = {
+        "import_corpus": "--out --overwrite --raw --recipe",
+        "import_tests": "--out --overwrite --raw --recipe",
+        "clean": "--corpus --out --overwrite --processes --recipe",
+        "train_tokenizer": "--corpus --out --overwrite --recipe",
+        "make_shards": "--corpus --out --overwrite --processes --recipe --tokenizer",
+        "mix": "--out --overwrite --recipe --shards",
+        "group_languages": "--checkpoint --out --overwrite --recipe --shards",
+        "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
+        "--processes --recipe --shards",
+        "upcycle": "--decoder --embeddings --encoder --groups --out --overwrite --recipe",
+        "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
+        "--overwrite --processes --recipe --shards",
+        "translate": "--checkpoint --corpus --from --local-rank --local_rank --out --overwrite "
+        "--processes --recipe --to",
+        "retrieve": "--corpus --out --overwrite",
+        "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
+    }
+    found = {
+        name: " ".join(
+            sorted(
+                option
+                for action in cli.stage_parser(stage)._actions
+                for option in action.option_strings
+                if option not in ("-h", "--help")
+            )
+        )
+        for name, stage in STAGES.items()
+    }
+    assert found == frozen
+
+
+def test_help_lists_every_command_and_version_is_the_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option in ("--help", "--version"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([option])
+        assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert all(f"    {name}" in said for name in [*STAGES, *OTHER_VERBS])
+    assert said.split("\n")[-2].startswith("mmnmt 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--recipe", "x", "--out", "y"], "--corpus"),
+        (["--corpus", "x", "--out", "y"], "--recipe"),
+        (["--corpus", "x", "--recipe", "y"], "--out"),
+        (["--corpus", "x", "--recipe", "y", "--out", "z", "--processes", "0"], "--processes"),
+        (["--corpus", "x", "--recipe", "y", "--out", "z", "--process", "2"], "--process"),
+    ],
+)
+def test_options_that_are_missing_or_wrong_end_with_the_usage(
+    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *arguments])
+    assert ended.value.code == EXIT_USER_ERROR
+    assert named in capsys.readouterr().err.split("error:")[1]
+    assert bench.calls == []
+
+
+# ---------------------------------------------------------------- one stage
+
+
+def test_a_stage_is_told_its_settings_inputs_and_place(bench: Bench) -> None:
+    raw = bench.folder / "raw"
+    raw.mkdir()
+    (raw / "a.txt").write_text("hello")
+    assert bench.read("--raw", str(raw)) == 0
+    assert bench.read(out="second") == 0
+    others = ["--others", f"b={bench.at('second')}", f"a={bench.at('corpus')}"]
+    assert bench.train(*others, "--ds-config", "cpu_bf16", "--local_rank=0") == 0
+    reading, _, training = bench.calls
+    assert reading.raw == {"raw": raw}
+    assert reading.records["raw"].digest == raw_digest(raw)
+    assert training.recipe.training.updates == 10
+    assert list(training.many("others")) == ["b", "a"]
+    assert training.records["others/b"].digest == training.artifacts["others/b"].digest
+    assert training.config["ds_config"] == load_ds_config("cpu_bf16")
+    assert training.config["training"] == training.recipe.model_dump(mode="json")["training"]
+    assert training.ds_config == ds_config_path("cpu_bf16")
+    model = open_artifact(Path(bench.at("model")), kind="checkpoint")
+    assert set(model.manifest.inputs) == {"corpus", "others/a", "others/b"}
+
+
+def test_a_finished_result_of_the_same_inputs_is_not_built_again(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [bench.read(), bench.read()] == [0, 0]
+    assert len(bench.calls) == 1
+    assert "already done" in capsys.readouterr().err
+    assert bench.read("--overwrite") == 0
+    assert len(bench.calls) == 2
+
+
+@pytest.mark.parametrize("edited", ['"rewritten"\n', '"READ"\n', None])
+def test_a_finished_result_that_was_edited_is_not_called_done_and_not_thrown_away(
+    bench: Bench, capsys: pytest.CaptureFixture[str], edited: str | None
+) -> None:
+    bench.read()
+    path = Path(bench.at("corpus")) / "text.json"
+    if edited is None:
+        path.unlink()
+    else:
+        path.write_text(edited)
+        os.utime(path, (time.time() + 5, time.time() + 5))
+    capsys.readouterr()
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert f"remove the folder {path.parent}" in said
+    assert said.count("\n") == 1
+    assert (path.read_text() if path.exists() else None) == edited
+    assert len(bench.calls) == 1
+
+
+def test_another_result_in_the_output_folder_is_refused_with_what_differs(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.train()
+    bench.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nupdates = 20\n")
+    assert bench.train() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "(training.updates: 10 → 20)" in said
+    assert "--overwrite" in said
+    assert bench.train("--overwrite") == 0
+    assert len(bench.calls) == 3
+
+
+def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> None:
+    (bench.folder / "corpus").mkdir()
+    (bench.folder / "corpus" / "thesis.tex").touch()
+    assert bench.read() == EXIT_USER_ERROR
+    assert (bench.folder / "corpus" / "thesis.tex").exists()
+    assert bench.calls == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--recipe", "nowhere"], "There is no recipe 'nowhere'"),
+        (["--corpus", "nowhere"], "nowhere does not exist: run the stage that makes the corpus"),
+        (["--others", "corpus"], "--others 'corpus' is not of the form NAME=PATH"),
+        (["--others", "a=x", "a=y"], "--others names 'a' twice"),
+        (["--ds-config", "cpu"], "There is no ds_config 'cpu': choose one of cpu_bf16, cpu_fp32"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_that_says_what_and_where(
+    bench: Bench, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    bench.read()
+    assert bench.train(*options) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert error.startswith(f"mmnmt train: {said}")
+    assert error.count("\n") == 1
+
+
+def _raise(error: BaseException) -> Callable[[StageCall], None]:
+    def action(_call: StageCall) -> None:
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (DataError("Line 3 is bad: mend it."), 2, "mmnmt read: Line 3 is bad: mend it.\n"),
+        (Interrupted(), EXIT_RUN_AGAIN, "mmnmt read: stopped as asked: run the same command again"),
+        (KeyboardInterrupt(), 130, "mmnmt read: stopped by Ctrl-C.\n"),
+    ],
+)
+def test_how_a_stage_ends_decides_the_exit_code(
+    bench: Bench,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    said: str,
+) -> None:
+    bench.action = _raise(error)
+    assert bench.read() == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_an_error_that_is_a_bug_keeps_its_traceback(bench: Bench) -> None:
+    bench.action = _raise(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        bench.read()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConfigError("The same everywhere."), ""),
+        (DataError("Mine alone."), "mmnmt train: rank 1: Mine alone.\n"),
+        (Interrupted(), ""),
+    ],
+)
+def test_a_rank_other_than_zero_reports_only_what_can_be_its_own(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    said: str,
+) -> None:
+    bench.read()
+    bench.action = _raise(error)
+    monkeypatch.setenv("RANK", "1")
+    capsys.readouterr()
+    assert bench.train() in (EXIT_USER_ERROR, EXIT_RUN_AGAIN)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_a_stage_handles_it_ends_it_cleanly(
+    bench: Bench, number: signal.Signals
+) -> None:
+    def interrupted(call: StageCall) -> None:
+        with new_artifact(call.out_dir, kind="corpus", stage="read", config=call.config, inputs={}):
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    bench.action = interrupted
+    assert bench.read() == EXIT_RUN_AGAIN
+    assert signal.getsignal(number) == before
+    assert names_in(bench.folder) == ["recipe.toml"]
+
+
+def test_a_second_writer_of_the_same_artifact_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = []
+
+    def meanwhile(call: StageCall) -> None:
+        bench.action = _build
+        codes.append(bench.read())
+        _build(call)
+
+    bench.action = meanwhile
+    assert bench.read() == 0
+    assert codes == [EXIT_USER_ERROR]
+    assert f"is being written by process {os.getpid()} on" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, int]]:
+    """What was launched instead of being run: arguments, processes, threads."""
+    launches: list[tuple[list[str], int, int]] = []
+
+    def remember(arguments: Sequence[str], *, processes: int, threads: int) -> int:
+        launches.append((list(arguments), processes, threads))
+        return EXIT_RUN_AGAIN
+
+    monkeypatch.setattr(cli, "launch", remember)
+    return launches
+
+
+def test_a_stage_of_ranks_launches_itself_once_per_process(
+    bench: Bench,
+    launched: list[tuple[list[str], int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    bench.read()
+    assert bench.train("--processes", "2") == EXIT_RUN_AGAIN
+    ((arguments, processes, threads),) = launched
+    assert arguments[:3] == ["-m", "pipeline.cli", "train"]
+    assert arguments[-4:] == ["--processes", "2", "--out", bench.at("model")]
+    assert (processes, threads) == (2, 3)
+    assert len(bench.calls) == 1
+
+
+def test_errors_come_before_anything_is_launched(
+    bench: Bench, launched: list[tuple[list[str], int, int]]
+) -> None:
+    assert bench.train("--processes", "2") == EXIT_USER_ERROR
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"RANK": "0"}, {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3"}, {"OMPI_COMM_WORLD_RANK": "0"}],
+)
+def test_under_another_launcher_a_stage_runs_in_this_process(
+    bench: Bench,
+    launched: list[tuple[list[str], int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+) -> None:
+    bench.read()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert bench.train("--processes", "2") == 0
+    assert launched == []
+
+
+# ---------------------------------------------------------------- translate as a filter
+
+
+@pytest.fixture
+def translate(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """A translator that turns lines round; what it was told, per call."""
+    told: list[dict[str, Any]] = []
+    module = types.ModuleType("pipeline.decoding.line_filter")
+
+    def filter_lines(checkpoint: object, **options: Any) -> types.SimpleNamespace:
+        told.append({"checkpoint": checkpoint, **options})
+        lines = options["lines"].take(256)
+        for line in lines:
+            options["write"](line.text[::-1])
+        options["say"]("done.")
+        return types.SimpleNamespace(unreadable=sum(bool(line.problem) for line in lines))
+
+    monkeypatch.setattr(module, "filter_lines", filter_lines, raising=False)
+    monkeypatch.setitem(sys.modules, "pipeline.decoding.line_filter", module)
+    monkeypatch.chdir(tmp_path)
+    bench.read()
+    return told
+
+
+def _pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> io.BytesIO:
+    written = io.BytesIO()
+    Path("input").write_bytes(data)
+    given = os.open("input", os.O_RDONLY)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.FileIO(given)))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written))
+    return written
+
+
+def test_a_filter_translates_standard_input_and_says_the_rest_on_standard_error(
+    bench: Bench,
+    translate: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench.train()
+    written = _pipe(monkeypatch, "ab\n\nüx".encode())
+    code = cli.main(["translate", "--checkpoint", bench.at("model"), "--from", "en", "--to", "de"])
+    assert code == 0
+    assert written.getvalue().decode() == "ba\n\nxü\n"
+    assert translate[0]["decoding"] == DecodingConfig()
+    assert (translate[0]["source"], translate[0]["target"]) == ("en", "de")
+    assert capsys.readouterr().err == "mmnmt translate: done.\n"
+
+
+def test_a_filter_without_a_checkpoint_takes_the_demos(
+    bench: Bench,
+    translate: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["translate", "--from", "en", "--to", "de"]) == EXIT_USER_ERROR
+    assert "There is no runs/demo/mmnmt" in capsys.readouterr().err
+    bench.train(out="runs/demo/mmnmt")
+    _pipe(monkeypatch, b"")
+    assert cli.main(["translate", "--from", "en", "--to", "de"]) == 0
+    assert translate[0]["checkpoint"].directory == Path("runs/demo/mmnmt")
+
+
+@pytest.mark.usefixtures("translate")
+def test_a_filter_that_could_not_read_a_line_says_so_by_its_exit_code(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.train(out="runs/demo/mmnmt")
+    written = _pipe(monkeypatch, b"good\nb\xffd\n")
+    assert cli.main(["translate", "--from", "en", "--to", "de"]) == EXIT_USER_ERROR
+    assert written.getvalue() == b"doog\n\n"
+
+
+@pytest.mark.parametrize(
+    "options", [["--from", "en"], ["--to", "de"], ["--from", "en", "--to", "de", "--out", "x"]]
+)
+def test_a_filter_needs_two_languages_and_takes_no_folder(options: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["translate", *options])
+    assert ended.value.code == EXIT_USER_ERROR
+
+
+# ---------------------------------------------------------------- plans and recipes
+
+
+def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path, overlay_path = tmp_path / "tiny.toml", tmp_path / "short.toml"
+    overlay_path.write_text("[corpus]\nmax_train_lines = 1\n")
+    plan_path.write_text(
+        f'[inputs]\ntext = "a file"\n[stages.corpus]\nrun = "read"\n'
+        f'recipe = "{bench.recipe_path}"\ninputs = {{ raw = "$text" }}\n'
+    )
+    bench.read("--raw", str(plan_path), out="out/corpus")
+    given = [str(plan_path), "--out", bench.at("out"), "--input", f"text={plan_path}"]
+    capsys.readouterr()
+    assert cli.main(["run", *given, "--dry-run"]) == 0
+    assert cli.main(["run", *given, "--dry-run", "--with", str(overlay_path)]) == 0
+    assert cli.main(["status", *given]) == 0
+    assert cli.main(["run", *given]) == 0
+    said = capsys.readouterr().out.split("\n")
+    assert said[:2] == [
+        "corpus: done",
+        "corpus: would run (corpus.max_train_lines: None → 1)",
+    ]
+    assert said[4].startswith("corpus  done")
+    assert "corpus: already done" in said
+    assert cli.main(["run", str(plan_path)]) == EXIT_USER_ERROR
+    assert "pass --input text=PATH" in capsys.readouterr().err
+
+
+def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = types.ModuleType("pipeline.model.parameters")
+
+    def count_parameters(
+        model: ModelConfig, *, vocabulary_size: int, num_groups: int
+    ) -> dict[str, int]:
+        return {"total": model.width * vocabulary_size, "groups": num_groups}
+
+    monkeypatch.setattr(module, "count_parameters", count_parameters, raising=False)
+    monkeypatch.setitem(sys.modules, "pipeline.model.parameters", module)
+    arguments = ["describe", "--recipe", str(bench.recipe_path)]
+    assert cli.main([*arguments, "--vocabulary", "32", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["parameters"] == {"total": 32 * 1024, "groups": 0}
+    assert described["recipe"]["training"]["updates"] == 10
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "updates = 10" in said
+    assert f"{64_000 * 1024:,}" in said
+    bench.recipe_path.write_text('[model.moe]\ndecoder_router = "language_group"\n')
+    assert cli.main(arguments) == EXIT_USER_ERROR
+    assert "pass --groups N" in capsys.readouterr().err
+    assert cli.main([*arguments, "--groups", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["groups"] == 4
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two"])
+def test_a_number_of_processes_that_is_none_is_named(
+    number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["memory", "--recipe", "demo_moe", "--processes", number])
+    assert f"'{number}' is not a whole number from 1 to " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
+    """The pipe is closed before the first line is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli", "recipes"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (cli.EXIT_BROKEN_PIPE, b"")
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "mean")
+    assert cli.main(["checkpoint", "average", str(tmp_path), "--out", out]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said.startswith(f"mmnmt checkpoint average: {out} cannot be written (")
+    assert said.count("\n") == 1
+
+
+def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Estimate:
+        def table(self) -> list[tuple[str, int]]:
+            return [("weights", 3 * 2**29), ("in all", 2**31)]
+
+        def to_json(self) -> dict[str, int]:
+            return dict(self.table())
+
+    def estimate(recipe: Recipe, **options: Any) -> Estimate:
+        told.append({"updates": recipe.training.updates, **options})
+        return Estimate()
+
+    module = types.ModuleType("pipeline.estimates.memory")
+    monkeypatch.setattr(module, "estimate", estimate, raising=False)
+    monkeypatch.setitem(sys.modules, "pipeline.estimates.memory", module)
+    arguments = ["memory", "--recipe", str(bench.recipe_path), "--processes", "4"]
+    assert cli.main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[2:] == [
+        ["weights", "1,610,612,736", "1.50"],
+        ["in", "all", "2,147,483,648", "2.00"],
+    ]
+    assert cli.main([*arguments, "--groups", "3"]) == EXIT_USER_ERROR
+    assert "does not route by language group" in capsys.readouterr().err
+    with bench.recipe_path.open("a") as recipe:
+        recipe.write('\n[model.moe]\ndecoder_router = "language_group"\n')
+    sizes = ["--vocabulary", "99", "--groups", "3"]
+    assert (
+        cli.main([*arguments, *sizes, "--ds-config", "cpu_bf16", "--device", "cpu", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out) == {"weights": 3 * 2**29, "in all": 2**31}
+    assert told == [
+        {
+            "updates": 10,
+            "vocabulary_size": vocabulary,
+            "num_groups": groups,
+            "processes": 4,
+            "ds_config": load_ds_config(ds_config),
+            "device": device,
+        }
+        for vocabulary, groups, ds_config, device in [
+            (64_000, 0, "cpu_fp32", "cuda"),
+            (99, 3, "cpu_bf16", "cpu"),
+        ]
+    ]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def test_an_artifact_is_inspected_and_verified(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    artifact = bench.at("corpus")
+    assert cli.main(["checkpoint", "inspect", artifact]) == 0
+    assert capsys.readouterr().out.startswith(f"{artifact}: corpus made by read, ")
+    assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
+    assert cli.main(["checkpoint", "verify", artifact]) == 0
+    assert capsys.readouterr().out.startswith(f"{artifact}: all 1 files")
+    (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
+    assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"mmnmt checkpoint verify: {artifact}/text.json is damaged")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a", "--last", "2"],
+        ["a", "--run", "b.run", "--last", "2"],
+        ["--run", "b.run"],
+        ["--last", "2"],
+    ],
+)
+def test_an_average_is_of_checkpoints_or_of_a_runs_last_states(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "mean")]
+    assert cli.main(["checkpoint", "average", *arguments, *out]) == EXIT_USER_ERROR
+    assert "Name either the checkpoints to average, or --run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--experts", "2", "--keep-mass", "0.5"],
+        ["--experts", "0"],
+        ["--keep-mass", "most"],
+    ],
+)
+def test_pruning_takes_either_a_number_of_experts_or_a_share(arguments: list[str]) -> None:
+    given = ["checkpoint", "prune-experts", "a", "--languages", "de", "--out", "b"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*given, *arguments])
+    assert ended.value.code == EXIT_USER_ERROR
+
+
+# ---------------------------------------------------------------- ds_configs
+
+
+@pytest.mark.parametrize("name", ds_config_names())
+def test_a_ds_config_that_ships_shards_the_optimizer_and_sets_nothing_of_the_recipe(
+    name: str,
+) -> None:
+    document = load_ds_config(name)
+    assert document["zero_optimization"]["stage"] in (1, 2)
+    assert ("bf16" in document) == ("bf16" in name)
+    assert not set(document) & set(RECIPE_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"gradient_clipping": 1.0}', "sets 'gradient_clipping', which the recipe owns"),
+        ("[]", "holds no JSON object"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_ds_config_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_ds_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "nan"], "--keep-mass", "nan"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "-0.1"], "--keep-mass", "-0.1"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "1.5"], "--keep-mass", "1.5"),
+        (["checkpoint", "prune-experts", "x", "--keep-mass", "half"], "--keep-mass", "half"),
+        (["checkpoint", "prune-experts", "x", "--experts", "0"], "--experts", "0"),
+        (["checkpoint", "prune-experts", "x", "--experts", "99999"], "--experts", "99999"),
+        (["checkpoint", "average", "--run", "x", "--last", "0"], "--last", "0"),
+        (["checkpoint", "average", "--run", "x", "--last", "1e3"], "--last", "1e3"),
+        (["describe", "--recipe", "smoke", "--vocabulary", "-5"], "--vocabulary", "-5"),
+        (["describe", "--recipe", "smoke", "--groups", "²"], "--groups", "²"),
+        (["run", "demo", "--processes", "9" * 5000], "--processes", "9" * 39 + "…"),
+        (["pretrain", "--processes", "2000"], "--processes", "2000"),
+    ],
+)
+def test_numbers_of_options_have_ranges(
+    arguments: list[str], option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == EXIT_USER_ERROR
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: {value!r} is not a " in said
+    assert " to 1" in said or "at most 1" in said

@@ -1,0 +1,431 @@
+"""Import: raw trees with all their faults, and CLDR phrases, become a corpus."""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from data_prep import import_corpus
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import line_counts, read_lines
+from pipeline.config import CldrConfig, CorpusConfig, Recipe
+from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
+from pipeline.stages import STAGES, StageCall
+
+BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
+
+
+def imported(out_dir: Path, raw: Path | None, config: CorpusConfig | None = None) -> Artifact:
+    recipe = Recipe(name="test", corpus=config or CorpusConfig())
+    stage = STAGES["import_corpus"]
+    call = StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts={},
+        raw={} if raw is None else {"raw": raw},
+        out_dir=out_dir,
+        records={},
+        config=recipe.sections(stage.sections),
+    )
+    import_corpus.run(call)
+    return open_artifact(out_dir, kind="corpus")
+
+
+def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Lay out a raw tree; names that end in .gz are compressed."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return root
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    return tmp_path / "raw"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "corpus"
+
+
+def test_a_file_given_for_a_tree_is_refused_in_a_sentence(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.en").write_text("one\n")
+    (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
+    options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "train.en")]
+    assert cli.main(["import_corpus", *options, "--out", str(out)]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "train.en is a file where a tree of pair folders is wanted" in said
+    assert said.count("\n") == 1
+    assert not out.exists()
+
+
+def test_plain_and_gzip_files_come_out_as_they_went_in(raw: Path, out: Path) -> None:
+    write(
+        raw,
+        {
+            "en-de/train.en": "one\ntwo\n",
+            "en-de/train.de": "eins\nzwei\n",
+            "en-de/valid.en.gz": "three\n",
+            "en-de/valid.de.gz": "drei",
+            "en-de/test.en": "four\n",
+            "en-de/test.de.gz": "vier\n",
+            "README.md": "no text",
+        },
+    )
+    corpus = imported(out, raw)
+    assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zwei"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "two"]
+    assert read_lines(corpus, "valid", "de-en", "de") == ["drei"]
+    assert corpus.file("test/de-en/en.txt").read_bytes() == b"four\n"
+    assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 1, "test": 1}}
+    assert corpus.statistics["characters"]["de-en"]["train"] == {"de": 8, "en": 6}
+
+
+def test_the_names_of_opus_100_are_understood(raw: Path, out: Path) -> None:
+    write(
+        raw,
+        {
+            "supervised/en-fr/opus.en-fr-train.en": "one\n",
+            "supervised/en-fr/opus.en-fr-train.fr": "un\n",
+            "supervised/en-fr/opus.en-fr-dev.en": "two\n",
+            "supervised/en-fr/opus.en-fr-dev.fr": "deux\n",
+            "zero-shot/de-fr/opus.de-fr-test.de": "drei\n",
+            "zero-shot/de-fr/opus.de-fr-test.fr": "trois\n",
+        },
+    )
+    corpus = imported(out, raw)
+    assert line_counts(corpus, "train") == {"en-fr": 1}
+    assert line_counts(corpus, "valid") == {"en-fr": 1}
+    assert line_counts(corpus, "test") == {"de-fr": 1}
+
+
+@pytest.mark.parametrize("name", ["valid", "dev", "validation"])
+def test_all_names_of_the_validation_set_mean_valid(raw: Path, out: Path, name: str) -> None:
+    write(raw, {f"de-en/{name}.de": "a\n", f"de-en/{name}.en": "b\n"})
+    assert line_counts(imported(out, raw), "valid") == {"de-en": 1}
+
+
+def test_old_codes_become_the_registry_s(raw: Path, out: Path) -> None:
+    write(raw, {"iw-zh_cn/train.iw": "x\n", "iw-zh_cn/train.zh_cn": "y\n"})
+    corpus = imported(out, raw)
+    assert read_lines(corpus, "train", "he-zh", "he") == ["x"]
+    assert read_lines(corpus, "train", "he-zh", "zh") == ["y"]
+
+
+def test_carriage_returns_and_a_byte_order_mark_are_removed_and_counted(
+    raw: Path, out: Path
+) -> None:
+    write(
+        raw,
+        {
+            "de-en/train.de": b"\xef\xbb\xbfeins\r\nzw\rei\r\ndrei\r\r\n",
+            "de-en/train.en": "one\ntwo\n\ufeffthree\n",
+        },
+    )
+    corpus = imported(out, raw)
+    assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zw ei", "drei"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "two", "\ufeffthree"]
+    counts = corpus.statistics["counts"]
+    assert (counts["byte_order_marks"], counts["carriage_returns"]) == (1, 3)
+    assert counts["lines_with_inner_separator"] == 1
+
+
+ODD_SEPARATORS = ["\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+
+
+@pytest.mark.parametrize("separator", ODD_SEPARATORS)
+def test_other_separators_than_the_newline_end_no_line_and_become_spaces(
+    raw: Path, out: Path, separator: str
+) -> None:
+    write(raw, {"de-en/train.de": f"a{separator}b\nc\n", "de-en/train.en": "1\n2\n"})
+    corpus = imported(out, raw)
+    assert read_lines(corpus, "train", "de-en", "de") == ["a b", "c"]
+    assert corpus.statistics["counts"]["lines_with_inner_separator"] == 1
+    assert "odd separators made spaces in 1 line" in corpus.manifest.summary
+
+
+def test_what_python_takes_for_the_end_of_a_line_is_exactly_what_becomes_a_space() -> None:
+    everything = (chr(point) for point in range(0x110000))
+    ends = {character for character in everything if len(f"a{character}b".splitlines()) > 1}
+    assert ends == {"\n", *ODD_SEPARATORS}
+
+
+def test_lines_that_are_no_text_are_quarantined_with_their_counterparts(
+    raw: Path, out: Path
+) -> None:
+    write(
+        raw,
+        {
+            "de-en/train.de": b"eins\nzw\xffei\ndrei\nvier\n",
+            "de-en/train.en": b"one\ntwo\nth\0ree\nfour\n",
+        },
+    )
+    corpus = imported(out, raw)
+    assert read_lines(corpus, "train", "de-en", "de") == ["eins", "vier"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "four"]
+    records = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
+    assert records == [
+        {"file": "de-en/train.de", "line": 2, "reason": "invalid_utf8"},
+        {"file": "de-en/train.en", "line": 3, "reason": "nul"},
+    ]
+    assert corpus.statistics["counts"]["quarantined"] == 2
+
+
+def test_files_that_are_no_utf8_at_all_are_refused(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de": "süß\n".encode("latin-1") * 50, "de-en/train.en": "sweet\n" * 50})
+    with pytest.raises(DataError, match=r"train\.de: 50 of 50 lines are not UTF-8"):
+        imported(out, raw)
+
+
+def test_unequal_line_counts_name_both_files_and_counts(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\n"})
+    with pytest.raises(DataError, match=r"train\.de has 3 lines and .*train\.en has 1"):
+        imported(out, raw)
+    assert not out.exists()
+
+
+def test_line_counts_are_compared_beyond_the_limit_too(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de": "a\nb\nc\n", "de-en/train.en": "a\nb\n"})
+    with pytest.raises(DataError, match="has 3 lines"):
+        imported(out, raw, CorpusConfig(max_train_lines=1))
+
+
+def test_one_empty_side_is_refused(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de": "", "de-en/train.en": "a\n"})
+    with pytest.raises(DataError, match="has 0 lines"):
+        imported(out, raw)
+
+
+@pytest.mark.parametrize("kept", [40, -5])
+def test_a_truncated_gzip_file_is_named(raw: Path, out: Path, kept: int) -> None:
+    write(raw, {"de-en/train.de.gz": "ein Satz\n" * 500, "de-en/train.en": "a sentence\n" * 500})
+    path = raw / "de-en" / "train.de.gz"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+        imported(out, raw)
+
+
+def test_a_file_that_is_no_gzip_file_is_named(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de.gz": "a\n", "de-en/train.en": "a\n"})
+    (raw / "de-en" / "train.de.gz").write_text("a\n")
+    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+        imported(out, raw)
+
+
+def test_a_missing_side_is_refused(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/train.de": "a\n", "de-en/train.en": "a\n", "de-en/test.en": "b\n"})
+    with pytest.raises(DataError, match=r"test\.en has no counterpart in de"):
+        imported(out, raw)
+
+
+def test_two_files_for_one_side_are_refused(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/dev.de": "a\n", "de-en/valid.de": "b\n", "de-en/valid.en": "c\n"})
+    with pytest.raises(DataError, match=r"dev\.de and .*valid\.de are both the valid text of de"):
+        imported(out, raw)
+
+
+def test_a_pair_folder_without_text_is_refused(raw: Path, out: Path) -> None:
+    write(raw, {"de-en/notes.txt": "a\n", "en-fr/train.en": "a\n", "en-fr/train.fr": "b\n"})
+    with pytest.raises(DataError, match="de-en holds no text of its pair"):
+        imported(out, raw)
+
+
+def test_a_folder_that_is_no_pair_is_counted_and_left_alone(raw: Path, out: Path) -> None:
+    write(raw, {"ids/test.ids": "1\n", "de-en/train.de": "a\n", "de-en/train.en": "b\n"})
+    corpus = imported(out, raw)
+    assert corpus.statistics["counts"]["folders_ignored"] == 1
+    assert list(corpus.statistics["pairs"]) == ["de-en"]
+
+
+def test_a_tree_without_pairs_is_told_the_expected_layout(raw: Path, out: Path) -> None:
+    write(raw, {"train.en": "a\n", "train.de": "b\n"})
+    with pytest.raises(DataError, match=r"holds no language pairs: folders like en-de"):
+        imported(out, raw)
+
+
+def test_a_reversed_folder_with_the_same_text_is_taken_once(raw: Path, out: Path) -> None:
+    text = {"train.de": "a\n", "train.en": "b\n"}
+    write(raw, {f"{folder}/{name}": text[name] for folder in ("de-en", "en-de") for name in text})
+    corpus = imported(out, raw)
+    assert corpus.statistics["counts"]["folders_repeated"] == 1
+    assert line_counts(corpus, "train") == {"de-en": 1}
+    write(raw, {"en-de/train.de": "c\n"})
+    with pytest.raises(DataError, match="hold different text of the pair de-en"):
+        imported(out.with_name("again"), raw)
+
+
+def test_limits_keep_the_first_lines_of_each_split(raw: Path, out: Path) -> None:
+    names = {f"de-en/{split}.{code}": "1\n2\n3\n" for split in ("train", "test") for code in ["de"]}
+    write(raw, names | {name.replace(".de", ".en"): text for name, text in names.items()})
+    corpus = imported(out, raw, CorpusConfig(max_train_lines=2, max_test_lines=1))
+    assert read_lines(corpus, "train", "de-en", "de") == ["1", "2"]
+    assert read_lines(corpus, "test", "de-en", "en") == ["1"]
+    assert corpus.statistics["counts"]["lines_over_limit"] == 3
+
+
+def test_only_pairs_of_the_languages_asked_for_are_read(raw: Path, out: Path) -> None:
+    for pair in ("de-en", "en-fr", "en-ru"):
+        for code in pair.split("-"):
+            write(raw, {f"{pair}/train.{code}": "a\n"})
+    corpus = imported(out, raw, CorpusConfig(languages=("en", "de", "fra")))
+    assert list(corpus.statistics["pairs"]) == ["de-en", "en-fr"]
+    with pytest.raises(ConfigError, match="asks for el"):
+        imported(out.with_name("again"), raw, CorpusConfig(languages=("en", "de", "el")))
+
+
+def test_the_summary_says_what_was_read_kept_and_left_out_by_side(raw: Path, out: Path) -> None:
+    text: dict[str, str | bytes] = {
+        "de-en/train.de": b"\xef\xbb\xbfeins\r\n\xff\nd\x0brei\n" + b"v" * 41 + b"\n\nsechs\n",
+        "de-en/train.en": b"one\ntwo\nthree\nf\0ur\nfive\nsix\n",
+        "de-en/valid.de": "a\n",
+        "de-en/valid.en": "b\n",
+        "en-fr/test.en": "a\n",
+        "en-fr/test.fr": "b\n",
+        "ids/x": "",
+    }
+    corpus = imported(out, write(raw, text), CorpusConfig(max_line_bytes=40, max_train_lines=3))
+    assert corpus.manifest.summary == (
+        "read 8 lines of 2 pairs, kept 5 (train 3, valid 1, test 1)",
+        "left out: 2 lines and their counterparts into quarantine.jsonl (too_long in de 1, "
+        "nul in en 1, invalid_utf8 in de 1); 1 beyond the lines wanted per pair; "
+        "1 folder not named like a pair",
+        "odd separators made spaces in 1 line, carriage returns removed from 1 line, "
+        "byte order marks removed from 1 line, no text (kept) in 1 line",
+        "no test lines: de-en",
+    )
+
+
+def test_what_a_pair_lacks_is_said(raw: Path, out: Path) -> None:
+    write(raw, {f"de-en/train.{code}": "a\n" for code in ("de", "en")})
+    write(
+        raw, {f"en-fr/{split}.{code}": "" for split in ("train", "test") for code in ("en", "fr")}
+    )
+    write(raw, {"en-yi/train.en": "a\n\n", "en-yi/train.yi": "\n  \n"})
+    write(raw, {"en-yi/valid.en": "a\n", "en-yi/valid.yi": "b\n"})
+    corpus = imported(out, raw)
+    assert corpus.manifest.summary[-1] == (
+        "no training data left: en-fr; no validation set: de-en; no test lines: de-en, en-yi; "
+        "no lines at all: en-fr; only empty lines: en-yi train yi"
+    )
+    assert corpus.statistics["emptied"] == ["en-fr"]
+
+
+def test_training_lines_that_all_went_into_the_quarantine_leave_no_zero_shot_pair(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"de-fr/train.de": b"\xff\n\0\n", "de-fr/train.fr": "un\ndeux\n"})
+    write(
+        raw,
+        {f"{pair}/test.{code}": "x\n" for pair in ("de-fr", "fr-nl") for code in pair.split("-")},
+    )
+    corpus = imported(out, raw)
+    assert corpus.statistics["emptied"] == ["de-fr"]
+    assert "no training data left: de-fr" in corpus.manifest.summary[-1]
+    assert "no pair has training lines" in corpus.manifest.summary[-1]
+
+
+GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus und lachen."
+ENGLISH = "The children are playing in the garden behind the house this afternoon."
+
+
+def numbered(text: str) -> str:
+    return "".join(f"{text} {number}\n" for number in range(20))
+
+
+def test_exchanged_files_are_refused_with_what_to_do_unless_they_are_accepted(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"de-en/train.de": numbered(GERMAN), "de-en/train.en": numbered(ENGLISH)})
+    write(raw, {"de-en/test.de": numbered(ENGLISH), "de-en/test.en": numbered(GERMAN)})
+    with pytest.raises(
+        DataError,
+        match=r"test\.de reads as en and .*test\.en as de: exchange the names of the two files, or "
+        r"set corpus\.swapped_sides to 'accept'",
+    ):
+        imported(out, raw)
+    assert not out.exists()
+    corpus = imported(out, raw, CorpusConfig(swapped_sides="accept"))
+    assert corpus.manifest.summary[-1] == "look at: sides look swapped in de-en test"
+
+
+def test_codes_that_look_wrong_and_spellings_that_are_one_are_warned_of(
+    raw: Path, out: Path
+) -> None:
+    russian = numbered("Дети играют сегодня после обеда в саду за домом.")
+    write(raw, {"en-de/train.en": numbered(ENGLISH), "en-de/train.de": russian})
+    write(
+        raw, {"eng_Latn-rux/train.eng_Latn": numbered(ENGLISH), "eng_Latn-rux/train.rux": russian}
+    )
+    assert imported(out, raw).manifest.summary[-1] == (
+        "look at: de has Cyrl text, usual is Latn (meant: be?); rux is the code of no known "
+        "language (meant: ru, rue?); several spellings are one language: en (en, eng_Latn)"
+    )
+
+
+def test_the_script_of_a_language_that_nobody_knows_is_that_of_its_text(
+    raw: Path, out: Path
+) -> None:
+    write(raw, {"en-xyz/train.en": numbered(ENGLISH), "en-xyz/train.xyz": numbered("ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ")})
+    assert imported(out, raw).statistics["languages"]["xyz"]["script"] == "Cher"
+
+
+def test_a_sample_is_taken_of_the_whole_file_and_not_of_its_beginning(raw: Path, out: Path) -> None:
+    """A few lines in the wrong order at the beginning make no exchanged file."""
+    first, rest = numbered(ENGLISH), numbered(GERMAN) * 10
+    write(raw, {"de-en/train.de": first + rest})
+    write(raw, {"de-en/train.en": numbered(GERMAN) + numbered(ENGLISH) * 10})
+    assert line_counts(imported(out, raw), "train") == {"de-en": 220}
+
+
+def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
+    with pytest.raises(ConfigError, match="no raw folder was given"):
+        imported(out, None)
+
+
+CLDR = CldrConfig(
+    train_pairs={"de": 30, "ru": 20, "zh": 10},
+    zero_shot=("de", "zh"),
+    valid_phrases=5,
+    test_phrases=7,
+)
+
+
+def test_cldr_phrases_are_english_centric_with_zero_shot_tests(out: Path) -> None:
+    corpus = imported(out, None, CorpusConfig(source="cldr", cldr=CLDR))
+    assert corpus.statistics["pairs"] == {
+        "de-en": {"train": 30, "valid": 5, "test": 7},
+        "en-ru": {"train": 20, "valid": 5, "test": 7},
+        "en-zh": {"train": 10, "valid": 5, "test": 7},
+        "de-zh": {"train": 0, "valid": 0, "test": 7},
+    }
+    german = read_lines(corpus, "test", "de-zh", "de")
+    assert german == read_lines(corpus, "test", "de-en", "de")
+    assert len(set(german)) == 7
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    config = CorpusConfig(source="cldr", cldr=CLDR, max_train_lines=8)
+    first, second = (imported(tmp_path / name, None, config) for name in "ab")
+    assert first.digest == second.digest
+    assert line_counts(first, "train") == {"de-en": 8, "en-ru": 8, "en-zh": 8}
+
+
+@pytest.mark.skipif(not BIBLE.is_dir(), reason="the Bible corpus is not beside the repository")
+def test_the_bible_corpus_has_its_published_sizes(out: Path) -> None:
+    corpus = imported(out, BIBLE, CorpusConfig(languages=("en", "da", "de", "zh")))
+    assert corpus.statistics["pairs"] == {
+        "da-en": {"train": 1500, "valid": 500, "test": 1000},
+        "de-en": {"train": 28765, "valid": 500, "test": 1000},
+        "en-zh": {"train": 28561, "valid": 500, "test": 1000},
+        "de-zh": {"train": 0, "valid": 0, "test": 500},
+    }
+    with gzip.open(BIBLE / "en-da" / "train.da.gz", "rb") as stream:
+        assert corpus.file("train/da-en/da.txt").read_bytes() == stream.read()

@@ -1,0 +1,387 @@
+"""Test sets from outside, in the layouts they come in, become a corpus that can be translated."""
+
+import gzip
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep import import_tests
+from data_prep.outside_tests import describe_file
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import directions, line_counts, read_lines
+from pipeline.config import OutsideTestsConfig, Recipe
+from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
+from pipeline.stages import STAGES, StageCall
+
+BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
+
+
+def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+    recipe = Recipe(name="test", tests=OutsideTestsConfig.model_validate(settings))
+    stage = STAGES["import_tests"]
+    call = StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts={},
+        raw={"raw": raw},
+        out_dir=out_dir,
+        records={},
+        config=recipe.sections(stage.sections),
+    )
+    import_tests.run(call)
+    artifact = open_artifact(out_dir, kind="corpus")
+    artifact.verify()
+    return artifact
+
+
+def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Lay out a folder; names that end in .gz are compressed."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = content.encode() if isinstance(content, str) else content
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    return root
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    return tmp_path / "raw"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "corpus"
+
+
+def lines(language: str, split: str, number: int) -> str:
+    return "".join(f"{split} {i} {language}\n" for i in range(number))
+
+
+def flores(root: Path, languages: Sequence[str], *, dev: int = 2, devtest: int = 3) -> Path:
+    write(root, {"README": "about", "metadata_dev.tsv": "a\tb\n"})
+    for code in languages:
+        write(
+            root,
+            {
+                f"dev/{code}.dev": lines(code, "dev", dev),
+                f"devtest/{code}.devtest": lines(code, "devtest", devtest),
+            },
+        )
+    return root
+
+
+def ntrex(root: Path, languages: Sequence[str], *, number: int = 3) -> Path:
+    write(root, {"LANGUAGES.tsv": "x", "NTREX-128/newstest2019-src.eng.txt": lines("en", "", 3)})
+    for code in languages:
+        name = f"NTREX-128/newstest2019-ref.{code}.txt"
+        write(root, {name: lines(code, "", number)})
+    return root
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_flores_becomes_valid_and_test_lines_of_the_pivot_with_every_language(
+    raw: Path, out: Path
+) -> None:
+    corpus = imported(out, flores(raw, ["eng_Latn", "deu_Latn", "zho_Hans", "heb_Hebr"]))
+    assert line_counts(corpus, "test") == {"de-en": 3, "en-he": 3, "en-zh": 3}
+    assert line_counts(corpus, "valid") == {"de-en": 2, "en-he": 2, "en-zh": 2}
+    assert line_counts(corpus, "train") == {}
+    assert read_lines(corpus, "test", "en-zh", "zh") == [f"devtest {i} zho_Hans" for i in range(3)]
+    assert read_lines(corpus, "valid", "en-zh", "en") == ["dev 0 eng_Latn", "dev 1 eng_Latn"]
+    assert corpus.statistics["layout"] == "FLORES-200"
+    assert corpus.manifest.summary == (
+        "FLORES-200: 3 test lines and 2 valid lines of 4 languages, in 3 pairs (6 test directions)",
+        "files not read: of other names 2",
+    )
+    assert not (out / "languages").exists()
+
+
+def test_the_folder_of_one_split_is_enough_and_may_be_compressed(raw: Path, out: Path) -> None:
+    write(raw, {"eng_Latn.devtest.gz": "one\n", "deu_Latn.devtest": "eins\n"})
+    corpus = imported(out, raw)
+    assert line_counts(corpus, "valid") == {}
+    assert read_lines(corpus, "test", "de-en", "en") == ["one"]
+
+
+def test_ntrex_becomes_test_lines_and_its_source_is_the_english_side(raw: Path, out: Path) -> None:
+    found = ["deu", "eng-US", "eng-GB", "fra", "fra-CA", "zho-CN", "aze-Latn"]
+    corpus = imported(out, ntrex(raw, found))
+    assert line_counts(corpus, "test") == {"az-en": 3, "de-en": 3, "en-fr": 3, "en-zh": 3}
+    assert read_lines(corpus, "test", "en-fr", "en") == [f" {i} en" for i in range(3)]
+    assert read_lines(corpus, "test", "en-fr", "fr") == [f" {i} fra" for i in range(3)]
+    assert corpus.statistics["other_versions"] == [
+        "newstest2019-ref.eng-GB.txt",
+        "newstest2019-ref.eng-US.txt",
+        "newstest2019-ref.fra-CA.txt",
+    ]
+    assert "newstest2019-ref.fra-CA.txt" in " ".join(corpus.manifest.summary)
+
+
+def test_pairs_of_files_become_their_pairs_and_no_others(raw: Path, out: Path) -> None:
+    write(
+        raw,
+        {
+            "newstest2014.de-en.de": "eins\n",
+            "newstest2014.de-en.en": "one\n",
+            "newsdev2014.de-en.de": "zwei\n",
+            "newsdev2014.de-en.en": "two\n",
+            "zero-shot/newstest2014.ru-fr.fr": "trois\n",
+            "zero-shot/newstest2014.ru-fr.ru": "три\n",
+        },
+    )
+    corpus = imported(out, raw)
+    assert line_counts(corpus, "test") == {"de-en": 1, "fr-ru": 1}
+    assert line_counts(corpus, "valid") == {"de-en": 1}
+    assert read_lines(corpus, "test", "fr-ru", "ru") == ["три"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("eng_Latn.dev", ("FLORES-200", "valid", "eng_Latn")),
+        ("eng.devtest", ("FLORES-200", "test", "eng")),
+        ("zho_Hant.devtest.gz", ("FLORES-200", "test", "zho_Hant")),
+        ("newstest2019-ref.srp-Latn.txt", ("NTREX-128", "test", "srp-Latn")),
+        ("newstest2019-src.eng.txt", ("NTREX-128", "test", "eng")),
+        ("wmt.zh_CN-en.zh_CN", ("pairs", "test", "zh_CN")),
+        ("my-valid-set.de-en.en", ("pairs", "valid", "en")),
+        ("flores.devtest.de-en.en.gz", ("pairs", "test", "en")),
+        ("newstest2019-ref-2.spa.txt", None),
+        ("newstest.de-en.fr", None),
+        ("newstest.de-en.src.sgm", None),
+        ("metadata_dev.tsv", None),
+        ("english.dev", None),
+        ("train.en", None),
+    ],
+)
+def test_a_file_is_what_its_name_says(name: str, expected: tuple[str, str, str] | None) -> None:
+    found = describe_file(Path(name))
+    assert (found and (found.layout, found.split, found.spelling)) == expected
+
+
+# ---------------------------------------------------------------- which languages and pairs
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.lists(st.sampled_from(["deu", "eng", "fra", "rus", "zho"]), min_size=2, unique=True),
+    st.booleans(),
+)
+def test_all_directions_or_those_of_the_pivot_are_made(
+    tmp_path_factory: pytest.TempPathFactory, codes: list[str], every: bool
+) -> None:
+    directory = tmp_path_factory.mktemp("tests")
+    short = {"deu": "de", "eng": "en", "fra": "fr", "rus": "ru", "zho": "zh"}
+    pivot = short[codes[0]]
+    corpus = imported(
+        directory / "out",
+        flores(directory / "raw", codes),
+        pivot=pivot,
+        directions="all" if every else "pivot",
+    )
+    expected = {
+        (one, other)
+        for one, other in itertools.permutations([short[code] for code in codes], 2)
+        if every or pivot in (one, other)
+    }
+    assert {(one.source, one.target) for one in directions(corpus, "test")} == expected
+    for one in directions(corpus, "test"):
+        sides = [read_lines(corpus, "test", one.pair, code) for code in (one.source, one.target)]
+        assert [[line.split()[1] for line in side] for side in sides] == [["0", "1", "2"]] * 2
+        assert [side[0].split()[2][:2] for side in sides] == [
+            next(code for code, name in short.items() if name == language)[:2]
+            for language in (one.source, one.target)
+        ]
+
+
+def test_a_second_script_of_a_language_is_a_language_of_its_own(raw: Path, out: Path) -> None:
+    corpus = imported(out, flores(raw, ["eng_Latn", "zho_Hans", "zho_Hant"]))
+    assert line_counts(corpus, "test") == {"en-zh": 3, "en-zh_Hant": 3}
+    assert read_lines(corpus, "test", "en-zh", "zh")[0] == "devtest 0 zho_Hans"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spelling"), [("zh", "zho_Hans"), ("zho_Hant", "zho_Hant"), ("cmn_Hans", "zho_Hans")]
+)
+def test_a_language_is_asked_for_in_any_spelling_and_its_only_script_needs_no_mention(
+    raw: Path, out: Path, wanted: str, spelling: str
+) -> None:
+    flores(raw, ["eng_Latn", "zho_Hans", "zho_Hant", "deu_Latn"])
+    corpus = imported(out, raw, languages=("en", wanted))
+    assert line_counts(corpus, "test") == {"en-zh": 3}
+    assert read_lines(corpus, "test", "en-zh", "zh")[0] == f"devtest 0 {spelling}"
+    assert "of other languages 4" in " ".join(corpus.manifest.summary)
+
+
+def test_of_pairs_only_those_of_two_wanted_languages_are_read(raw: Path, out: Path) -> None:
+    for pair in ("de-en", "de-fr"):
+        write(raw, {f"x.{pair}.{code}": f"{code}\n" for code in pair.split("-")})
+    corpus = imported(out, raw, languages=("de", "eng"))
+    assert line_counts(corpus, "test") == {"de-en": 1}
+
+
+def test_a_language_the_registry_does_not_have_is_imported_all_the_same(
+    raw: Path, out: Path
+) -> None:
+    corpus = imported(out, flores(raw, ["eng_Latn", "kmb_Latn", "taq_Tfng"]))
+    assert set(line_counts(corpus, "test")) == {"en-kmb", "en-taq"}
+
+
+# ---------------------------------------------------------------- bad lines, bad folders
+
+
+def test_a_line_that_is_no_text_in_one_language_is_left_out_of_all(raw: Path, out: Path) -> None:
+    codes = ["eng_Latn", "deu_Latn", "fra_Latn"]
+    flores(raw, codes, devtest=40)
+    content = lines("deu_Latn", "devtest", 40).encode().split(b"\n")
+    content[7], content[9] = b"b\xffse", b"\0"
+    write(raw, {"devtest/deu_Latn.devtest": b"\n".join(content)})
+    write(raw, {"dev/fra_Latn.dev": "\ufeffeins\u2028zwei\r\n \n"})
+    corpus = imported(out, raw)
+    expected = [i for i in range(40) if i not in (7, 9)]
+    for pair in ("de-en", "en-fr"):
+        for code in pair.split("-"):
+            found = read_lines(corpus, "test", pair, code)
+            assert [int(line.split()[1]) for line in found] == expected
+    assert read_lines(corpus, "valid", "en-fr", "fr") == ["eins zwei", " "]
+    assert corpus.statistics["pairs"]["en-fr"] == {"train": 0, "valid": 2, "test": 38}
+    counts = corpus.statistics["counts"]
+    assert (counts["quarantined"], counts["lines_without_text"]) == (2, 1)
+    quarantine = corpus.file("quarantine.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in quarantine] == [
+        {"file": "devtest/deu_Latn.devtest", "line": 8, "reason": "invalid_utf8"},
+        {"file": "devtest/deu_Latn.devtest", "line": 10, "reason": "nul"},
+    ]
+    assert (
+        "left out: 2 lines in all languages, into quarantine.jsonl (invalid_utf8 in de 1, "
+        "nul in de 1)" in corpus.manifest.summary
+    )
+
+
+def test_a_line_beyond_the_limit_is_left_out(raw: Path, out: Path) -> None:
+    write(raw, {"eng.devtest": "a\n" + "b" * 200 + "\n", "deu.devtest": "a\nb\n"})
+    corpus = imported(out, raw, max_line_bytes=100)
+    assert read_lines(corpus, "test", "de-en", "de") == ["a"]
+
+
+def test_different_numbers_of_lines_are_refused_by_both_files(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn", "fra_Latn"])
+    write(raw, {"devtest/fra_Latn.devtest": lines("fra_Latn", "devtest", 5)})
+    with pytest.raises(DataError, match=r"deu_Latn.devtest has 3 .*fra_Latn\.devtest has 5"):
+        imported(out, raw)
+    assert not out.exists()
+
+
+def test_a_file_that_is_not_utf8_at_all_is_refused_by_its_name(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn", "rus_Cyrl"], devtest=50)
+    write(raw, {"devtest/rus_Cyrl.devtest": "строка\n".encode("cp1251") * 50})
+    with pytest.raises(DataError, match=r"rus_Cyrl\.devtest: 50 of 50 lines") as error:
+        imported(out, raw)
+    assert "deu_Latn" not in str(error.value)
+
+
+def test_several_test_sets_in_one_folder_are_refused(raw: Path, out: Path) -> None:
+    with pytest.raises(DataError, match=r"FLORES-200 .* and NTREX-128 "):
+        imported(out, ntrex(flores(raw, ["eng_Latn", "deu_Latn"]), ["deu"]))
+    other = raw.parent / "other"
+    for name in ("newstest2019", "newstest2020"):
+        write(other, {f"{name}-ref.{code}.txt": "a\n" for code in ("deu", "eng")})
+    with pytest.raises(DataError, match="several test sets, newstest2019, newstest2020"):
+        imported(out, other)
+
+
+def test_the_same_text_twice_is_refused(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn"])
+    write(raw, {"more/deu_Latn.dev": "x\n"})
+    with pytest.raises(DataError, match="both the valid text of deu_Latn"):
+        imported(out, raw)
+    other = write(raw.parent / "other", {f"{name}.de-en.de": "a\n" for name in ("one", "two")})
+    with pytest.raises(DataError, match=r"one\.de-en\.de and .*two\.de-en\.de are both"):
+        imported(out, other)
+
+
+def test_a_side_without_its_counterpart_is_refused(raw: Path, out: Path) -> None:
+    write(raw, {"x.de-en.de": "a\n"})
+    with pytest.raises(DataError, match=r"x\.de-en\.de has no counterpart in en"):
+        imported(out, raw)
+
+
+def test_two_sides_of_two_sets_are_refused(raw: Path, out: Path) -> None:
+    write(raw, {"x.de-en.de": "a\n", "y.de-en.en": "b\n"})
+    with pytest.raises(DataError, match="are of two test sets"):
+        imported(out, raw)
+
+
+def test_a_pivot_that_is_not_there_is_named(raw: Path, out: Path) -> None:
+    flores(raw, ["deu_Latn", "fra_Latn"])
+    with pytest.raises(ConfigError, match="no file of the pivot 'en' among de, fr"):
+        imported(out, raw)
+
+
+def test_a_language_that_is_not_there_is_named_with_the_nearest(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn"])
+    with pytest.raises(ConfigError, match=r"asks for es, of which there is no file.*: de, en"):
+        imported(out, raw, languages=("en", "es"))
+    with pytest.raises(ConfigError, match=r"no pair of the languages .*en.*: add the other"):
+        imported(out, raw, languages=("en",))
+
+
+@pytest.mark.parametrize("content", [{}, {"en-de/test.en": "a\n"}, {"notes.txt": "a"}])
+def test_a_folder_without_test_sets_is_refused_with_what_is_expected(
+    raw: Path, out: Path, content: dict[str, str]
+) -> None:
+    raw.mkdir()
+    with pytest.raises(DataError, match=r"holds no test sets: .*FLORES-200.*use import_corpus"):
+        imported(out, write(raw, content))
+
+
+def test_a_file_where_a_folder_is_wanted_and_empty_files_are_refused(raw: Path, out: Path) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn"], dev=0, devtest=0)
+    with pytest.raises(DataError, match="has no lines"):
+        imported(out, raw)
+    with pytest.raises(DataError, match="is no folder"):
+        imported(out, raw / "README")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_needs_no_recipe_and_takes_one(
+    raw: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flores(raw, ["eng_Latn", "deu_Latn", "fra_Latn"])
+    assert cli.main(["import_tests", "--raw", str(raw), "--out", str(out)]) == 0
+    assert "mmnmt import_tests: FLORES-200: 3 test lines" in capsys.readouterr().out
+    assert cli.main(["import_tests", "--raw", str(raw), "--out", str(out)]) == 0
+    assert "already done" in capsys.readouterr().err
+    recipe = raw.parent / "recipe.toml"
+    recipe.write_text('[tests]\ndirections = "all"\n', encoding="utf-8")
+    given = ["import_tests", "--recipe", str(recipe), "--raw", str(raw)]
+    assert cli.main([*given, "--out", str(out)]) == EXIT_USER_ERROR
+    assert cli.main([*given, "--out", f"{out}-all"]) == 0
+    assert "de-fr" in line_counts(open_artifact(Path(f"{out}-all"), kind="corpus"), "test")
+
+
+@pytest.mark.skipif(not BIBLE.is_dir(), reason="no Bible corpus beside the repository")
+def test_real_lines_in_many_scripts_come_out_as_they_went_in(raw: Path, out: Path) -> None:
+    names = {"de": "deu_Latn", "he": "heb_Hebr", "my": "mya_Mymr", "zh": "zho_Hans"}
+    for code, spelling in names.items():
+        text = gzip.decompress((BIBLE / f"en-{code}" / f"test.{code}.gz").read_bytes())
+        write(raw, {f"devtest/{spelling}.devtest": text})
+    english = gzip.decompress((BIBLE / "en-de" / "test.en.gz").read_bytes())
+    write(raw, {"devtest/eng_Latn.devtest": english})
+    corpus = imported(out, raw)
+    for code, spelling in names.items():
+        pair = "-".join(sorted(("en", code)))
+        expected = (raw / f"devtest/{spelling}.devtest").read_text(encoding="utf-8")
+        assert read_lines(corpus, "test", pair, code) == expected.removesuffix("\n").split("\n")
+        assert read_lines(corpus, "test", pair, "en") == english.decode().split("\n")[:-1]

@@ -1,0 +1,354 @@
+"""The filter as its users meet it: pipes, one line at a time, bad lines, ends of all kinds."""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+from support.stored_checkpoints import make_checkpoint
+from support.tiny_models import tiny_model, tiny_spec
+
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.tokenizer import ByteVocabulary
+from pipeline.config import DecodingConfig
+from pipeline.decoding import line_filter
+from pipeline.decoding.line_filter import BATCH_LINES, find_direction
+from pipeline.decoding.translator import Job, Translator
+from pipeline.errors import EXIT_USER_ERROR, ConfigError
+
+LANGUAGES = ("de", "en", "fr", "ru")
+MAX_POSITIONS = 40
+SETTINGS: Mapping[str, float] = {"beam_size": 2, "max_length_ratio": 0.3, "max_extra_length": 6}
+DECODING = DecodingConfig.model_validate(SETTINGS)
+SECONDS = 120.0
+"""For one answer: loading torch takes most of it on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    vocabulary = ByteVocabulary.size + len(LANGUAGES)
+    spec = tiny_spec(vocabulary=vocabulary, max_positions=MAX_POSITIONS)
+    model = tiny_model(spec.model_copy(update={"pad_id": ByteVocabulary.pad_id}))
+    for layer in model.decoder_layers():  # so that translations differ with their sources
+        for name, parameter in layer.cross_attention.named_parameters():
+            parameter.data *= 6 if name.endswith("weight") else 1
+    directory = make_checkpoint(tmp_path_factory.mktemp("model") / "checkpoint", model)
+    settings = "".join(f"{name} = {value}\n" for name, value in SETTINGS.items())
+    recipe = directory.parent / "recipe.toml"
+    recipe.write_text(f"[decoding]\n{settings}", encoding="utf-8")
+    return open_artifact(directory, kind="checkpoint")
+
+
+@pytest.fixture(scope="module")
+def translated(checkpoint: Artifact) -> Callable[[str], str]:
+    """A line from German into English, as the translator has it without any filter."""
+    translator = Translator(checkpoint, DECODING)
+
+    def translate(text: str) -> str:
+        (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
+        return found.text.translate(dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85"), " "))
+
+    return translate
+
+
+def arguments(checkpoint: Artifact, *, source: str = "de", target: str = "en") -> list[str]:
+    recipe = checkpoint.directory.parent / "recipe.toml"
+    model = ["--checkpoint", str(checkpoint.directory), "--recipe", str(recipe)]
+    return ["translate", *model, "--from", source, "--to", target]
+
+
+# ---------------------------------------------------------------- within this process
+
+
+def pipe(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    data: bytes,
+    *,
+    source: str = "de",
+    target: str = "en",
+) -> tuple[int, list[str]]:
+    """Exit code and output lines of the filter."""
+    (tmp_path / "input").write_bytes(data)
+    with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
+        monkeypatch.setattr("sys.stdin", given)
+        monkeypatch.setattr("sys.stdout", written)
+        code = cli.main(arguments(checkpoint, source=source, target=target))
+    output = (tmp_path / "output").read_bytes().decode()
+    assert output == "" or output.endswith("\n")
+    return code, output.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 256])
+def test_one_line_comes_out_per_line_in_order_however_many_are_translated_at_once(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
+    lines = ["Ein kurzer Satz.", "", "Ja", "  ", "Der zweite Satz ist länger.", *"abcdefg"]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, "\n".join(lines).encode())
+    assert code == 0
+    assert found == [translated(line) for line in lines]
+    assert found[1] == found[3] == ""
+    assert len(set(found)) > len(lines) / 2
+
+
+def test_no_line_of_the_output_can_be_taken_for_two(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def broken(_: Translator, jobs: Sequence[Job]) -> list[Hypothesis]:
+        asked.extend(job.text for job in jobs)
+        return [Hypothesis(f"{job.text}\n\u2028\x85\r\v{job.text}") for job in jobs]
+
+    monkeypatch.setattr(Translator, "translate", broken)
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, "a\u2028b\nc\rd\r\n".encode())
+    assert (code, found) == (0, ["a b     a b", "c d     c d"])
+    assert sorted(asked) == ["a b", "c d"]
+
+
+def test_long_lines_are_split_and_joined_and_that_is_said_once(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sentences = ["Der erste Satz ist kurz.", "Der zweite ist es auch!"]
+    data = "\n".join(["Ja", " ".join(sentences), "Nein", " ".join(sentences * 2)])
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data.encode())
+    assert code == 0
+    parts = [translated(sentence).strip() for sentence in sentences]
+    assert found[1] == " ".join(part for part in parts if part)
+    assert found[3] == " ".join(part for part in parts * 2 if part)
+    assert capsys.readouterr().err.splitlines() == [
+        "mmnmt translate: 2 of 4 lines were longer than the model's 38 tokens: they were translated"
+        " in 6 parts, split at sentence ends where there are any, and joined again."
+    ]
+
+
+def test_a_line_that_cannot_be_read_stands_as_an_empty_one_and_is_named(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    long = b"x" * (1024 * 1024 + 1)
+    data = b"\n".join([b"Ja", b"b\xffse", long, b"Nein"])
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data)
+    assert code == EXIT_USER_ERROR
+    assert found == [translated("Ja"), "", "", translated("Nein")]
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "mmnmt translate: line 2 is not UTF-8 (invalid start byte at byte 1): an empty line stands "
+        "for it.",
+        "mmnmt translate: line 3 is longer than 1,048,576 bytes: an empty line stands for it.",
+    ]
+
+
+def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"\xff\n" * 500)
+    assert (code, found) == (EXIT_USER_ERROR, [""] * 500)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == line_filter.NAMED_PROBLEMS + 1
+    assert "500 of 500 lines could not be read" in said[-1]
+
+
+def test_nothing_in_gives_nothing_out(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert pipe(checkpoint, monkeypatch, tmp_path, b"") == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("deu_Latn", "eng"), ("ger", "en-GB"), ("DE", "eng_Latn")]
+)
+def test_languages_are_understood_in_all_their_spellings(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str,
+    target: str,
+) -> None:
+    found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", source=source, target=target)
+    assert found == (0, [translated("Ja")])
+
+
+def test_a_language_that_the_model_has_by_that_very_code_is_that_language(
+    tmp_path: Path,
+) -> None:
+    """Though ``iw`` is the registry's ``he``."""
+    spec = tiny_spec(vocabulary=ByteVocabulary.size + 4)
+    languages = ("en", "fr", "iw", "ru")
+    changes = {"languages": languages, "pad_id": ByteVocabulary.pad_id}
+    model = tiny_model(spec.model_copy(update=changes))
+    directory = make_checkpoint(tmp_path / "checkpoint", model)
+    translator = Translator(open_artifact(directory, kind="checkpoint"), DECODING)
+    assert find_direction(translator, source="iw", target="rus") == Direction("iw", "ru")
+
+
+def test_any_two_languages_of_the_model_make_a_direction(checkpoint: Artifact) -> None:
+    translator = Translator(checkpoint, DECODING)
+    for source in LANGUAGES:
+        for target in LANGUAGES:
+            if source != target:
+                direction = find_direction(translator, source=source, target=target)
+                (found,) = translator.translate([Job(direction, 0, "Ja")])
+                assert found.score < 0
+
+
+def test_one_language_twice_is_refused_however_it_is_spelt(checkpoint: Artifact) -> None:
+    translator = Translator(checkpoint, DECODING)
+    with pytest.raises(ConfigError, match="--from de and --to deu_Latn are one language"):
+        find_direction(translator, source="de", target="deu_Latn")
+
+
+@pytest.mark.parametrize("target", ["dx", "zh-CN", "not a language", ""])
+def test_an_unknown_language_is_refused_before_anything_is_read(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+) -> None:
+    found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", source="en", target=target)
+    assert found == (EXIT_USER_ERROR, [])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert f"This model does not know the language {target!r}: it knows de, en, fr, ru" in said
+    assert ("nearest is 'de'" in said) == (target == "dx")
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_is_said_in_a_sentence(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stream: str,
+) -> None:
+    monkeypatch.setattr(f"sys.{stream}", None)
+    assert cli.main(arguments(checkpoint)) == EXIT_USER_ERROR
+    assert "Standard input or output is closed" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- as a process
+
+
+class Conversation:
+    """The filter in a process of its own, to which lines are written one by one."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self.stdin: IO[bytes] = process.stdin
+        self.stdout: IO[bytes] = process.stdout
+        self._answer = b""
+
+    def write(self, data: bytes) -> None:
+        self.stdin.write(data)
+        self.stdin.flush()
+
+    def read_line(self, *, seconds: float = SECONDS) -> str:
+        """The next line of output; fails where it does not come in time."""
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._answer:
+                assert selector.select(deadline - time.monotonic()), "no answer in time"
+                chunk = os.read(self.stdout.fileno(), 4096)
+                assert chunk, "the output ended"
+                self._answer += chunk
+        line, self._answer = self._answer.split(b"\n", 1)
+        return line.decode()
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and standard error, after the input has ended."""
+        _, said = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, said.decode()
+
+
+@contextmanager
+def conversation(checkpoint: Artifact) -> Iterator[Conversation]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", *arguments(checkpoint)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield Conversation(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_whoever_writes_a_line_and_waits_is_answered(
+    checkpoint: Artifact, translated: Callable[[str], str]
+) -> None:
+    with conversation(checkpoint) as talk:
+        for text in ("Ja", "Ein Satz.", "", "Noch ein Satz"):
+            talk.write(f"{text}\n".encode())
+            assert talk.read_line() == translated(text)
+        talk.write(b"schlecht \xff\n")
+        assert talk.read_line() == ""
+        talk.write(b"".join(b"%d\n" % i for i in range(BATCH_LINES + 9)))
+        answers = [talk.read_line() for _ in range(BATCH_LINES + 9)]
+        assert answers[:3] == [translated(text) for text in "012"]
+        talk.write(b"kein Ende")
+        talk.stdin.close()
+        assert talk.read_line() == translated("kein Ende")
+        talk.process.stdin = None
+        code, said = talk.end()
+    assert code == EXIT_USER_ERROR
+    assert said == (
+        "mmnmt translate: line 5 is not UTF-8 (invalid start byte at byte 9): an empty line stands "
+        "for it.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, cli.EXIT_KEYBOARD)]
+)
+def test_a_signal_ends_it_at_once_and_what_was_answered_stays(
+    checkpoint: Artifact, translated: Callable[[str], str], number: int, code: int
+) -> None:
+    with conversation(checkpoint) as talk:
+        talk.write(b"Ja\n")
+        assert talk.read_line() == translated("Ja")
+        talk.process.send_signal(number)
+        ended, said = talk.end()
+    assert ended == code
+    assert "Traceback" not in said
+
+
+def test_it_ends_when_nobody_reads_any_more(checkpoint: Artifact) -> None:
+    with conversation(checkpoint) as talk:
+        talk.write(b"Ja\n")
+        talk.read_line()
+        talk.stdout.close()
+        talk.process.stdout = None
+        talk.write(b"Nein\n")
+        ended, said = talk.end()
+    assert (ended, said) == (cli.EXIT_BROKEN_PIPE, "")

@@ -1,0 +1,333 @@
+"""The estimate of memory against tensors that are really kept, and against closed forms."""
+
+import json
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.process_pool import ProcessPool
+from support.tiny_models import random_batch, tiny_spec
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.config import (
+    BatchesConfig,
+    LossConfig,
+    ModelConfig,
+    MoEConfig,
+    Recipe,
+    TrainingConfig,
+    load_recipe,
+)
+from pipeline.distributed.world import World
+from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.errors import ConfigError
+from pipeline.estimates.memory import (
+    Device,
+    MemoryEstimate,
+    MicroBatchShape,
+    activation_bytes,
+    estimate,
+)
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Output, Transformer, build_model
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.losses import label_smoothed_cross_entropy
+from pipeline.training.optim import make_optimizer
+
+LENGTH = 16
+SENTENCES = 16
+TOKENS = LENGTH * SENTENCES
+TAGS = 2
+VOCABULARY = 4000
+DROPOUT = Regularization(dropout=0.3, attention_dropout=0.1)
+NO_DROPOUT = Regularization()
+MOE = MoEConfig(num_experts=8, every=2)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FP32 = {"zero_optimization": {"stage": 1}}
+BF16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+
+
+def wide_spec(**settings: Any) -> ModelSpec:
+    return tiny_spec(width=64, feed_forward_width=256, num_heads=4, **settings)
+
+
+def full_batch(spec: ModelSpec) -> Batch:
+    """Sentences of one length on both sides, so that nothing is padded."""
+    words = LENGTH - TAGS
+    return random_batch(spec, sentences=SENTENCES, seed=1, shortest=words, longest=words)
+
+
+def kept_bytes(model: Transformer, batch: Batch) -> int:
+    """Memory behind everything autograd saves in a forward pass, each storage once."""
+    own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            kept[pointer] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(batch)
+    assert output.logits_LV.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rates", [DROPOUT, NO_DROPOUT], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        wide_spec(),
+        wide_spec(activation="gelu", model={"norm": "post"}),
+        wide_spec(moe=MOE),
+        wide_spec(moe=MOE, groups=2),
+        wide_spec(moe=MOE.model_copy(update={"dispatch": "capacity", "capacity_factor": 0.5})),
+    ],
+    ids=["dense", "gelu post-norm", "moe", "moe_lgr", "capacity"],
+)
+def test_a_forward_pass_keeps_what_the_closed_forms_say(
+    spec: ModelSpec, rates: Regularization, dtype: torch.dtype
+) -> None:
+    model = build_model(spec, regularization=rates)
+    initialize_weights(model, seed=1)
+    model.to(dtype).train()
+    shape = MicroBatchShape(
+        tokens=TOKENS, length=LENGTH, value=dtype.itemsize, device="cpu", regularization=rates
+    )
+    parts = activation_bytes(spec.model, shape, num_groups=spec.num_groups)
+    assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
+
+
+def make_recipe(
+    model: ModelConfig, *, parallel_size: int = 1, tokens: int = TOKENS, micro_batches: int = 8
+) -> Recipe:
+    return Recipe(
+        name="test",
+        model=model,
+        batches=BatchesConfig(tokens=tokens, micro_batches=micro_batches),
+        training=TrainingConfig(expert_parallel_size=parallel_size),
+    )
+
+
+def estimated(
+    recipe: Recipe,
+    *,
+    processes: int = 1,
+    ds_config: dict[str, Any] = FP32,
+    vocabulary_size: int = 40,
+    device: Device = "cpu",
+    sentence_length: int | None = LENGTH,
+) -> MemoryEstimate:
+    return estimate(
+        recipe,
+        vocabulary_size=vocabulary_size,
+        num_groups=0,
+        processes=processes,
+        ds_config=ds_config,
+        device=device,
+        sentence_length=sentence_length,
+    )
+
+
+def held_by_engine(
+    world: World, spec: ModelSpec, parallel_size: int, ds_config: dict[str, Any]
+) -> dict[str, int]:
+    """Bytes of DeepSpeed's own tensors after an update."""
+    connect(world)
+    model = build_model(spec, expert_parallel=expert_parallel_group(parallel_size, world=world))
+    initialize_weights(model, seed=1)
+    recipe = make_recipe(spec.model, parallel_size=parallel_size, micro_batches=world.size)
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config=ds_config,
+        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+    )
+    batch = full_batch(spec)
+    engine.train_step(
+        [batch], seeds=[1], total_labels=world.size * batch.num_labels, learning_rate=0.1
+    )
+    zero = engine._zero
+    masters = list(zero.single_partition_of_fp32_groups)
+    moments = [zero.optimizer.state[flat][name] for flat in masters for name in MOMENTS]
+    return {
+        "parameters": sum(flat.nbytes for flat in zero.bit16_groups_flat),
+        "master weights": sum(flat.nbytes for flat in masters),
+        "moments": sum(moment.nbytes for moment in moments),
+    }
+
+
+@pytest.mark.parametrize("ds_config", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
+def test_parameters_and_optimizer_state_are_as_large_as_deepspeeds(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int, ds_config: dict[str, Any]
+) -> None:
+    spec = wide_spec(moe=MOE)
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    found = pool.run(held_by_engine, spec, parallel_size, ds_config)
+    recipe = make_recipe(spec.model, parallel_size=parallel_size)
+    step = estimated(recipe, processes=world_size, ds_config=ds_config).phases["step"]
+    for held in found:
+        assert held == {name: step[name] for name in held}
+
+
+def test_the_papers_dense_model_has_418_million_parameters_of_2_bytes() -> None:
+    found = estimated(
+        load_recipe("dense_opus100"), ds_config=load_ds_config("zero2_bf16"), vocabulary_size=64000
+    )
+    assert found.phases["step"]["parameters"] == 2 * (352_718_848 + 1024 * 64000)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_optimizer_state_is_shared_by_all_ranks(stage: int) -> None:
+    recipe, ds_config = make_recipe(ModelConfig()), {"zero_optimization": {"stage": stage}}
+    alone = estimated(recipe, ds_config=ds_config).phases["step"]
+    shared = estimated(recipe, ds_config=ds_config, processes=8).phases["step"]
+    assert shared["parameters"] == pytest.approx(alone["parameters"], rel=1e-6)
+    for name in ("master weights", "moments"):
+        assert shared[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+
+
+def test_zero_2_holds_fewer_gradients_between_micro_batches_than_zero_1() -> None:
+    recipe = make_recipe(ModelConfig())
+    first, second = (
+        estimated(recipe, ds_config={"zero_optimization": {"stage": stage}}, processes=4)
+        for stage in (1, 2)
+    )
+    assert second.phases["backward"]["gradients"] < 0.5 * first.phases["backward"]["gradients"]
+
+
+def test_expert_parallelism_divides_experts_and_nothing_else() -> None:
+    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
+    whole, spread = (
+        estimated(make_recipe(model, parallel_size=size), processes=4).phases["step"]
+        for size in (1, 4)
+    )
+    experts = 2 * MOE.num_experts * (2 * 1024 * 4096 + 1024 + 4096)
+    assert whole["parameters"] - spread["parameters"] == 4 * experts * 3 // 4
+    assert spread["moments"] == pytest.approx(whole["moments"], rel=1e-6)
+
+
+def test_a_world_that_expert_parallelism_does_not_divide_uses_their_common_divisor() -> None:
+    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
+    four, two = (estimated(make_recipe(model, parallel_size=n), processes=2) for n in (4, 2))
+    assert four == two
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MoEConfig(num_experts=9))
+    with pytest.raises(ConfigError, match="9 experts cannot be spread over 2 ranks"):
+        estimated(make_recipe(model, parallel_size=2), processes=2)
+
+
+def test_offload_moves_the_optimizer_to_the_host() -> None:
+    recipe = make_recipe(ModelConfig())
+    kept, moved = (
+        estimated(recipe, processes=2, ds_config=load_ds_config(name), device="cuda")
+        for name in ("zero2_bf16", "zero2_bf16_offload")
+    )
+    assert not kept.host
+    for name in ("master weights", "moments"):
+        assert moved.host[name] == kept.phases["step"][name] > 0
+        assert moved.phases["step"][name] == 0
+    assert moved.device_bytes < kept.device_bytes
+    assert moved.total_bytes == moved.device_bytes + moved.host_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ds_config_names())
+def test_memory_grows_with_tokens_until_activations_are_all_that_counts(
+    name: str, device: Device
+) -> None:
+    model = ModelConfig(encoder_layers=2, decoder_layers=2, moe=MOE)
+    sizes = [
+        estimated(
+            make_recipe(model, tokens=tokens), ds_config=load_ds_config(name), device=device
+        ).device_bytes
+        for tokens in (256, 2048, 65536, 131072)
+    ]
+    assert sizes == sorted(sizes)
+    assert 1.5 < sizes[3] / sizes[2] < 2.0
+
+
+def allocated_at_peak(run: Callable[[], object]) -> int:
+    """Most bytes that tensors on CPU had at one time, as torch's profiler saw it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    sizes: list[int] = [event.nbytes() for event in events]
+    return max(accumulate(sizes))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("ds_config", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_loss_takes_per_logit_what_torch_allocates(
+    smoothing: float, ds_config: dict[str, Any]
+) -> None:
+    labels_L = torch.randint(VOCABULARY, (TOKENS,))
+    dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
+    x_LD = torch.ones(TOKENS, 4, dtype=dtype, requires_grad=True)
+    weight_VD = torch.ones(VOCABULARY, 4, dtype=dtype, requires_grad=True)
+
+    def loss() -> Tensor:
+        output = Output(F.linear(x_LD, weight_VD), ())  # keeps the logits as the model's does
+        smoothed, _ = label_smoothed_cross_entropy(output.logits_LV, labels_L, smoothing=smoothing)
+        return smoothed
+
+    recipe = make_recipe(tiny_spec().model)
+    recipe = recipe.model_copy(update={"loss": LossConfig(label_smoothing=smoothing)})
+    found = estimated(recipe, ds_config=ds_config, vocabulary_size=VOCABULARY)
+    expected = allocated_at_peak(lambda: loss().backward())
+    assert found.phases["backward"]["working"] == pytest.approx(expected, rel=0.02)
+
+
+def test_long_sentences_cost_scores_on_cpu_only() -> None:
+    recipe = make_recipe(ModelConfig(), tokens=4096)
+    on_cpu, on_cuda = (
+        [estimated(recipe, device=device, sentence_length=n).device_bytes for n in (32, 1024)]
+        for device in ("cpu", "cuda")
+    )
+    assert on_cpu[1] > on_cpu[0]
+    assert on_cuda[1] == on_cuda[0]
+
+
+def test_without_a_length_sentences_are_the_longest_that_shards_keep() -> None:
+    recipe = make_recipe(ModelConfig(), tokens=4096)
+    longest = recipe.shards.max_tokens + TAGS
+    assert estimated(recipe, sentence_length=None) == estimated(recipe, sentence_length=longest)
+
+
+def test_the_estimate_is_json() -> None:
+    found = estimated(make_recipe(ModelConfig()))
+    read = json.loads(json.dumps(found.to_json()))
+    assert read["device_bytes"] == sum(read["phases"][read["peak_phase"]].values())
+
+
+def test_an_accumulation_type_deepspeed_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigError, match='grad_accum_dtype is "fp8": use fp32 or bf16'):
+        estimated(
+            make_recipe(ModelConfig()),
+            ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},
+        )
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(processes: int) -> None:
+    once, twice = (
+        estimated(make_recipe(ModelConfig(), micro_batches=count * processes), processes=processes)
+        for count in (1, 2)
+    )
+    backward = twice.phases["backward"]
+    assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]

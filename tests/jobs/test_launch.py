@@ -1,0 +1,224 @@
+"""Tests of pipeline/jobs/launch.py and slurm/stage.sbatch."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import EXIT_RUN_AGAIN
+from pipeline.jobs.launch import describe_exit, launch
+
+SBATCH_PATH = Path(__file__).parents[2] / "slurm" / "stage.sbatch"
+
+WAIT_FOR_EVER = "import time; time.sleep(60)"
+IGNORES_SIGTERM = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+
+
+def _as_rank(*programs: str) -> list[str]:
+    """Arguments of python: rank r runs the r-th program."""
+    text = f"import os; exec({list(programs)!r}[int(os.environ['RANK'])])"
+    return ["-c", text]
+
+
+def _wait_until(condition: Callable[[], bool], *, seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def _is_alive(process_id: int) -> bool:
+    """Whether a process runs; one that ended and waits to be collected does not."""
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_every_rank_gets_its_place_in_one_world(tmp_path: Path) -> None:
+    program = (
+        "import json, os, sys; "
+        "json.dump(dict(os.environ), open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w'))"
+    )
+    assert launch(["-c", program, str(tmp_path)], processes=3, threads=2) == 0
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    for rank, environment in enumerate(found):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["OMP_NUM_THREADS"] == "2"
+    assert len({environment["MASTER_PORT"] for environment in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((0, 0), 0), ((0, EXIT_RUN_AGAIN), EXIT_RUN_AGAIN), ((75, 75), EXIT_RUN_AGAIN), ((3,), 3)],
+)
+def test_the_exit_code_is_what_the_ranks_said(codes: tuple[int, ...], expected: int) -> None:
+    programs = [f"raise SystemExit({code})" for code in codes]
+    assert launch(_as_rank(*programs), processes=len(codes), threads=1) == expected
+
+
+def test_the_first_failure_ends_the_other_ranks_and_is_what_is_returned(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    started = time.monotonic()
+    arguments = _as_rank(WAIT_FOR_EVER, "raise SystemExit(7)", WAIT_FOR_EVER)
+    assert launch(arguments, processes=3, threads=1) == 7
+    assert time.monotonic() - started < 10
+    assert (
+        capfd.readouterr().err == "mmnmt: rank 1 of 3 ended with exit code 7: ending the others.\n"
+    )
+
+
+def test_a_rank_that_does_not_end_when_asked_is_killed_after_the_grace_period() -> None:
+    started = time.monotonic()
+    arguments = _as_rank(IGNORES_SIGTERM, "import time; time.sleep(1); raise SystemExit(4)")
+    assert launch(arguments, processes=2, threads=1, grace_seconds=0.5) == 4
+    assert 1.5 <= time.monotonic() - started < 10
+
+
+def test_a_rank_that_a_signal_killed_counts_as_128_and_its_number() -> None:
+    arguments = _as_rank("import os; os.kill(os.getpid(), 9)")
+    assert launch(arguments, processes=1, threads=1) == 137
+    assert describe_exit(137) == describe_exit(-9) == "signal SIGKILL"
+    assert describe_exit(3) == "exit code 3"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_reaches_every_rank(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    child = (
+        "import os, signal, sys, time\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit({EXIT_RUN_AGAIN}))\n"
+        "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen(_launcher_command(["-c", child, str(tmp_path)], processes=2))
+    try:
+        assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=10) == EXIT_RUN_AGAIN
+    finally:
+        launcher.kill()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells children only on Linux")
+def test_the_ranks_die_when_the_launcher_is_killed_outright(tmp_path: Path) -> None:
+    child = (
+        "import os, sys, time\n"
+        "path = f\"{sys.argv[1]}/{os.environ['RANK']}\"\n"
+        "open(path + '.new', 'w').write(str(os.getpid()))\n"
+        "os.rename(path + '.new', path)\n"
+        "time.sleep(60)\n"
+    )
+    launcher = subprocess.Popen(_launcher_command(["-c", child, str(tmp_path)], processes=2))
+    paths = [tmp_path / "0", tmp_path / "1"]
+    try:
+        assert _wait_until(lambda: all(path.exists() for path in paths))
+        process_ids = [int(path.read_text()) for path in paths]
+        assert all(_is_alive(process_id) for process_id in process_ids)
+        launcher.kill()
+        launcher.wait(timeout=10)
+        assert _wait_until(lambda: not any(_is_alive(process_id) for process_id in process_ids))
+    finally:
+        launcher.kill()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def _launcher_command(arguments: list[str], *, processes: int) -> list[str]:
+    program = (
+        "import sys; from pipeline.jobs.launch import launch; "
+        f"sys.exit(launch({arguments!r}, processes={processes}, threads=1))"
+    )
+    return [sys.executable, "-c", program]
+
+
+# ---------------------------------------------------------------- the job script
+
+
+def _run_job(
+    tmp_path: Path, *, step: str, restarts: int = 0, bound: int = 30
+) -> subprocess.CompletedProcess[str]:
+    """Run the job script with stand-ins for SLURM's commands; ``step`` is what srun does."""
+    show = '[ "$1" != show ] || printf "n1\\nn2\\n"'
+    commands = {
+        "scontrol": f'echo "scontrol $*" >> {tmp_path}/calls\n{show}',
+        "scancel": f'echo "scancel $*" >> {tmp_path}/calls',
+        "srun": f'echo "srun $* at $MASTER_ADDR:$MASTER_PORT" >> {tmp_path}/calls\n{step}',
+    }
+    for name, body in commands.items():
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "54321",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "MMNMT_MAX_RESTARTS": str(bound),
+    }
+    return subprocess.run(
+        ["bash", str(SBATCH_PATH), "pretrain", "--out", "a b"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+def _calls(tmp_path: Path) -> list[str]:
+    return (tmp_path / "calls").read_text().split("\n")[:-1]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_job_ends_with_the_stages_exit_code_and_is_not_requeued(
+    tmp_path: Path, code: int
+) -> None:
+    assert _run_job(tmp_path, step=f"exit {code}").returncode == code
+    assert _calls(tmp_path) == [
+        "scontrol show hostnames n[1-2]",
+        "srun --kill-on-bad-exit=1 python -m pipeline.cli pretrain --out a b at n1:24321",
+    ]
+
+
+def test_a_stage_that_asks_to_be_run_again_requeues_its_job_up_to_a_bound(tmp_path: Path) -> None:
+    assert _run_job(tmp_path, step="exit 75", restarts=2, bound=3).returncode == 75
+    assert _calls(tmp_path)[-1] == "scontrol requeue 54321"
+    ended = _run_job(tmp_path, step="exit 75", restarts=3, bound=3)
+    assert ended.returncode == 1
+    assert "restarted 3 times" in ended.stderr
+    assert _calls(tmp_path)[-1].startswith("srun")
+
+
+def test_the_warning_before_the_time_limit_is_passed_on_and_the_job_waits_for_the_save(
+    tmp_path: Path,
+) -> None:
+    step = "kill -USR1 $PPID; sleep 0.5; exit 75"
+    assert _run_job(tmp_path, step=step).returncode == 75
+    assert _calls(tmp_path)[-2:] == ["scancel --signal=USR1 54321", "scontrol requeue 54321"]
+
+
+def test_a_cancelled_job_does_not_requeue_itself(tmp_path: Path) -> None:
+    step = "kill -TERM $PPID; sleep 0.5; exit 75"
+    assert _run_job(tmp_path, step=step).returncode == 75
+    assert _calls(tmp_path)[-1] == "scancel --signal=TERM 54321"
+
+
+def test_a_job_without_a_stage_says_how_to_use_it() -> None:
+    ended = subprocess.run(["bash", str(SBATCH_PATH)], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("usage: sbatch")

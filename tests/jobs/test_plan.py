@@ -1,0 +1,732 @@
+"""Tests of pipeline/jobs/plan.py, with three tiny stages in place of the real ones."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+
+from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.locks import exclusive
+from pipeline.config import load_recipe
+from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.jobs.launch import StopRequests
+from pipeline.jobs.plan import (
+    MAX_RERUNS,
+    PlacedPlan,
+    dry_run,
+    load_plan,
+    place_plan,
+    plan_names,
+    run_plan,
+    show_status,
+    stage_arguments,
+    stage_config,
+    stage_order,
+)
+from pipeline.stages import Input, Stage
+
+TABLE = {
+    "read": Stage(
+        name="read",
+        module="tiny",
+        makes="corpus",
+        help="raw text into a corpus",
+        sections=("corpus",),
+        inputs={"raw": Input("raw", "a folder")},
+    ),
+    "count": Stage(
+        name="count",
+        module="tiny",
+        makes="shards",
+        help="a corpus into its length",
+        sections=("shards",),
+        inputs={"corpus": Input("corpus", "text"), "extra": Input("corpus", "more", False)},
+        parallel="workers",
+    ),
+    "train": Stage(
+        name="train",
+        module="tiny",
+        makes="checkpoint",
+        help="shards into a model",
+        sections=("training",),
+        inputs={"shards": Input("shards", "lengths", many=True)},
+        parallel="ranks",
+        trains=True,
+    ),
+}
+
+PLAN = """
+description = "tiny"
+[inputs]
+text = "a folder of text"
+[stages.corpus]
+run = "read"
+recipe = "{recipe}"
+inputs = {{ raw = "$text" }}
+[stages.shards]
+run = "count"
+recipe = "{recipe}"
+inputs = {{ corpus = "corpus" }}
+[stages.model]
+run = "train"
+recipe = "{recipe}"
+processes = 3
+threads = 2
+[stages.model.inputs.shards]
+only = "shards"
+"""
+
+RECIPE = """
+[corpus]
+max_train_lines = 5
+[shards]
+max_tokens = 16
+[optimizer]
+warmup_updates = 1
+
+[training]
+updates = 10
+"""
+
+
+class Workshop:
+    """A launcher that builds the artifacts in this process, and remembers what it was told.
+
+    The corpus holds the sorted set of characters of the raw text, so different text can give the
+    same corpus; the other stages copy what they read.
+    """
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.told: list[tuple[int, int]] = []
+        self.commands: list[list[str]] = []
+        self.codes: list[int] = []
+        """Exit codes of the next starts that are to do nothing; then all succeed."""
+
+    def __call__(
+        self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
+    ) -> int:
+        assert isinstance(requests, StopRequests)
+        options = [argument for argument in arguments if argument.startswith("--")]
+        named = dict(option[2:].partition("=")[::2] for option in options)
+        out_dir = Path(named["out"])
+        self.started.append(out_dir.name)
+        self.told.append((processes, threads))
+        self.commands.append(list(arguments))
+        code = self.codes.pop(0) if self.codes else 0
+        if code == 0:
+            self._build(TABLE[arguments[2]], named, list(arguments), out_dir)
+        return code
+
+    def _build(
+        self, stage: Stage, named: dict[str, str], arguments: list[str], out_dir: Path
+    ) -> None:
+        records = {}
+        text = ""
+        for name, wanted in stage.inputs.items():
+            given = {name: named.get(name, "")}
+            if wanted.many:
+                entry, _, path = arguments[arguments.index(f"--{name}") + 1].partition("=")
+                given = {f"{name}/{entry}": path}
+            for key, value in given.items():
+                if value:
+                    path_in = Path(value)
+                    text += _read(path_in)
+                    digest = (
+                        raw_digest(path_in)
+                        if wanted.kind == "raw"
+                        else open_artifact(path_in, kind=wanted.kind).digest
+                    )
+                    records[key] = InputRecord(kind=wanted.kind, path=value, digest=digest)
+        recipe = load_recipe(named["recipe"])
+        config = stage_config(stage, recipe=recipe, ds_config=named.get("ds-config", ""))
+        with new_artifact(
+            out_dir,
+            kind=stage.makes,
+            stage=stage.name,
+            config=config,
+            inputs=records,
+            overwrite="overwrite" in named,
+        ) as writer:
+            writer.path("text").write_text("".join(sorted(set(text))))
+
+
+def _read(path: Path) -> str:
+    return "".join(entry.read_text() for entry in sorted(path.iterdir()) if entry.name == "text")
+
+
+class Setup:
+    """A plan, its recipe and its raw data in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe_path = folder / "recipe.toml"
+        self.plan_path = folder / "tiny.toml"
+        self.text_path = folder / "raw" / "text"
+        self.out_dir = folder / "out"
+        self.workshop = Workshop()
+        self.text_path.parent.mkdir()
+        self.text_path.write_text("banana")
+        self.recipe_path.write_text(RECIPE)
+        self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
+
+    def placed(self, **options: Any) -> PlacedPlan:
+        options = {"given": {"text": self.text_path.parent}, **options}
+        plan = load_plan(str(self.plan_path), table=TABLE)
+        return place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
+
+    def run(self, **options: Any) -> tuple[int, str]:
+        """Exit code and output of a run; ``workshop.started`` holds what this run started."""
+        self.workshop.started.clear()
+        lines: list[str] = []
+        code = run_plan(self.placed(**options), launcher=self.workshop, say=lines.append)
+        return code, "\n".join(lines)
+
+    def forecast(self, **options: Any) -> list[str]:
+        lines: list[str] = []
+        dry_run(self.placed(**options), say=lines.append)
+        return lines
+
+    def status(self, **options: Any) -> str:
+        lines: list[str] = []
+        show_status(self.placed(**options), say=lines.append)
+        return "\n".join(lines)
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Setup:
+    return Setup(tmp_path)
+
+
+def _plan_with(setup: Setup, old: str, new: str) -> str:
+    text = setup.plan_path.read_text()
+    assert old in text
+    setup.plan_path.write_text(text.replace(old, new, 1))
+    return str(setup.plan_path)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", ["demo", "bible24"])
+def test_the_plans_that_ship_fit_together(name: str) -> None:
+    plan = load_plan(name)
+    order = stage_order(plan)
+    assert order == list(plan.stages)
+    assert order[-1] == "evaluation"
+    assert set(plan.stages["evaluation"].sources().values()) >= {"translate_mmnmt", "nearest"}
+    assert name in plan_names()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('run = "train"', 'run = "tarin"', r"no stage 'tarin': did you mean 'train'\?"),
+        ('only = "shards"', 'only = "shard"', "no stage 'shard'"),
+        ('only = "shards"', 'only = "corpus"', "'corpus' makes a corpus where a shards is wanted"),
+        ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
+        ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
+        ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
+        ('raw = "$text"', 'raw = "$txt"', "'\\$txt' is not declared"),
+        ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),
+        ("threads = 2", "threads = 0", "threads is 0: choose a whole number from 1 to 1,024"),
+        ("processes = 3", "processes = 99999", "processes is 99999: choose a whole number"),
+        ("processes = 3", 'processes = "3"', "processes is 3: choose a whole number"),
+        ("threads = 2", "thread = 2", r"model\.thread': did you mean 'threads'\?"),
+        ("[stages.shards]", "[stage.shards]", r"setting 'stage': did you mean 'stages'\?"),
+        ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"did you mean 'corpus'\?"),
+        ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
+        ("processes = 3", "processes = 3 3", "not valid TOML"),
+    ],
+)
+def test_a_plan_that_does_not_fit_together_is_refused_with_the_place(
+    setup: Setup, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_plan(_plan_with(setup, old, new), table=TABLE)
+
+
+def test_a_stage_with_settings_needs_a_recipe(setup: Setup) -> None:
+    path = _plan_with(setup, f'recipe = "{setup.recipe_path}"\n', "")
+    with pytest.raises(ConfigError, match="stage 'corpus': read reads settings"):
+        load_plan(path, table=TABLE)
+
+
+def test_stages_that_form_a_circle_are_named(setup: Setup) -> None:
+    path = _plan_with(
+        setup,
+        'raw = "$text"',
+        'raw = "$text" }\n[stages.a]\nrun = "count"\n'
+        f'recipe = "{setup.recipe_path}"\ninputs = {{ corpus = "b"',
+    )
+    with Path(path).open("a") as stream:
+        stream.write(f'[stages.b]\nrun = "loop"\nrecipe = "{setup.recipe_path}"\n')
+        stream.write('inputs = { shards = "a" }\n')
+    table = TABLE | {
+        "loop": Stage("loop", "tiny", "corpus", "", ("corpus",), {"shards": Input("shards", "")})
+    }
+    with pytest.raises(ConfigError, match=r"stages (a → b → a|b → a → b) form a circle"):
+        load_plan(path, table=table)
+
+
+def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
+    head, corpus, shards, model, only = setup.plan_path.read_text().split("[stages.")
+    setup.plan_path.write_text("[stages.".join([head, model, only, shards, corpus]))
+    plan = load_plan(str(setup.plan_path), table=TABLE)
+    assert list(plan.stages) == ["model", "shards", "corpus"]
+    assert stage_order(plan) == ["corpus", "shards", "model"]
+
+
+def test_an_unknown_plan_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="bible24, demo"):
+        load_plan("nowhere")
+
+
+def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) -> None:
+    with pytest.raises(ConfigError, match="wants a folder of text: pass --input text=PATH"):
+        setup.run(given={})
+    with pytest.raises(ConfigError, match="has no input 'txt'"):
+        setup.placed(given={"txt": setup.folder})
+
+
+# ---------------------------------------------------------------- what runs
+
+
+def test_a_run_starts_every_stage_once_and_a_second_run_none(setup: Setup) -> None:
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["corpus", "shards", "model"])
+    assert setup.workshop.told == [(1, 1), (1, 1), (3, 2)]
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    assert said.count("already done") == 6
+    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+
+
+def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_to_what(
+    setup: Setup,
+) -> None:
+    setup.run()
+    setup.recipe_path.write_text(RECIPE.replace("updates = 10", "updates = 20"))
+    _, said = setup.run()
+    assert setup.workshop.started == ["model"]
+    assert "model: running train (training.updates: 10 → 20)" in said
+    assert "--overwrite" in setup.workshop.commands[-1]
+
+
+def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup) -> None:
+    setup.run()
+    setup.text_path.write_text("bananas")
+    assert setup.forecast() == [
+        "corpus: would run (input raw changed)",
+        "shards: would run (because corpus will run)",
+        "model: would run (because shards will run)",
+    ]
+    _, said = setup.run()
+    assert setup.workshop.started == ["corpus", "shards", "model"]
+    assert "shards: running count (input corpus changed)" in said
+    assert "model: running train (input shards/only changed)" in said
+
+
+def test_a_stage_rebuilt_with_the_same_result_leaves_what_follows_alone(setup: Setup) -> None:
+    setup.run()
+    before = open_artifact(setup.out_dir / "corpus", kind="corpus").digest
+    shutil.rmtree(setup.out_dir / "corpus")
+    code, said = setup.run()
+    assert open_artifact(setup.out_dir / "corpus", kind="corpus").digest == before
+    assert (code, setup.workshop.started) == (0, ["corpus"])
+    assert "corpus: running read (missing)" in said
+
+
+def test_a_dry_run_names_what_would_run_and_makes_nothing(setup: Setup) -> None:
+    assert setup.forecast() == [
+        "corpus: would run (missing)",
+        "shards: would run (missing)",
+        "model: would run (missing)",
+    ]
+    assert not setup.out_dir.exists()
+    setup.run()
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+
+
+def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
+    overlay_path = setup.folder / "short.toml"
+    overlay_path.write_text("[training]\nupdates = 2\n")
+    setup.run()
+    setup.run(overlay=str(overlay_path))
+    assert setup.workshop.started == ["model"]
+    manifest = open_artifact(setup.out_dir / "model", kind="checkpoint").manifest
+    assert manifest.config["training"]["updates"] == 2
+
+
+def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
+    setup.run()
+    _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
+    _, said = setup.run()
+    assert setup.workshop.started == ["model"]
+    assert "ds_config.zero_optimization.stage: 1 → 2" in said
+
+
+def test_more_processes_change_no_result_and_reach_only_stages_that_can_use_them(
+    setup: Setup,
+) -> None:
+    placed = setup.placed(processes=5)
+    assert [task.planned.processes for task in placed.tasks] == [1, 5, 5]
+    assert "--processes=5" in stage_arguments(placed, placed.tasks[1])
+    setup.run()
+    setup.run(processes=5)
+    assert setup.workshop.started == []
+
+
+def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plan_with(
+        setup,
+        "[stages.shards]",
+        f'[stages.again]\nrun = "read"\nrecipe = "{setup.recipe_path}"\n'
+        'inputs = { raw = "$text" }\n[stages.shards]',
+    )
+    hashed: list[Path] = []
+
+    def count(path: Path) -> str:
+        hashed.append(path)
+        return raw_digest(path)
+
+    monkeypatch.setattr("pipeline.jobs.plan.raw_digest", count)
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
+    assert hashed == [setup.text_path.parent]
+
+
+# ---------------------------------------------------------------- changed since they were made
+
+
+def test_an_artifact_whose_file_only_looks_changed_is_checked_and_done(setup: Setup) -> None:
+    setup.run()
+    later = time.time() + 5
+    os.utime(setup.out_dir / "corpus" / "text", (later, later))
+    assert setup.forecast() == [
+        "corpus: would be checked (its file text changed since it was made)",
+        "shards: done",
+        "model: done",
+    ]
+    assert "changed  its file text changed since it was made" in setup.status()
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    os.utime(setup.out_dir / "corpus" / "text", (later - 100, later - 100))
+    assert setup.run()[0] == 0
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
+    setup: Setup, stale: bool
+) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.write_text("xyz")
+    os.utime(path, (time.time() + 5, time.time() + 5))
+    if stale:
+        setup.recipe_path.write_text(RECIPE.replace("max_train_lines = 5", "max_train_lines = 6"))
+    with pytest.raises(ArtifactError) as caught:
+        setup.run()
+    assert f"{path} is damaged in chunk 0" in str(caught.value)
+    assert f"restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
+    assert path.read_text() == "xyz"
+    assert setup.workshop.started == []
+    shutil.rmtree(path.parent)
+    assert setup.run()[0] == 0
+    assert setup.workshop.started[0] == "corpus"
+
+
+def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "shards" / "text").unlink()
+    assert setup.forecast()[1] == "shards: would be checked (its file text is missing)"
+    with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
+        setup.run()
+
+
+def test_a_link_in_place_of_a_file_is_not_taken_for_it(setup: Setup) -> None:
+    setup.run()
+    path = setup.out_dir / "corpus" / "text"
+    path.rename(setup.folder / "elsewhere")
+    path.symlink_to(setup.folder / "elsewhere")
+    with pytest.raises(ArtifactError, match="text is a link"):
+        setup.run()
+
+
+def test_a_folder_that_is_no_artifact_where_a_stage_would_write_is_named_and_kept(
+    setup: Setup,
+) -> None:
+    path = setup.out_dir / "corpus" / "thesis.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("thesis")
+    assert "holds thesis.txt and no manifest.json" in setup.forecast()[0]
+    with pytest.raises(ArtifactError, match=r"holds thesis\.txt .* never replaced"):
+        setup.run()
+    assert path.read_text() == "thesis"
+
+
+def test_what_a_killed_stage_left_aside_is_put_back_before_a_plan_looks(setup: Setup) -> None:
+    setup.run()
+    (setup.out_dir / "corpus").rename(setup.out_dir / ".corpus.replaced")
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    assert names_in(setup.out_dir) == ["corpus", "model", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("raw", "The plan's folder .* is the input text"),
+        (".", "The plan's folder .* holds the input text"),
+        ("raw/runs/tiny", "The plan's folder .* lies within the input text"),
+    ],
+)
+def test_a_plan_does_not_write_over_around_or_into_what_it_is_given(
+    setup: Setup, out: str, words: str
+) -> None:
+    setup.out_dir = setup.folder / out
+    with pytest.raises(ConfigError, match=words):
+        setup.placed()
+    assert setup.text_path.read_text() == "banana"
+
+
+def test_a_stage_folder_that_is_a_link_to_an_input_is_refused(setup: Setup) -> None:
+    setup.out_dir.mkdir()
+    (setup.out_dir / "corpus").symlink_to(setup.text_path.parent)
+    with pytest.raises(ConfigError, match=r"Stage corpus's folder .* is the input text"):
+        setup.placed()
+
+
+# ---------------------------------------------------------------- failures and stops
+
+
+def test_a_failing_stage_stops_the_plan_and_the_next_run_goes_on_there(setup: Setup) -> None:
+    setup.workshop.codes = [0, 3]
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (3, ["corpus", "shards"])
+    assert "stage shards failed (exit code 3)" in said
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["shards", "model"]
+
+
+def test_a_stage_that_ends_well_without_an_artifact_counts_as_failed(setup: Setup) -> None:
+    class Idle(Workshop):
+        def _build(self, *_: object) -> None:
+            pass
+
+    setup.workshop = Idle()
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (1, ["corpus"])
+    assert "left no finished artifact" in said
+
+
+def test_a_stage_that_asks_to_be_run_again_is_while_it_saves_something_new(setup: Setup) -> None:
+    class Saving(Workshop):
+        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+            state = setup.out_dir / "corpus.run" / f"step{len(self.started)}" / "manifest.json"
+            state.parent.mkdir(parents=True, exist_ok=True)
+            state.write_text("{}")
+            return super().__call__(arguments, **options)
+
+    setup.workshop = Saving()
+    setup.workshop.codes = [EXIT_RUN_AGAIN] * MAX_RERUNS
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1) + ["shards", "model"]
+
+
+def test_a_stage_that_asks_to_be_run_again_for_ever_is_given_up(setup: Setup) -> None:
+    state = setup.out_dir / "corpus.run"
+
+    class Saving(Workshop):
+        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+            state.mkdir(parents=True, exist_ok=True)
+            (state / f"step{len(self.started)}").write_text("")
+            return super().__call__(arguments, **options)
+
+    setup.workshop = Saving()
+    setup.workshop.codes = [EXIT_RUN_AGAIN] * 100
+    assert setup.run()[0] == 1
+    assert setup.workshop.started == ["corpus"] * (MAX_RERUNS + 1)
+
+
+def test_a_stage_that_asks_to_be_run_again_but_saved_nothing_fails(setup: Setup) -> None:
+    log_path = setup.out_dir / "corpus.run" / "metrics.jsonl"
+    log_path.parent.mkdir(parents=True)
+    log_path.write_text("{}\n")
+    setup.workshop.codes = [EXIT_RUN_AGAIN]
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (1, ["corpus"])
+    assert "saved nothing new" in said
+
+
+def test_a_signal_ends_the_plan_after_the_stage_it_reached_and_says_how_to_go_on(
+    setup: Setup,
+) -> None:
+    class Interrupting(Workshop):
+        def __call__(self, arguments: Sequence[str], **options: Any) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().__call__(arguments, **options)
+
+    setup.workshop = Interrupting()
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (EXIT_RUN_AGAIN, ["corpus"])
+    assert "stopped as asked (SIGTERM)" in said
+    assert "run the same command again" in said
+    setup.workshop = Workshop()
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["shards", "model"]
+
+
+def test_a_second_run_of_the_same_folder_says_who_holds_it(setup: Setup) -> None:
+    with (
+        exclusive(setup.out_dir / ".lock", what="out"),
+        pytest.raises(ArtifactError, match=f"being written by process {os.getpid()} on"),
+    ):
+        setup.run()
+    assert setup.run()[0] == 0
+    assert not (setup.out_dir / ".lock").exists()
+
+
+def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from pipeline.artifacts.locks import exclusive\n"
+        "with exclusive(Path(sys.argv[1]), what='x'):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(ArtifactError, match=f"process {holder.pid} "),
+            exclusive(path, what="x"),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait(timeout=10)
+    with exclusive(path, what="x"):
+        assert path.read_text().startswith(f"process {os.getpid()} ")
+
+
+# ---------------------------------------------------------------- status
+
+
+def test_status_tells_done_from_stale_from_missing_from_in_progress(setup: Setup) -> None:
+    setup.workshop.codes = [0, 0, 1]
+    setup.run()
+    setup.recipe_path.write_text(RECIPE.replace("max_tokens = 16", "max_tokens = 32"))
+    rows = [line.split(None, 2) for line in setup.status().split("\n")[2:]]
+    assert [row[:2] for row in rows] == [
+        ["corpus", "done"],
+        ["shards", "stale"],
+        ["model", "missing"],
+    ]
+    assert rows[1][2] == "shards.max_tokens: 16 → 32"
+    (setup.out_dir / "model.run").mkdir()
+    assert "in progress" in setup.status().split("\n")[-1]
+
+
+def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None:
+    setup.run()
+    setup.text_path.unlink()
+    assert [line.split()[1] for line in setup.status(given={}).split("\n")[2:]] == ["done"] * 3
+
+
+# ---------------------------------------------------------------- real processes
+
+DRIVER = """
+import sys
+from pipeline import cli, stages
+from pipeline.stages import Input, Stage
+
+stages.STAGES.clear()
+stages.STAGES["read"] = Stage(
+    "read", "tiny_stage", "corpus", "reads", ("corpus",), {"raw": Input("raw", "folder")})
+stages.STAGES["count"] = Stage(
+    "count", "tiny_stage", "shards", "counts", ("shards",), {"corpus": Input("corpus", "text")},
+    parallel="ranks")
+if __name__ == "__main__":
+    sys.exit(cli.main())
+"""
+
+TINY_STAGE = """
+import os, time
+from pathlib import Path
+from pipeline.artifacts.artifact import new_artifact
+
+def run(call):
+    folder = Path(__file__).parent
+    if (folder / "slow").exists() and call.stage.name == "count":
+        (folder / f"rank{os.environ['RANK']}").write_text("")
+        time.sleep(60)
+    if os.environ["RANK"] == "0":
+        with new_artifact(
+            call.out_dir, kind=call.stage.makes, stage=call.stage.name, config=call.config,
+            inputs=call.records, overwrite=call.overwrite,
+        ) as writer:
+            writer.write_json("world.json", os.environ["WORLD_SIZE"])
+"""
+
+RUNNER = """
+import driver, sys
+from pathlib import Path
+from pipeline.jobs.plan import load_plan, place_plan, run_plan
+placed = place_plan(
+    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
+sys.exit(run_plan(placed, program=("driver.py",)))
+"""
+
+
+@pytest.fixture
+def real(setup: Setup) -> Path:
+    """A folder with a plan of two stages that really run as processes."""
+    plan = PLAN.format(recipe="recipe.toml").partition("[stages.model]")[0]
+    setup.plan_path.write_text(plan + "processes = 2\n")
+    for name, text in (("driver", DRIVER), ("tiny_stage", TINY_STAGE), ("runner", RUNNER)):
+        (setup.folder / f"{name}.py").write_text(text)
+    return setup.folder
+
+
+def test_stages_run_as_processes_with_the_ranks_the_plan_says(real: Path) -> None:
+    command = [sys.executable, "runner.py"]
+    first = subprocess.run(command, cwd=real, capture_output=True, text=True, timeout=60)
+    assert first.returncode == 0, first.stderr
+    shards = open_artifact(real / "out dir" / "shards", kind="shards")
+    assert json.loads(shards.file("world.json").read_text()) == "2"
+    second = subprocess.run(command, cwd=real, capture_output=True, text=True, timeout=60)
+    assert "shards: already done" in second.stdout
+
+
+def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finished(
+    real: Path,
+) -> None:
+    (real / "slow").touch()
+    runner = subprocess.Popen(
+        [sys.executable, "runner.py"], cwd=real, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while len(list(real.glob("rank?"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        runner.terminate()
+        said, _ = runner.communicate(timeout=20)
+    finally:
+        runner.kill()
+    assert runner.returncode == EXIT_RUN_AGAIN
+    assert "stopped as asked (SIGTERM) in shards" in said
+    assert names_in(real / "out dir") == ["corpus"]

@@ -1,0 +1,234 @@
+"""Compiled loops against the same in PyTorch's operators."""
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import numba
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.tiny_models import tiny_spec
+from torch import Tensor
+
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.config import MoEConfig
+from pipeline.kernels import routing_loops as loops
+from pipeline.kernels import threads
+from pipeline.kernels.routing_loops import compiled, numbers
+from pipeline.model.feed_forward import Activation
+from pipeline.model.moe import experts
+from pipeline.model.moe.dispatch import (
+    SliceLength,
+    combine,
+    dispatch_dropless,
+    dispatch_with_capacity,
+    gather,
+    place_by_loop,
+    place_by_sorting,
+)
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import CombineWeights, Routing, choose, choose_by_operators
+from pipeline.model.transformer import build_model
+
+SEEDS = st.integers(0, 2**16)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def router_losses(routing: Routing) -> Tensor:
+    """Something that depends on all that is differentiable."""
+    slope_NC = random(*routing.weight_NC.shape, seed=5)
+    return (routing.weight_NC * slope_NC).sum() + 3 * routing.balance_loss
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9), st.integers(1, 6), st.integers(1, 6), st.floats(0.1, 30), SEEDS)
+@example(0, 4, 2, 1.0, 1)
+@pytest.mark.parametrize("combine_weights", ["renormalized", "probability"])
+def test_the_loop_chooses_as_the_operators_do(
+    combine_weights: CombineWeights,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    scale: float,
+    seed: int,
+) -> None:
+    top_k = min(top_k, num_experts)
+    logits_NE = random(num_tokens, num_experts, seed=seed, scale=scale)
+    ours_NE, theirs_NE = logits_NE.clone().requires_grad_(), logits_NE.clone().requires_grad_()
+    ours = choose(ours_NE, top_k=top_k, combine_weights=combine_weights)
+    is_renormalized = combine_weights == "renormalized"
+    theirs = choose_by_operators(theirs_NE, top_k=top_k, is_renormalized=is_renormalized)
+    assert torch.equal(ours.expert_NC, theirs.expert_NC)
+    for name in ("probability_NE", "weight_NC", "balance_loss"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+    router_losses(ours).backward()
+    router_losses(theirs).backward()
+    torch.testing.assert_close(ours_NE.grad, theirs_NE.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_token_that_is_not_a_number_has_two_experts_that_exist() -> None:
+    logits_NE = torch.full((3, 4), math.nan)
+    logits_NE[1] = torch.tensor([1.0, math.nan, 3.0, math.inf])
+    routing = choose(logits_NE, top_k=2)
+    for first, second in routing.expert_NC.tolist():
+        assert 0 <= first < 4
+        assert 0 <= second < 4
+        assert first != second
+    assert routing.weight_NC.isnan().all()
+    assert routing.balance_loss.isnan()
+
+
+@pytest.mark.parametrize("num_experts", [4, 32, 100])
+@pytest.mark.parametrize("levels", [1, 2, 5])
+def test_of_equal_logits_every_path_chooses_the_first(num_experts: int, levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    logits_NE = torch.randint(levels, (300, num_experts), generator=generator).float()
+    expected = [
+        sorted(range(num_experts), key=lambda e: (-row[e], e))[:2] for row in logits_NE.tolist()
+    ]
+    assert choose(logits_NE, top_k=2).expert_NC.tolist() == expected
+    by_operators = choose_by_operators(logits_NE, top_k=2, is_renormalized=True)
+    assert by_operators.expert_NC.tolist() == expected
+
+
+@settings(deadline=None)
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(0, 12), st.booleans(), SEEDS)
+def test_the_loop_places_routes_as_sorting_does(
+    num_tokens: int, num_experts: int, capacity: int, has_queue: bool, seed: int
+) -> None:
+    routing = choose(random(num_tokens, num_experts, seed=seed), top_k=min(2, num_experts))
+    generator = torch.Generator().manual_seed(seed)
+    routes = routing.expert_NC.numel()
+    queue = torch.randperm(routes, generator=generator) if has_queue else None
+    ours = place_by_loop(routing, queue, capacity=capacity, slice_length=None)
+    theirs = place_by_sorting(routing, queue, capacity=capacity)
+    for name in ("route_R", "token_R", "row_NC", "rows_E", "count_E", "routed_E"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert ours.drops <= theirs.drops
+
+
+@pytest.mark.parametrize("expert", [-1, 4])
+def test_no_route_is_written_to_an_expert_that_does_not_exist(expert: int) -> None:
+    routing = choose(random(3, 4, seed=1), top_k=2)
+    routing.expert_NC[1, 1] = expert
+    with pytest.raises(IndexError, match="does not exist"):
+        dispatch_dropless(routing)
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Which have work in any case."""
+    monkeypatch.setattr(threads, "WORTH_OTHER_THREADS", 1)
+    monkeypatch.setattr(experts, "WORTH_OTHER_THREADS", 1)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def some_experts(activation: Activation) -> Experts:
+    """Five, of width 16, with biases."""
+    spec = tiny_spec(moe=MoEConfig(num_experts=5, every=1), width=16, activation=activation)
+    model = build_model(spec)
+    initialize_weights(model, seed=1)
+    found = cast(MixtureOfExperts, model.encoder.layers[0].feed_forward).experts
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(random(*parameter.shape, seed=2, scale=0.3))
+    return found
+
+
+def served(
+    layer: Experts, dtype: torch.dtype, capacity: int | None, spare: SliceLength | None, how: str
+) -> list[Tensor]:
+    """What 40 tokens get from four of the experts, and all gradients."""
+    layer = layer.to(dtype)
+    layer.zero_grad(set_to_none=True)
+    x_ND = random(40, 16, seed=3).to(dtype).requires_grad_()
+    logits_NE = random(40, 5, seed=4)
+    logits_NE[:, 3] = -50
+    logits_NE.requires_grad_()
+    routing = choose(logits_NE, top_k=2)
+    if capacity is None:
+        dispatch = dispatch_dropless(routing, slice_length=spare)
+    else:
+        dispatch = dispatch_with_capacity(
+            routing, capacity=capacity, prioritized=True, slice_length=spare
+        )
+    if how == "loops":
+        y_ND = layer.serve(x_ND, dispatch)
+    else:
+        y_ND = combine(layer(gather(x_ND, dispatch), dispatch.rows_E.tolist()), dispatch)
+    (y_ND.float() * random(40, 16, seed=6)).sum().backward()
+    parameters = [parameter.grad for parameter in layer.parameters()]
+    assert x_ND.grad is not None
+    assert logits_NE.grad is not None
+    assert parameters[0] is not None
+    assert parameters[0][3].count_nonzero() == 0
+    return [y_ND.detach(), x_ND.grad, logits_NE.grad, *(g for g in parameters if g is not None)]
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("capacity", [None, 12])
+@pytest.mark.parametrize("spare", [None, lambda count: count + 3])
+def test_serving_tokens_is_gathering_applying_and_combining(
+    activation: Activation, capacity: int | None, spare: SliceLength | None
+) -> None:
+    layer = some_experts(activation)
+    expected = served(layer, torch.float32, capacity, spare, "operators")
+    found = served(layer, torch.float32, capacity, spare, "loops")
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_in_bfloat16_the_loops_are_as_near_to_float32_as_the_operators() -> None:
+    exact = some_experts("relu").to(torch.bfloat16)
+    expected = served(exact, torch.float32, None, None, "operators")
+    errors = {}
+    for how in ("operators", "loops"):
+        found = served(exact, torch.bfloat16, None, None, how)
+        pairs = zip(found, expected, strict=True)
+        errors[how] = [float((x.float() - y).norm() / y.norm()) for x, y in pairs]
+    for ours, theirs in zip(errors["loops"], errors["operators"], strict=True):
+        assert 0 < ours < max(1.1 * theirs, 0.01)
+
+
+def test_numbers_are_rounded_to_bfloat16_as_pytorch_rounds_them() -> None:
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (2**16,), generator=generator, dtype=torch.int64)
+    halves = (torch.arange(2**16) << 16) + 2**15  # between two neighbours, all of them
+    some = torch.cat([bits, halves, halves + 1, halves - 1]).to(torch.int32).view(torch.float32)
+    one_R1 = torch.ones(1, 1, dtype=torch.bfloat16)
+    row_NC = torch.zeros(len(some), 1, dtype=torch.int64)
+    found = torch.empty(len(some), 1, dtype=torch.bfloat16)
+    loops.sum_over_routes(
+        numbers(one_R1), numbers(row_NC), numbers(some[:, None]), 0, len(some), numbers(found)
+    )
+    expected = some.to(torch.bfloat16)[:, None]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_loops_are_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    njit = numba.njit
+
+    def cannot_keep(*, cache: bool = False, nogil: bool) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function 'double': no locator available")
+        return njit(nogil=nogil)
+
+    monkeypatch.setattr(numba, "njit", cannot_keep)
+
+    @compiled()
+    def double(numbers: loops.Integers) -> None:
+        numbers *= 2
+
+    some = torch.arange(3)
+    double(some.numpy())
+    assert some.tolist() == [0, 2, 4]

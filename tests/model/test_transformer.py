@@ -1,0 +1,298 @@
+"""The whole model: equal to Hugging Face's, causal, and blind to padding."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import EOS_ID, PAD_ID, random_batch, random_examples, tiny_model, tiny_spec
+from torch import Tensor, nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+
+from pipeline.batching.batch import Example, Packing, collate
+from pipeline.config import MoEConfig
+from pipeline.model.feed_forward import Activation
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model
+
+PEER_NAMES = (
+    (r"embedding\.weight", "model.shared.weight"),
+    (r"(\w+coder)\.positions\.weight", r"model.\1.embed_positions.weight"),
+    (r"(\w+coder)\.embedding_norm\.(\w+)", r"model.\1.layernorm_embedding.\2"),
+    (r"(\w+coder)\.final_norm\.(\w+)", r"model.\1.layer_norm.\2"),
+    (r"(.+)\.self_attention\.query\.(\w+)", r"model.\1.self_attn.q_proj.\2"),
+    (r"(.+)\.self_attention\.key\.(\w+)", r"model.\1.self_attn.k_proj.\2"),
+    (r"(.+)\.self_attention\.value\.(\w+)", r"model.\1.self_attn.v_proj.\2"),
+    (r"(.+)\.self_attention\.output\.(\w+)", r"model.\1.self_attn.out_proj.\2"),
+    (r"(.+)\.self_attention_norm\.(\w+)", r"model.\1.self_attn_layer_norm.\2"),
+    (r"(.+)\.cross_attention\.query\.(\w+)", r"model.\1.encoder_attn.q_proj.\2"),
+    (r"(.+)\.cross_attention\.key\.(\w+)", r"model.\1.encoder_attn.k_proj.\2"),
+    (r"(.+)\.cross_attention\.value\.(\w+)", r"model.\1.encoder_attn.v_proj.\2"),
+    (r"(.+)\.cross_attention\.output\.(\w+)", r"model.\1.encoder_attn.out_proj.\2"),
+    (r"(.+)\.cross_attention_norm\.(\w+)", r"model.\1.encoder_attn_layer_norm.\2"),
+    (r"(.+)\.feed_forward\.up\.(\w+)", r"model.\1.fc1.\2"),
+    (r"(.+)\.feed_forward\.down\.(\w+)", r"model.\1.fc2.\2"),
+    (r"(.+)\.feed_forward_norm\.(\w+)", r"model.\1.final_layer_norm.\2"),
+)
+"""Our names and Hugging Face's, which M2M-100, mBART and BART share."""
+
+
+def peer_name(name: str) -> str:
+    (found,) = (
+        re.sub(ours, theirs, name) for ours, theirs in PEER_NAMES if re.fullmatch(ours, name)
+    )
+    return found
+
+
+def copy_weights(model: Transformer, peer: nn.Module) -> None:
+    """Give the peer our weights; every tensor of both must be accounted for."""
+    theirs = dict(peer.named_parameters())
+    ours = dict(model.named_parameters())
+    assert {peer_name(name) for name in ours} == set(theirs)
+    with torch.no_grad():
+        for name, value in ours.items():
+            theirs[peer_name(name)].copy_(value)
+
+
+def peer_settings(spec: ModelSpec) -> dict[str, object]:
+    model = spec.model
+    return {
+        "vocab_size": spec.vocabulary_size,
+        "d_model": model.width,
+        "encoder_layers": model.encoder_layers,
+        "decoder_layers": model.decoder_layers,
+        "encoder_attention_heads": model.num_heads,
+        "decoder_attention_heads": model.num_heads,
+        "encoder_ffn_dim": model.feed_forward_width,
+        "decoder_ffn_dim": model.feed_forward_width,
+        "activation_function": model.activation,
+        "scale_embedding": model.scale_embedding,
+        "max_position_embeddings": model.max_positions,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": 0,
+        "eos_token_id": EOS_ID,
+        "decoder_start_token_id": EOS_ID,
+        "forced_eos_token_id": None,
+    }
+
+
+def make_peer(model_type: Any, config_type: Any, spec: ModelSpec) -> nn.Module:
+    """In evaluation mode: in training, Hugging Face's layers are dropped at random."""
+    peer: nn.Module = model_type(config_type(**peer_settings(spec)))
+    return peer.eval()
+
+
+def padded(sequences: list[list[int]]) -> Tensor:
+    length = max(map(len, sequences))
+    return torch.tensor([tokens + [PAD_ID] * (length - len(tokens)) for tokens in sequences])
+
+
+def peer_logits(peer: nn.Module, examples: list[Example]) -> Tensor:
+    """Logits of the peer at every label, sentence after sentence."""
+    source = padded([[*e.source_prefix, *map(int, e.source), EOS_ID] for e in examples])
+    target = padded([[*e.decoder_prompt, *map(int, e.target)] for e in examples])
+    logits_BTV = peer(
+        input_ids=source, attention_mask=(source != PAD_ID).long(), decoder_input_ids=target
+    ).logits
+    parts = []
+    for row, example in enumerate(examples):
+        first = len(example.decoder_prompt) - 1
+        parts.append(logits_BTV[row, first : first + len(example.target) + 1])
+    return torch.cat(parts)
+
+
+def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
+    """Logits at all labels, and the gradient of the cross entropy in every parameter."""
+    model = tiny_model(spec)
+    copy_weights(model, peer)
+    examples = random_examples(spec, sentences=5, seed=3, shortest=1, longest=12)
+    batch = collate(examples, eos_id=EOS_ID)
+    ours, theirs = model(batch).logits_LV, peer_logits(peer, examples)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    for logits in (ours, theirs):
+        F.cross_entropy(logits, batch.labels_L).backward()
+    gradients = {name: parameter.grad for name, parameter in peer.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, gradients[peer_name(name)], rtol=1e-4, atol=1e-5, msg=name
+        )
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("scale_embedding", [True, False])
+def test_pre_norm_with_sinusoids_equals_m2m100(
+    activation: Activation, scale_embedding: bool
+) -> None:
+    spec = tiny_spec(activation=activation, model={"scale_embedding": scale_embedding})
+    assert_equals_peer(spec, make_peer(M2M100ForConditionalGeneration, M2M100Config, spec))
+
+
+def test_pre_norm_with_learned_positions_and_embedding_norm_equals_mbart() -> None:
+    spec = tiny_spec(activation="gelu", model={"positions": "learned", "embedding_norm": True})
+    assert_equals_peer(spec, make_peer(MBartForConditionalGeneration, MBartConfig, spec))
+
+
+def test_post_norm_with_learned_positions_and_embedding_norm_equals_bart() -> None:
+    settings = {"norm": "post", "positions": "learned", "embedding_norm": True}
+    spec = tiny_spec(activation="gelu", model={**settings, "scale_embedding": False})
+    assert_equals_peer(spec, make_peer(BartForConditionalGeneration, BartConfig, spec))
+
+
+@pytest.fixture(params=["dense", "post-norm", "learned", "experts", "language groups"])
+def spec(request: pytest.FixtureRequest) -> ModelSpec:
+    moe = MoEConfig(num_experts=4, top_k=2, every=2)
+    specs = {
+        "dense": tiny_spec(),
+        "post-norm": tiny_spec(model={"norm": "post", "embedding_norm": True}),
+        "learned": tiny_spec(model={"positions": "learned"}),
+        "experts": tiny_spec(moe=moe),
+        "language groups": tiny_spec(moe=moe, groups=3),
+    }
+    return specs[request.param]
+
+
+@torch.no_grad()
+def test_a_sentence_has_the_same_logits_alone_and_among_longer_ones(spec: ModelSpec) -> None:
+    model = tiny_model(spec)
+    short = random_examples(spec, sentences=3, seed=1, shortest=1, longest=4)
+    long = random_examples(spec, sentences=3, seed=2, shortest=10, longest=20)
+    together = model(collate([*short, *long], eos_id=EOS_ID)).logits_LV
+    alone = [model(collate([example], eos_id=EOS_ID)).logits_LV for example in [*short, *long]]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_later_target_token_changes_later_logits_only(spec: ModelSpec) -> None:
+    model = tiny_model(spec)
+    (example,) = random_examples(spec, sentences=1, seed=4, shortest=8, longest=8)
+    changed_at = 5
+    target = [int(token) for token in example.target]
+    target[changed_at] = 4 if target[changed_at] != 4 else 5
+    before = model(collate([example], eos_id=EOS_ID)).logits_LV
+    after = model(collate([replace(example, target=target)], eos_id=EOS_ID)).logits_LV
+    change_L = (before - after).abs().amax(-1)
+    assert change_L[: changed_at + 1].max() < 1e-5
+    assert change_L[changed_at + 1 :].min() > 1e-3
+
+
+@torch.no_grad()
+def test_every_source_token_reaches_every_logit(spec: ModelSpec) -> None:
+    model = tiny_model(spec)
+    (example,) = random_examples(spec, sentences=1, seed=5, shortest=6, longest=6)
+    before = model(collate([example], eos_id=EOS_ID)).logits_LV
+    for position in range(6):
+        source = [int(token) for token in example.source]
+        source[position] = 4 if source[position] != 4 else 5
+        after = model(collate([replace(example, source=source)], eos_id=EOS_ID)).logits_LV
+        assert (before - after).abs().amax(-1).min() > 1e-5
+
+
+def test_every_n_th_layer_has_experts_and_reports_them_encoder_first() -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, every=3)
+    spec = tiny_spec(moe=moe, layers=7, model={"decoder_layers": 3})
+    model = tiny_model(spec)
+    with_experts = [
+        name.removesuffix(".feed_forward.router.weight")
+        for name, _ in model.named_parameters()
+        if name.endswith(".router.weight")
+    ]
+    assert with_experts == ["encoder.layers.2", "encoder.layers.5", "decoder.layers.2"]
+    batch = random_batch(spec, sentences=3, seed=1)
+    counts = [len(record.expert_NC) for record in model(batch).routing]
+    assert counts == [len(batch.source_N), len(batch.source_N), len(batch.target_N)]
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4))
+    rates = Regularization(dropout=0.3, attention_dropout=0.2)
+    model, plain = tiny_model(spec, regularization=rates), tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        found: Tensor = model(batch).logits_LV
+        return found
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.allclose(logits(1), logits(2), atol=1e-2)
+    model.eval()
+    assert torch.equal(logits(1), plain(batch).logits_LV)
+
+
+def test_attention_dropout_acts_alone() -> None:
+    spec = tiny_spec()
+    model = tiny_model(spec, regularization=Regularization(attention_dropout=0.5))
+    plain = tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+    assert not torch.allclose(model(batch).logits_LV, plain(batch).logits_LV, atol=1e-3)
+
+
+def test_a_dropped_sublayer_leaves_the_embedding() -> None:
+    """At a rate near 1 a pre-norm residual stream keeps its input (closed form)."""
+    spec = tiny_spec(layers=1)
+    model = tiny_model(spec, regularization=Regularization(dropout=1 - 1e-7))
+    x_ND = torch.randn(5, spec.model.width)
+    packing = Packing.from_lengths([5])
+    group_N = torch.zeros(5, dtype=torch.int64)
+    torch.manual_seed(1)
+    y_ND, record = model.encoder.layers[0](x_ND, packing, group_N)
+    assert record is None
+    assert torch.equal(y_ND, x_ND)
+
+
+def test_buffers_are_not_weights_and_survive_allocation() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=2), groups=3, languages=4)
+    model = build_model(spec)
+    assert model.group_of_language.tolist() == [0, 1, 2, 0]
+    assert not {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    angle = 5 * 10000 ** -(3 / 7)
+    expected = [torch.tensor(angle).sin(), torch.tensor(angle).cos()]
+    torch.testing.assert_close(model.positions_TD[3, [3, 11]], torch.stack(expected))
+
+
+def test_half_precision_is_close_to_single_precision() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4, top_k=4), groups=2)
+    model = tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+    with torch.no_grad():
+        single = model(batch).logits_LV
+        half = model.to(torch.bfloat16)(batch).logits_LV
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - single).abs().max() < 0.05 * single.abs().max()
+
+
+def test_a_model_too_large_for_the_memory_is_one_sentence() -> None:
+    """In a process of little memory, so that nothing large is asked of the machine."""
+    script = """
+import resource, torch
+from pipeline.config import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
+model = ModelConfig(width=2**16, feed_forward_width=2**20, max_positions=2**10)
+spec = ModelSpec(model=model, vocabulary_size=9, pad_id=0, languages=("de",))
+try:
+    build_model(spec)
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.startswith("There is no memory for the ")

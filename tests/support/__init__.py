@@ -1,0 +1,1 @@
+"""What tests share: pools of ranks, tiny models and plans, peers, broken files."""

@@ -1,0 +1,77 @@
+"""One engine of the parity matrix, and one update of it."""
+
+from typing import Any, Literal
+
+import torch
+
+from pipeline.config import OptimizerConfig
+from pipeline.distributed.world import World
+from pipeline.model.transformer import build_model
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.optim import make_optimizer
+from support.plain_training import (
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    MOE,
+    make_recipe,
+    micro_batches,
+    set_weights,
+)
+from support.tiny_models import tiny_spec
+
+SPEC = tiny_spec(moe=MOE, groups=2)
+CLIP_NORM = 0.5
+ADAM = OptimizerConfig(learning_rate=1e-2, clip_norm=CLIP_NORM)
+ZEROS: dict[str, dict[str, Any]] = {
+    "ZeRO 1": {"stage": 1, "overlap_comm": False},
+    "ZeRO 1 + overlap": {"stage": 1, "overlap_comm": True},
+    "ZeRO 2": {"stage": 2, "overlap_comm": False},
+}
+BUCKET = 3000
+"""Gradients sent at a time: some twenty buckets per rank."""
+Precision = Literal["fp32", "bf16"]
+Method = Literal["sgd", "adam"]
+
+
+def make_engine(
+    world: World,
+    *,
+    parallel_size: int,
+    zero: str,
+    precision: Precision,
+    method: Method,
+    bucket: int = BUCKET,
+) -> Engine:
+    connect(world)
+    parallel = expert_parallel_group(parallel_size, world=world)
+    model = build_model(SPEC, expert_parallel=parallel)
+    set_weights(model)
+    config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+
+    def optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
+        if method == "adam":
+            return make_optimizer(groups, ADAM)
+        return torch.optim.SGD(groups, lr=LEARNING_RATE)
+
+    return Engine(
+        model,
+        make_recipe(SPEC.model, clip_norm=CLIP_NORM),
+        world=world,
+        ds_config=config,
+        make_optimizer=optimizer,
+    )
+
+
+def one_update(engine: Engine, world: World, update: int, *, rate: float) -> tuple[float, float]:
+    """This rank's summed cross entropy, and the norm."""
+    mine = range(world.rank, MICRO_BATCHES, world.size)
+    batches = micro_batches(SPEC, update)
+    result = engine.train_step(
+        [batches[index] for index in mine],
+        seeds=[1 for _ in mine],
+        total_labels=sum(batch.num_labels for batch in batches),
+        learning_rate=rate,
+    )
+    return result.cross_entropy.item(), result.gradient_norm

@@ -1,0 +1,489 @@
+"""One small artifact of every kind, made by the stages where that is quick, and what reads them.
+
+A reader takes a folder that holds one artifact, which may be broken, and a place for scratch files.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from data_prep import (
+    clean,
+    group_languages,
+    import_corpus,
+    import_tests,
+    make_shards,
+    mix,
+    train_tokenizer,
+)
+from pipeline import evaluate, upcycle
+from pipeline import nearest_neighbor as retrieve
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
+from pipeline.batching.feed import TrainingData
+from pipeline.checkpoints.averaging import average_checkpoints, average_states
+from pipeline.checkpoints.checkpoint import (
+    Piece,
+    PieceReader,
+    load_model,
+    open_checkpoint,
+    read_progress,
+    write_model_files,
+    write_weights,
+)
+from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.pruning import prune_experts
+from pipeline.config import DecodingConfig, ModelConfig, MoEConfig, Recipe, load_recipe
+from pipeline.decoding.translator import Job, Translator
+from pipeline.ds_config import load_ds_config
+from pipeline.evaluation.history import trace_history
+from pipeline.finetune import refuse_other_model
+from pipeline.jobs.plan import load_plan
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.model.spec import ModelSpec, groups_of_languages
+from pipeline.stages import STAGES, StageCall
+from pipeline.terminal import JsonLines
+from support.stored_checkpoints import make_state, weights_of
+from support.tiny_models import tiny_model
+
+LINES = {
+    "de-en": [("Hallo Welt", "hello world"), ("guten Morgen", "good morning"), ("ja", "yes")] * 6,
+    "en-fr": [("one house", "une maison"), ("two cats", "deux chats"), ("no", "non")] * 4,
+}
+LANGUAGES = ("de", "en", "fr")
+MOE = MoEConfig(num_experts=4, every=1, decoder_router="language_group")
+SIZES = ModelConfig(
+    encoder_layers=1,
+    decoder_layers=1,
+    width=16,
+    feed_forward_width=32,
+    num_heads=2,
+    max_positions=64,
+)
+RECIPE = Recipe.model_validate(
+    {
+        "name": "test",
+        "tokenizer": {"kind": "bytes"},
+        "groups": {"method": "typology"},
+        "clean": {"drop_duplicates": False, "drop_held_out_overlap": False},
+        "model": {**SIZES.model_dump(), "moe": MOE.model_dump()},
+        "batches": {"tokens": 100, "micro_batches": 2, "window_steps": 2},
+        "evaluation": {"language_accuracy": False, "bleu_tokenizer": "13a"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where the artifacts lie, by name; none of them is changed."""
+
+    folder: Path
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def open(self, name: str) -> Artifact:
+        directory = self.path(name)
+        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        return open_artifact(directory, kind=manifest["kind"])
+
+
+def stage_call(
+    stage_name: str,
+    out_dir: Path,
+    artifacts: Mapping[str, Artifact],
+    *,
+    recipe: Recipe = RECIPE,
+    raw: Path | None = None,
+) -> StageCall:
+    stage = STAGES[stage_name]
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw={} if raw is None else {"raw": raw},
+        out_dir=out_dir,
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
+        config=recipe.sections(stage.sections),
+    )
+
+
+def build_shelf(folder: Path) -> Shelf:
+    """Make one artifact of every kind, and the files that are none."""
+    shelf = Shelf(folder)
+    write_raw(shelf.path("raw"))
+    write_other_raw(shelf)
+    import_corpus.run(stage_call("import_corpus", shelf.path("imported"), {}, raw=folder / "raw"))
+    clean.run(stage_call("clean", shelf.path("corpus"), {"corpus": shelf.open("imported")}))
+    corpus = {"corpus": shelf.open("corpus")}
+    train_tokenizer.run(stage_call("train_tokenizer", shelf.path("tokenizer"), corpus))
+    pieces = RECIPE.model_copy(
+        update={"tokenizer": RECIPE.tokenizer.model_validate({"vocabulary_size": 36})}
+    )
+    call = stage_call("train_tokenizer", shelf.path("pieces"), corpus, recipe=pieces)
+    train_tokenizer.run(call)
+    inputs = {**corpus, "tokenizer": shelf.open("tokenizer")}
+    make_shards.run(stage_call("make_shards", shelf.path("shards"), inputs))
+    shards = {"shards": shelf.open("shards")}
+    mix.run(stage_call("mix", shelf.path("mixture"), shards))
+    group_languages.run(stage_call("group_languages", shelf.path("groups"), shards))
+    write_checkpoint(shelf, "experts", moe=MOE)
+    write_checkpoint(shelf, "dense", moe=None)
+    state_dir = shelf.path("run.run") / "states" / "update-0000003"
+    state_dir.parent.mkdir(parents=True)
+    weights = weights_of(tiny_model(model_spec(None)))
+    make_state(
+        state_dir,
+        [
+            Piece(what, name, 0, value.flatten().clone())
+            for name, value in weights.items()
+            for what in WHAT
+        ],
+    )
+    (shelf.path("run.run") / "best").symlink_to(shelf.path("dense"))
+    call = stage_call(
+        "retrieve", shelf.path("translations"), {**corpus, "checkpoint": shelf.open("dense")}
+    )
+    retrieve.run(call)
+    write_documents(shelf)
+    return shelf
+
+
+WHAT = ("master", "exp_avg", "exp_avg_sq")
+
+
+def write_raw(folder: Path) -> None:
+    for pair, lines in LINES.items():
+        for split, chosen in (("train", lines), ("valid", lines[:2]), ("test", lines[:3])):
+            for side, code in enumerate(pair.split("-")):
+                path = folder / pair / f"{split}.{code}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                text = "".join(f"{line[side]}\n" for line in chosen)
+                path.write_text(text, encoding="utf-8")
+
+
+def write_other_raw(shelf: Shelf) -> None:
+    """The same text, packed; and test sets as FLORES-200 has them."""
+    for path in shelf.path("raw").rglob("*.*"):
+        packed = shelf.path("packed") / path.parent.name / f"{path.name}.gz"
+        packed.parent.mkdir(parents=True, exist_ok=True)
+        packed.write_bytes(gzip.compress(path.read_bytes()))
+    shelf.path("tests").mkdir()
+    for code in ("eng_Latn", "deu_Latn"):
+        (shelf.path("tests") / f"{code}.devtest").write_text(f"one {code}\ntwo {code}\n")
+
+
+def model_spec(moe: MoEConfig | None) -> ModelSpec:
+    return ModelSpec(
+        model=SIZES.model_copy(update={"moe": moe}),
+        vocabulary_size=ByteVocabulary.size + len(LANGUAGES),
+        pad_id=ByteVocabulary.pad_id,
+        languages=LANGUAGES,
+        language_groups=None if moe is None else (0, 0, 1),
+    )
+
+
+def write_checkpoint(shelf: Shelf, name: str, *, moe: MoEConfig | None) -> None:
+    spec = model_spec(moe)
+    tensors = list(weights_of(tiny_model(spec)).items())
+    with stage_call("pretrain", shelf.path(name), {}).new_artifact() as writer:
+        for part in range(2):
+            write_weights(writer.directory / "weights", tensors[part::2], part=part)
+        write_model_files(writer, spec=spec, tokenizer_dir=shelf.path("tokenizer"))
+        writer.write_json(ROUTING_FILE, routing(spec).to_json())
+        curves = JsonLines(writer.path("metrics.jsonl"))
+        for update in (1, 2):
+            for kind in ("train", "validation"):
+                curves.write({"kind": kind, "update": update, "seconds": 1.5, "loss": 3.0})
+        writer.statistics["update"] = 2
+
+
+def routing(spec: ModelSpec) -> RoutingStatistics:
+    layers = moe_layer_names(spec)
+    experts = spec.model.moe.num_experts if spec.model.moe else 0
+    counts = torch.arange(1, 1 + len(layers) * len(LANGUAGES) * experts, dtype=torch.float64)
+    routed = counts.view(len(layers), len(LANGUAGES), experts).numpy()
+    tokens = routed.sum(-1)
+    return RoutingStatistics(
+        layers=layers,
+        languages=LANGUAGES,
+        tokens_LG=tokens,
+        entropy_LG=tokens,
+        routed_LGE=routed,
+        kept_LGE=routed,
+    )
+
+
+def write_documents(shelf: Shelf) -> None:
+    folder = shelf.path("documents")
+    folder.mkdir()
+    (folder / "recipe.toml").write_text("[training]\nupdates = 9999\n[model]\nwidth = 64\n")
+    (folder / "plan.toml").write_text(
+        '[inputs]\ntext = "text"\n[stages.corpus]\nrun = "import_corpus"\n'
+        'recipe = "demo_dense"\ninputs = { raw = "$text" }\nprocesses = 1\n'
+    )
+    (folder / "machine.json").write_text('{"zero_optimization": {"stage": 1}}')
+
+
+# ---------------------------------------------------------------- what reads them
+
+Read = Callable[[Shelf, Path, Path], object]
+"""Intact artifacts, the folder to read, an empty folder for what is made of it."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Something that opens an artifact and uses all that it wants of it."""
+
+    name: str
+    of: str
+    """Name of the artifact on the shelf."""
+    read: Read
+    files: str = ""
+    """Reads only files that start with this, and the manifest."""
+    without: tuple[str, ...] = field(default=())
+    """Does not read files that start with these."""
+    manifest: str = "statistics"
+    """Of a manifest it reads what lies below this key; "": all of it."""
+
+
+def _import(_: Shelf, raw: Path, scratch: Path) -> None:
+    import_corpus.run(stage_call("import_corpus", scratch / "out", {}, raw=raw))
+
+
+def _import_tests(_: Shelf, raw: Path, scratch: Path) -> None:
+    import_tests.run(stage_call("import_tests", scratch / "out", {}, raw=raw))
+
+
+def _clean(_: Shelf, directory: Path, scratch: Path) -> None:
+    corpus = open_artifact(directory, kind="corpus")
+    clean.run(stage_call("clean", scratch / "out", {"corpus": corpus}))
+
+
+def _train_tokenizer(_: Shelf, directory: Path, scratch: Path) -> None:
+    corpus = open_artifact(directory, kind="corpus")
+    train_tokenizer.run(stage_call("train_tokenizer", scratch / "out", {"corpus": corpus}))
+    sample = train_tokenizer.draw_sample(corpus, config=RECIPE.tokenizer)
+    assert all(isinstance(line, str) for line in sample)
+
+
+def _shards_of_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    corpus = open_artifact(directory, kind="corpus")
+    inputs = {"corpus": corpus, "tokenizer": shelf.open("tokenizer")}
+    make_shards.run(stage_call("make_shards", scratch / "out", inputs))
+
+
+def _retrieve(_: Shelf, directory: Path, scratch: Path) -> None:
+    corpus = open_artifact(directory, kind="corpus")
+    retrieve.run(stage_call("retrieve", scratch / "out", {"corpus": corpus}))
+
+
+def _tokenizer(_: Shelf, directory: Path, __: Path) -> None:
+    tokenizer = load_tokenizer(open_artifact(directory, kind="tokenizer").directory)
+    tokenizer.decode(tokenizer.encode("guten Morgen, 世界"))
+    for code in tokenizer.languages:
+        tokenizer.language_token_id(code)
+
+
+def _shards_with_tokenizer(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    tokenizer = open_artifact(directory, kind="tokenizer")
+    inputs = {"corpus": shelf.open("corpus"), "tokenizer": tokenizer}
+    make_shards.run(stage_call("make_shards", scratch / "out", inputs))
+
+
+def _train_on(shards: Artifact, mixture: Artifact) -> None:
+    """All that a training run reads before and during its first window."""
+    data = TrainingData(shards, read_mixture(mixture), RECIPE.batches, seed=1)
+    data.check(max_positions=SIZES.max_positions)
+    for step in islice(data.planner.steps((0, 0)), 3):
+        for micro_batch in step.micro_batches:
+            data.train.batch(micro_batch)
+    for _, micro_batch in data.validation(budget=100):
+        data.valid.batch(micro_batch)
+
+
+def _shards(shelf: Shelf, directory: Path, _: Path) -> None:
+    _train_on(open_artifact(directory, kind="shards"), shelf.open("mixture"))
+
+
+def _mix(_: Shelf, directory: Path, scratch: Path) -> None:
+    shards = open_artifact(directory, kind="shards")
+    mix.run(stage_call("mix", scratch / "out", {"shards": shards}))
+
+
+def _group(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    inputs = {"shards": open_artifact(directory, kind="shards"), "checkpoint": shelf.open("dense")}
+    for method in ("typology", "embeddings"):
+        config = RECIPE.groups.model_copy(update={"method": method})
+        recipe = RECIPE.model_copy(update={"groups": config})
+        group_languages.run(stage_call("group_languages", scratch / method, inputs, recipe=recipe))
+
+
+def _mixture(shelf: Shelf, directory: Path, _: Path) -> None:
+    _train_on(shelf.open("shards"), open_artifact(directory, kind="mixture"))
+
+
+def _groups(_: Shelf, directory: Path, __: Path) -> None:
+    groups = read_groups(open_artifact(directory, kind="groups"))
+    groups_of_languages(RECIPE.model, languages=LANGUAGES, groups=groups)
+
+
+def _inspect(_: Shelf, directory: Path, __: Path) -> None:
+    found = inspect(directory, tensors=True)
+    json.dumps(found)
+    inspection_text(found).encode()
+    verify(directory)
+
+
+def _translate(_: Shelf, directory: Path, __: Path) -> None:
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    decoding = DecodingConfig(beam_size=2, max_extra_length=2, max_length_ratio=0)
+    translator = Translator(checkpoint, decoding)
+    translator.translate(
+        [Job(Direction("de", "en"), 0, "Hallo"), Job(Direction("en", "fr"), 1, "")]
+    )
+
+
+def _finetune(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    inputs = {"checkpoint": open_artifact(directory, kind="checkpoint")}
+    inputs["shards"] = shelf.open("shards")
+    call = stage_call("finetune", scratch / "out", inputs)
+    tokenizer = load_tokenizer(shelf.path("tokenizer"))
+    refuse_other_model(call, fingerprint=tokenizer.fingerprint)
+    load_model(inputs["checkpoint"])
+
+
+def _average(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    average_checkpoints([directory, shelf.path("experts")], out_dir=scratch / "out")
+
+
+def _prune(_: Shelf, directory: Path, scratch: Path) -> None:
+    prune_experts(directory, languages=["de"], experts=2, out_dir=scratch / "out")
+
+
+def _diff(shelf: Shelf, directory: Path, _: Path) -> None:
+    "\n".join(diff(directory, shelf.path("experts")).lines()).encode()
+
+
+def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    inputs: dict[str, Artifact] = dict.fromkeys(upcycle.PARTS, checkpoint)
+    inputs["groups"] = shelf.open("groups")
+    upcycle.run(stage_call("upcycle", scratch / "out", inputs))
+
+
+def _embeddings(_: Shelf, directory: Path, __: Path) -> None:
+    checkpoint = open_artifact(directory, kind="checkpoint")
+    group_languages.language_embeddings(checkpoint, LANGUAGES)
+
+
+def _state(_: Shelf, directory: Path, __: Path) -> None:
+    state = open_artifact(directory, kind="training_state")
+    read_progress(state)
+    reader = PieceReader(state)
+    for name, shape in tensor_shapes(model_spec(None)).items():
+        for what in WHAT:
+            reader.read(what=what, tensor=name, start=0, length=shape.numel())
+
+
+def _average_states(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    states = scratch / "of.run" / "states"
+    states.mkdir(parents=True)
+    (states / "update-0000003").symlink_to(directory)
+    (scratch / "of.run" / "best").symlink_to(shelf.path("dense"))
+    average_states(scratch / "of.run", last=1, out_dir=scratch / "out")
+
+
+def _evaluate(corpus: Artifact, translations: Artifact, scratch: Path) -> None:
+    inputs = {"corpus": corpus, "systems/one": translations}
+    evaluate.run(stage_call("evaluate", scratch / "out", inputs))
+
+
+def _evaluate_system(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    translations = open_artifact(directory, kind="translations")
+    _evaluate(shelf.open("corpus"), translations, scratch)
+
+
+def _evaluate_corpus(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    corpus = open_artifact(directory, kind="corpus")
+    _evaluate(corpus, shelf.open("translations"), scratch)
+
+
+def _curves(shelf: Shelf, directory: Path, scratch: Path) -> None:
+    """The history of a system whose checkpoint is the broken one."""
+    checkpoint = open_checkpoint(directory)
+    call = stage_call(
+        "translate", scratch / "out", {"corpus": shelf.open("corpus"), "checkpoint": checkpoint}
+    )
+    with call.new_artifact():
+        pass
+    trace_history({"one": open_artifact(scratch / "out", kind="translations")})
+
+
+def _recipe(_: Shelf, directory: Path, __: Path) -> None:
+    load_recipe(str(directory / "recipe.toml"))
+
+
+def _plan(_: Shelf, directory: Path, __: Path) -> None:
+    load_plan(str(directory / "plan.toml"))
+
+
+def _ds_config(_: Shelf, directory: Path, __: Path) -> None:
+    load_ds_config(str(directory / "machine.json"))
+
+
+_WEIGHTS = ("weights/part-00001",)
+"""The second file of weights breaks as the first one does."""
+_BIG = (*_WEIGHTS, "metrics.jsonl")
+
+READERS: tuple[Reader, ...] = (
+    Reader("import_corpus", "raw", _import, files="de-en/train"),
+    Reader("import_corpus of gzip", "packed", _import, files="de-en/train.de"),
+    Reader("import_tests", "tests", _import_tests, files="eng"),
+    Reader("clean", "corpus", _clean, files="train/de-en/"),
+    Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),
+    Reader("make_shards from a corpus", "corpus", _shards_of_corpus, files="valid/de-en/"),
+    Reader("retrieve", "corpus", _retrieve, files="train/de-en/"),
+    Reader("evaluate a corpus", "corpus", _evaluate_corpus, files="test/de-en/"),
+    Reader("tokenizer of bytes", "tokenizer", _tokenizer),
+    Reader("tokenizer of pieces", "pieces", _tokenizer),
+    Reader("make_shards with a tokenizer", "pieces", _shards_with_tokenizer),
+    Reader("train on shards", "shards", _shards, files="train/de-en/de"),
+    Reader("validate on shards", "shards", _shards, files="valid/en-fr/en"),
+    Reader("tokenizer of shards", "shards", _shards, files="tokenizer/"),
+    Reader("mix", "shards", _mix, files="manifest.json"),
+    Reader("group_languages", "shards", _group, files="manifest.json"),
+    Reader("mixture", "mixture", _mixture),
+    Reader("groups", "groups", _groups),
+    Reader("inspect a checkpoint", "experts", _inspect, without=_BIG, manifest=""),
+    Reader("inspect a state", "run.run/states/update-0000003", _inspect, manifest=""),
+    Reader("translate", "experts", _translate, without=(*_BIG, "routing.json")),
+    Reader("finetune", "experts", _finetune, files="model.json", without=_WEIGHTS),
+    Reader("average", "experts", _average, files="weights/", without=_WEIGHTS),
+    Reader("prune", "experts", _prune, files="routing.json"),
+    Reader("diff", "experts", _diff, files="weights/", without=_WEIGHTS),
+    Reader("upcycle", "dense", _upcycle, files="weights/", without=_WEIGHTS),
+    Reader("embeddings", "dense", _embeddings, files="weights/", without=_WEIGHTS),
+    Reader("resume", "run.run/states/update-0000003", _state),
+    Reader("average states", "run.run/states/update-0000003", _average_states),
+    Reader(
+        "evaluate a system",
+        "translations",
+        _evaluate_system,
+        files="hypotheses/de-en",
+        manifest="",
+    ),
+    Reader("curves", "dense", _curves, files="metrics.jsonl"),
+    Reader("recipe", "documents", _recipe, files="recipe.toml"),
+    Reader("plan", "documents", _plan, files="plan.toml"),
+    Reader("ds_config", "documents", _ds_config, files="machine.json"),
+)

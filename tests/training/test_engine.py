@@ -1,0 +1,403 @@
+"""Updates under DeepSpeed are those of a plain PyTorch loop in one process, on any topology."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.plain_training import (
+    IDLE_EXPERT,
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    MOE,
+    UPDATES,
+    Trained,
+    dropout_seeds,
+    make_recipe,
+    micro_batches,
+    plain_training,
+    set_weights,
+)
+from support.process_pool import ProcessPool
+from support.tiny_models import tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.checkpoints.checkpoint import PieceReader
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import (
+    BatchesConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    Recipe,
+)
+from pipeline.distributed.world import World
+from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.errors import ConfigError
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+from pipeline.training import engine as engine_module
+from pipeline.training.engine import (
+    Engine,
+    accumulation_steps,
+    connect,
+    expert_parallel_group,
+    merge_ds_config,
+)
+from pipeline.training.optim import make_optimizer
+
+SPECS = {
+    "dense": tiny_spec(),
+    "moe": tiny_spec(moe=MOE),
+    "moe_lgr": tiny_spec(moe=MOE, groups=2),
+    "capacity": tiny_spec(moe=MOE.model_copy(update={"dispatch": "capacity"})),
+}
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "overlap_comm": False}}
+
+
+def engine_training(
+    world: World,
+    spec: ModelSpec,
+    *,
+    parallel_size: int,
+    zero_stage: int,
+    clip_norm: float = 0.5,
+    dropout: float = 0.0,
+    rehearses: bool = False,
+) -> Trained:
+    """The same training by the engine on this rank's share of the micro-batches."""
+    connect(world)
+    model = build_model(
+        spec,
+        regularization=Regularization(dropout, dropout),
+        expert_parallel=expert_parallel_group(parallel_size, world=world),
+    )
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model, clip_norm=clip_norm),
+        world=world,
+        ds_config=zero_config(zero_stage),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+    )
+    trained = Trained({}, [], [], [])
+    mine = range(world.rank, MICRO_BATCHES, world.size)
+    for update in range(UPDATES):
+        batches = micro_batches(spec, update)
+        if rehearses:
+            engine.rehearse(batches[-1])
+        result = engine.train_step(
+            [batches[index] for index in mine],
+            seeds=dropout_seeds(update, mine),
+            total_labels=sum(batch.num_labels for batch in batches),
+            learning_rate=LEARNING_RATE,
+        )
+        assert result.labels == sum(batches[index].num_labels for index in mine)
+        trained.norms.append(result.gradient_norm)
+        trained.cross_entropies.append(result.cross_entropy.item())
+        trained.balances.append(result.balance.item())
+    trained.weights = {entry.name: entry.value.clone() for entry in named_slices(model)}
+    return trained
+
+
+def merged(results: Sequence[Trained]) -> Trained:
+    """One result of all ranks; what several of them hold must be the same bits."""
+    weights: dict[str, Tensor] = {}
+    for result in results:
+        assert result.norms == results[0].norms
+        for name, value in result.weights.items():
+            assert torch.equal(weights.setdefault(name, value), value), name
+    return Trained(
+        weights=weights,
+        norms=results[0].norms,
+        cross_entropies=[
+            sum(each) for each in zip(*(r.cross_entropies for r in results), strict=True)
+        ],
+        balances=[sum(each) for each in zip(*(r.balances for r in results), strict=True)],
+    )
+
+
+def assert_equal_training(found: Trained, expected: Trained) -> None:
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.cross_entropies == pytest.approx(expected.cross_entropies, rel=1e-5)
+    assert found.balances == pytest.approx(expected.balances, rel=1e-5)
+    assert set(found.weights) == set(expected.weights)
+    for name, value in expected.weights.items():
+        difference = (found.weights[name] - value).abs().max() / value.abs().max()
+        assert difference <= 1e-5, (name, difference)
+
+
+CASES = [
+    *[("dense", size, 1, stage) for size in (1, 2) for stage in (1, 2)],
+    *[(name, 1, 1, 1) for name in ("moe", "moe_lgr")],
+    *[("moe", 2, parallel, stage) for parallel in (1, 2) for stage in (1, 2)],
+    *[("moe_lgr", 2, parallel, 1) for parallel in (1, 2)],
+    ("capacity", 2, 2, 1),
+    *[("moe_lgr", 4, parallel, 2) for parallel in (2, 4)],
+    ("moe", 4, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "parallel_size", "zero_stage"), CASES)
+def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
+    request: pytest.FixtureRequest,
+    name: str,
+    world_size: int,
+    parallel_size: int,
+    zero_stage: int,
+) -> None:
+    spec = SPECS[name]
+    expected, routed_E = plain_training(spec)
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(engine_training, spec, parallel_size=parallel_size, zero_stage=zero_stage)
+    assert_equal_training(merged(results), expected)
+    assert min(expected.norms) > 0.5, "the gradient must be clipped in every update"
+    if spec.model.moe is not None:
+        assert routed_E[IDLE_EXPERT] == 0
+        assert routed_E.count_nonzero() == MOE.num_experts - 1
+
+
+def test_a_gradient_within_the_norm_is_not_clipped(pool2: ProcessPool) -> None:
+    spec = SPECS["moe"]
+    expected, _ = plain_training(spec, clip_norm=1000.0)
+    results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=1, clip_norm=1000.0)
+    assert_equal_training(merged(results), expected)
+
+
+def test_a_rehearsed_batch_leaves_no_trace(pool2: ProcessPool) -> None:
+    spec = SPECS["moe_lgr"]
+    results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=2, rehearses=True)
+    assert_equal_training(merged(results), plain_training(spec)[0])
+
+
+@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
+def test_dropout_does_not_depend_on_the_world(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int
+) -> None:
+    spec = SPECS["moe"]
+    expected, _ = plain_training(spec, dropout=0.3)
+    without, _ = plain_training(spec)
+    assert expected.norms != pytest.approx(without.norms, rel=1e-3)
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    results = pool.run(
+        engine_training, spec, parallel_size=parallel_size, zero_stage=1, dropout=0.3
+    )
+    assert_equal_training(merged(results), expected)
+
+
+def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, bool]:
+    connect(world)
+    model = build_model(spec, regularization=Regularization(0.5, 0.5))
+    set_weights(model)
+    engine = Engine(
+        model,
+        make_recipe(spec.model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+    )
+    terms = engine.evaluate(micro_batches(spec, 0)[-1])
+    return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
+
+
+def test_evaluation_has_no_dropout_and_no_gradient(pool1: ProcessPool) -> None:
+    spec = SPECS["moe"]
+    model = tiny_model(spec)
+    set_weights(model)
+    batch = micro_batches(spec, 0)[-1]
+    output = model.eval()(batch)
+    loss = F.cross_entropy(output.logits_LV, batch.labels_L, reduction="sum")
+    balance = sum(record.balance_loss.item() for record in output.routing)
+    [(found_loss, found_balance, has_gradient)] = pool1.run(losses_of_evaluation, spec)
+    assert found_loss == pytest.approx(loss.item(), rel=1e-6)
+    assert found_balance == pytest.approx(balance, rel=1e-6)
+    assert not has_gradient
+
+
+def merge(ds_config: Mapping[str, Any], *, world_size: int = 2) -> dict[str, Any]:
+    return merge_ds_config(ds_config, make_recipe(ModelConfig()), world_size=world_size)
+
+
+def test_the_recipe_decides_clipping_and_accumulation() -> None:
+    merged_config = merge(zero_config(2), world_size=2)
+    assert merged_config["gradient_accumulation_steps"] == 2
+    assert merged_config["gradient_clipping"] == 0.5
+    assert merged_config["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("addition", "words"),
+    [
+        ({"gradient_clipping": 1.0}, ["'gradient_clipping'", "optimizer.clip_norm"]),
+        ({"train_batch_size": 8}, ["'train_batch_size'", "batches.micro_batches"]),
+        ({"optimizer": {}}, ["'optimizer'", "[optimizer]"]),
+        ({"gradient_acumulation": 1}, ["unknown key 'gradient_acumulation'"]),
+        ({"bf17": {}}, ["unknown key 'bf17'", "did you mean 'bf16'"]),
+        (
+            {"zero_optimization": {"stage": 1, "reduce_scater": True}},
+            ["'reduce_scater'", "did you mean 'reduce_scatter'"],
+        ),
+        ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "use 1 or 2"]),
+        ({"zero_optimization": {}}, ["ZeRO stage 0", "use 1 or 2"]),
+        ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "use 1 or 2"]),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
+        ),
+        ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
+        ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "use fp32 or bf16"]),
+        ({"zero_optimization": None}, ["zero_optimization is null"]),
+        ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "use 1 or 2"]),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}},
+            ["zero_optimization.offload_optimizer is wrong"],
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+            ["'cpu_offload'", "set offload_optimizer instead"],
+        ),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
+)
+def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
+    addition: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        merge({**zero_config(1), **addition})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
+    left = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    assert "reduce_bucket_size" not in merge(left)["zero_optimization"]
+
+
+def test_gradients_are_gathered_in_buffers_only_where_ranks_share_them() -> None:
+    for size, gathers in ((1, False), (2, True)):
+        for name in ds_config_names():
+            merged = merge(load_ds_config(name), world_size=size)["zero_optimization"]
+            assert merged["contiguous_gradients"] == gathers
+
+
+def test_gradients_of_experts_are_not_reduced_over_the_wrong_ranks() -> None:
+    ds_config = {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}
+    assert merge(ds_config, world_size=1)
+    assert merge(ds_config, world_size=2)
+    recipe = make_recipe(ModelConfig(moe=MoEConfig(num_experts=4)))
+    assert merge_ds_config(ds_config, recipe, world_size=1)
+    with pytest.raises(ConfigError, match="over the wrong ranks: set it to true"):
+        merge_ds_config(ds_config, recipe, world_size=2)
+
+
+@pytest.mark.parametrize("name", ds_config_names())
+def test_every_ds_config_that_ships_is_accepted(name: str) -> None:
+    assert merge(load_ds_config(name))["gradient_clipping"] == 0.5
+
+
+def test_ranks_that_do_not_divide_the_micro_batches_are_refused_with_those_that_do() -> None:
+    recipe = Recipe(name="test", batches=BatchesConfig(micro_batches=12))
+    assert accumulation_steps(recipe, world_size=4) == 3
+    with pytest.raises(ConfigError, match=r"5 ranks do not divide .* one of 1, 2, 3, 4, 6, 12"):
+        accumulation_steps(recipe, world_size=5)
+
+
+def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
+    """One update by Adam under a ds_config that ships; the tensors its state covers, by kind."""
+    connect(world)
+    spec = SPECS["moe"]
+    model = build_model(spec)
+    set_weights(model)
+    recipe = make_recipe(spec.model)
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config=load_ds_config(name),
+        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+    )
+    batches = micro_batches(spec, 0)
+    engine.train_step(
+        batches,
+        seeds=range(MICRO_BATCHES),
+        total_labels=sum(batch.num_labels for batch in batches),
+        learning_rate=1e-3,
+    )
+    covered: dict[str, set[str]] = {}
+    for piece in engine.optimizer_pieces():
+        covered.setdefault(piece.what, set()).add(piece.tensor)
+        assert piece.values.isfinite().all()
+    return covered
+
+
+@pytest.mark.parametrize("name", ds_config_names())
+def test_every_ds_config_that_ships_trains_and_gives_its_state(
+    pool1: ProcessPool, name: str
+) -> None:
+    [covered] = pool1.run(one_update_and_state, name)
+    names = {entry.name for entry in named_slices(tiny_model(SPECS["moe"]))}
+    assert covered == dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), names)
+
+
+def blocks_kept(world: World) -> tuple[list[int], int]:
+    """What an engine asks to be kept of freed memory, and the size of all gradients; bytes."""
+    connect(world)
+    model, kept = build_model(SPECS["moe"]), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "keep_freed_memory", lambda *, block: kept.append(block))
+        Engine(
+            model,
+            make_recipe(SPECS["moe"].model),
+            world=world,
+            ds_config=zero_config(1),
+            make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
+        )
+    return kept, sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_an_engine_on_cpu_has_the_memory_of_flattened_gradients_kept(pool1: ProcessPool) -> None:
+    [(kept, gradients)] = pool1.run(blocks_kept)
+    assert len(kept) == 1
+    assert gradients <= kept[0] < gradients + 64  # ZeRO pads to whole units of alignment
+
+
+def moments_made(world: World) -> tuple[int, int]:
+    """Tensors of the whole partition that resuming makes, and optimizer groups."""
+    connect(world)
+    engine = Engine(
+        build_model(SPECS["moe"]),
+        make_recipe(SPECS["moe"].model),
+        world=world,
+        ds_config=zero_config(1),
+        make_optimizer=lambda groups: make_optimizer(groups, OptimizerConfig()),
+    )
+    made = []
+
+    class Zeros(PieceReader):
+        def __init__(self) -> None:
+            """No files."""
+
+        def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:  # noqa: ARG002
+            return torch.zeros(length)
+
+    def zeros(flat: Tensor) -> Tensor:
+        made.append(flat)
+        return torch.zeros_like(flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "_zeros", zeros)
+        engine.load_optimizer_pieces(Zeros(), update=1)
+    return len(made), len({id(flat) for flat in made})
+
+
+def test_resuming_makes_every_moment_once_and_not_for_every_tensor(pool1: ProcessPool) -> None:
+    [(made, groups)] = pool1.run(moments_made)
+    assert groups > 0
+    assert made == 2 * groups

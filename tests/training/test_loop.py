@@ -1,0 +1,600 @@
+"""Training from shards to a checkpoint: stopping, resuming, validating, keeping the best."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from support.folder_listing import names_in
+from support.process_pool import ProcessPool, RankFailed
+from torch import Tensor
+
+from data_prep import make_shards, mix
+from pipeline.artifacts.artifact import Artifact, Kind, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Direction, Split, text_name
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
+from pipeline.batching.feed import SplitData
+from pipeline.checkpoints.checkpoint import Progress, load_model, read_spec
+from pipeline.checkpoints.names import initialize_weights, tensor_shapes
+from pipeline.config import Recipe
+from pipeline.distributed.world import World
+from pipeline.errors import ArtifactError, Interrupted
+from pipeline.model.regularization import Regularization
+from pipeline.model.transformer import build_model
+from pipeline.pretrain import model_spec
+from pipeline.stages import STAGES, StageCall
+from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
+from pipeline.training.loop import summarize_validation, train, training_data
+
+PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
+VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
+UPDATES = 6
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What training reads."""
+
+    shards: Artifact
+    mixture: Artifact
+    groups: Artifact
+
+    def artifacts(self) -> dict[str, Artifact]:
+        return {"shards": self.shards, "mixture": self.mixture, "groups": self.groups}
+
+
+def make_recipe(**training: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "name": "tiny",
+        "model": {
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "width": 16,
+            "feed_forward_width": 32,
+            "num_heads": 2,
+            "max_positions": 64,
+            "moe": {"num_experts": 4, "every": 1, "decoder_router": "language_group"},
+        },
+        "batches": {
+            "tokens": 60,
+            "micro_batches": 4,
+            "window_steps": 2,
+            "evaluation_tokens": 60,
+        },
+        "optimizer": {
+            "learning_rate": 0.01,
+            "warmup_updates": min(2, training.get("updates", UPDATES) - 1),
+            "clip_norm": 1.0,
+        },
+        "training": {
+            "updates": UPDATES,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+            "expert_parallel_size": 2,
+            "validate_every": 2,
+            "checkpoint_every": 2,
+            "resource_thresholds": [10, 30],
+            **training,
+        },
+        "logging": {"every": 1},
+    }
+    return Recipe.model_validate(settings)
+
+
+def changed(recipe: Recipe, section: str, **values: object) -> Recipe:
+    part = getattr(recipe, section).model_copy(update=values)
+    return recipe.model_copy(update={section: part})
+
+
+def make_call(
+    stage_name: str,
+    recipe: Recipe,
+    artifacts: dict[str, Artifact],
+    out_dir: Path,
+    *,
+    overwrite: bool = False,
+) -> StageCall:
+    stage = STAGES[stage_name]
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw={},
+        out_dir=out_dir,
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
+        config=recipe.sections(stage.sections),
+        ds_config=Path("cpu_fp32") if stage.trains else None,
+        overwrite=overwrite,
+    )
+
+
+def write_artifact(directory: Path, kind: Kind, stage: str) -> Any:
+    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
+
+
+def make_inputs(directory: Path) -> Inputs:
+    """Sentences whose target repeats the source, through the stages that prepare data."""
+    generator = random.Random(1)
+    codes = sorted({code for pair in PAIRS for code in pair.split("-")})
+    with write_artifact(directory / "corpus", "corpus", "clean") as writer:
+        writer.statistics["pairs"] = {
+            pair: {"train": lines, "valid": VALID_LINES[pair]} for pair, lines in PAIRS.items()
+        }
+        for pair, train_lines in PAIRS.items():
+            counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
+            for split, count in counts.items():
+                lines = [
+                    "".join(generator.choices("abcd", k=generator.randint(1, 14)))
+                    for _ in range(count)
+                ]
+                for code in pair.split("-"):
+                    text = "".join(f"{line}\n" for line in lines)
+                    writer.path(text_name(split, pair, code)).write_text(text)
+    with write_artifact(directory / "tokenizer", "tokenizer", "train_tokenizer") as writer:
+        description = TokenizerDescription(
+            kind="bytes", languages=tuple(codes), language_token_scheme="underscores"
+        )
+        write_tokenizer(writer.directory, description=description, model=None)
+    with write_artifact(directory / "groups", "groups", "group_languages") as writer:
+        writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})
+    recipe = make_recipe()
+    corpus = open_artifact(directory / "corpus", kind="corpus")
+    tokenizer = open_artifact(directory / "tokenizer", kind="tokenizer")
+    texts = {"corpus": corpus, "tokenizer": tokenizer}
+    make_shards.run(make_call("make_shards", recipe, texts, directory / "shards"))
+    shards = open_artifact(directory / "shards", kind="shards")
+    mix.run(make_call("mix", recipe, {"shards": shards}, directory / "mixture"))
+    return Inputs(
+        shards,
+        open_artifact(directory / "mixture", kind="mixture"),
+        open_artifact(directory / "groups", kind="groups"),
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def pretrain(
+    world: World,
+    inputs: Inputs,
+    out_dir: Path,
+    recipe: Recipe,
+    *,
+    terminate_at: tuple[int, int] | None = None,
+    overwrite: bool = False,
+) -> str:
+    """What ``pretrain`` does within a world that is open already; says how it ended.
+
+    With ``terminate_at`` = (rank, n) that rank sends itself SIGTERM during its n-th call of the
+    engine, updates and validation batches counted together.
+    """
+    connect(world)
+    call = make_call("pretrain", recipe, inputs.artifacts(), out_dir, overwrite=overwrite)
+    data = training_data(call)
+    training = recipe.training
+    parallel = expert_parallel_group(training.expert_parallel_size, world=world)
+    model = build_model(
+        model_spec(call, data.tokenizer),
+        regularization=Regularization.of(training),
+        expert_parallel=parallel,
+    )
+    initialize_weights(model, seed=training.seed)
+    with ExitStack() as stack:
+        if terminate_at is not None and terminate_at[0] == world.rank:
+            _terminate_at_call(stack, terminate_at[1])
+        try:
+            train(call, model, data, world=world)
+        except Interrupted as stopped:
+            return str(stopped)
+    return "done"
+
+
+def _terminate_at_call(stack: ExitStack, number: int) -> None:
+    calls = 0
+
+    def counting(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("train_step", "evaluate"):
+        stack.enter_context(mock.patch.object(Engine, name, counting(getattr(Engine, name))))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records without what depends on the clock."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint; every tensor of the model must be there exactly once."""
+    saved = open_artifact(directory, kind="checkpoint")
+    saved.verify()
+    tensors = [
+        entry
+        for file_name in saved.names("weights/")
+        for entry in load_file(saved.file(file_name)).items()
+    ]
+    assert sorted(name for name, _ in tensors) == sorted(tensor_shapes(read_spec(saved)))
+    return dict(tensors)
+
+
+def read_state(out_dir: Path, update: int) -> dict[str, Tensor]:
+    """All pieces of a training state, by key."""
+    state = out_dir.parent / f"{out_dir.name}.run" / "states" / f"update-{update:07d}"
+    return {
+        key: value
+        for path in sorted((state / "optimizer").iterdir())
+        for key, value in load_file(path).items()
+    }
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert expected
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def straight(inputs: Inputs, pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at two ranks that nothing stopped."""
+    out_dir = tmp_path_factory.mktemp("straight") / "model"
+    assert pool2.run(pretrain, inputs, out_dir, make_recipe()) == ["done"] * 2
+    return out_dir
+
+
+def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> None:
+    records = read_metrics(straight / "metrics.jsonl")
+    updates = [record["update"] for record in records if record["kind"] == "train"]
+    validated = [record["update"] for record in records if record["kind"] == "validation"]
+    assert updates == list(range(1, UPDATES + 1))
+    assert validated == [2, 4, 6]
+    last = records[-1]
+    assert set(last["directions"]) == {*("de-en", "en-de", "en-fr", "fr-en", "en-ru", "ru-en")}
+    assert set(last["pairs"]) == set(PAIRS)
+    assert set(last["resources"]) == {"high", "medium", "low"}
+    assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
+    first, final = records[0], [r for r in records if r["kind"] == "train"][-1]
+    assert final["loss"] < first["loss"], "six updates must teach something"
+    assert open_artifact(straight, kind="checkpoint").statistics["updates"] == UPDATES
+
+
+def test_the_curves_count_the_target_tokens_of_every_update(
+    inputs: Inputs, straight: Path, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
+    steps = islice(data.planner.steps(Progress().cursor), UPDATES)
+    expected = [
+        sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
+    ]
+    records = read_metrics(straight / "metrics.jsonl")
+    assert [one["target_tokens"] for one in records if one["kind"] == "train"] == expected
+
+
+def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    pool1.run(pretrain, inputs, tmp_path / "model", make_recipe(), terminate_at=(0, 5))
+    assert pool1.run(pretrain, inputs, tmp_path / "model", make_recipe()) == ["done"]
+    records = (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()
+    last_update = json.loads(records[-1])["seconds"]
+    wall = open_artifact(tmp_path / "model", kind="checkpoint").manifest.run.wall_seconds
+    assert last_update < wall <= time.monotonic() - began
+
+
+STOPS = {
+    "in the first update": (0, 1),
+    "in an update, on the other rank": (1, 3),
+    "in an update that is saved anyway": (0, 2),
+    "in the first validation": (1, 4),
+}
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_run_stopped_by_a_signal_and_resumed_is_the_same_run(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path, stop: str
+) -> None:
+    out_dir = tmp_path / "model"
+    recipe = make_recipe()
+    messages = pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=STOPS[stop])
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("stopped after update ")
+    assert not out_dir.exists()
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert_same_tensors(read_state(out_dir, 4), read_state(straight, 4))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+def test_a_run_that_saves_in_the_background_is_the_same_run(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "model"
+    recipe = changed(make_recipe(), "saving", in_background=True)
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 9))
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert_same_tensors(read_state(out_dir, 4), read_state(straight, 4))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+def test_a_run_stopped_between_two_lines_of_metrics_loses_no_update_of_their_means(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = changed(make_recipe(), "logging", every=3)
+    pool1.run(pretrain, inputs, tmp_path / "straight", recipe)
+    pool1.run(pretrain, inputs, tmp_path / "stopped", recipe, terminate_at=(0, 1))
+    pool1.run(pretrain, inputs, tmp_path / "stopped", recipe)
+    straight, stopped = (
+        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")
+    )
+    assert stopped == straight
+
+
+def _stop_when_saved(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> None:
+    """Die without warning after the third update: what was done since the last state is lost."""
+    with mock.patch.object(Engine, "train_step", _failing_step(Engine.train_step, 4)):
+        pretrain(world, inputs, out_dir, recipe)
+
+
+def _failing_step(original: Any, number: int) -> Any:
+    calls = 0
+
+    def train_step(*args: Any, **kwargs: Any) -> StepResult:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise RuntimeError("killed")
+        result: StepResult = original(*args, **kwargs)
+        return result
+
+    return train_step
+
+
+def test_a_run_that_died_goes_on_from_its_last_state_and_rewrites_what_came_after(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, recipe = tmp_path / "model", make_recipe()
+    with pytest.raises(RankFailed, match="killed"):
+        pool2.run(_stop_when_saved, inputs, out_dir, recipe)
+    states = tmp_path / "model.run" / "states"
+    assert names_in(states) == ["update-0000002"]
+    metrics_path = tmp_path / "model.run" / "metrics.jsonl"
+    assert read_metrics(metrics_path)[-1]["update"] == 3
+    leftover = states / ".update-0000004.unfinished"
+    (leftover / "optimizer").mkdir(parents=True)
+    (leftover / "optimizer" / "part").write_bytes(b"half")
+    (leftover / MARKER_NAME).touch()
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    assert not leftover.exists()
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+def test_a_state_of_other_settings_is_refused_with_the_difference_and_removed_on_demand(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "model"
+    older = changed(make_recipe(), "optimizer", learning_rate=0.02)
+    pool2.run(pretrain, inputs, out_dir, older, terminate_at=(0, 3))
+    with pytest.raises(RankFailed, match=r"optimizer.learning_rate: 0.02 → 0.01.*--overwrite"):
+        pool2.run(pretrain, inputs, out_dir, make_recipe())
+    assert pool2.run(pretrain, inputs, out_dir, make_recipe(), overwrite=True) == ["done"] * 2
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+def test_a_state_of_other_inputs_is_refused_with_the_input_named(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, recipe = tmp_path / "model", make_recipe()
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 1))
+    with write_artifact(tmp_path / "groups", "groups", "group_languages") as writer:
+        numbers = {"de": 0, "en": 1, "fr": 1, "ru": 0}
+        writer.write_json("groups.json", {"groups": numbers})
+    others = replace(inputs, groups=open_artifact(tmp_path / "groups", kind="groups"))
+    with pytest.raises(RankFailed, match=r"other settings or inputs .groups: "):
+        pool2.run(pretrain, others, out_dir, recipe)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_another_number_of_ranks_resumes_to_the_same_curves(
+    request: pytest.FixtureRequest,
+    inputs: Inputs,
+    straight: Path,
+    pool2: ProcessPool,
+    tmp_path: Path,
+    size: int,
+) -> None:
+    out_dir, recipe = tmp_path / "model", make_recipe()
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 2))
+    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+    assert pool.run(pretrain, inputs, out_dir, recipe) == ["done"] * size
+    found = read_metrics(out_dir / "metrics.jsonl")
+    expected = read_metrics(straight / "metrics.jsonl")
+    assert len(found) == len(expected)
+    for record, wanted in zip(found, expected, strict=True):
+        assert set(record) == set(wanted)
+        assert record["update"] == wanted["update"]
+        assert record["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+    assert set(read_weights(out_dir)) == set(read_weights(straight))
+
+
+# ---------------------------------------------------------------- validation
+
+
+def validation_records(path: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(path) if record["kind"] == "validation"]
+
+
+def tokens_of(shards: Artifact) -> Path:
+    return next(shards.directory.glob("train/*/*.tokens"))
+
+
+def test_tampered_shards_are_not_trained_on(inputs: Inputs, tmp_path: Path) -> None:
+    shutil.copytree(inputs.shards.directory, tmp_path / "shards")
+    shards = open_artifact(tmp_path / "shards", kind="shards")
+    path = tokens_of(shards)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    call = make_call(
+        "pretrain", make_recipe(), {**inputs.artifacts(), "shards": shards}, tmp_path / "model"
+    )
+    with pytest.raises(ArtifactError, match=rf"{path.name} is damaged in chunk 0"):
+        training_data(call)
+
+
+def test_ids_beyond_the_vocabulary_are_refused_even_where_the_manifest_says_the_same(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    with write_artifact(tmp_path / "shards", "shards", "make_shards") as writer:
+        for name in inputs.shards.names():
+            shutil.copyfile(inputs.shards.file(name), writer.path(name))
+        for path in writer.directory.glob("valid/*/*.tokens"):
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        writer.statistics.update(inputs.shards.statistics)
+    forged = Inputs(
+        open_artifact(tmp_path / "shards", kind="shards"), inputs.mixture, inputs.groups
+    )
+    with pytest.raises(ArtifactError, match="holds the token id 65535 where its tokenizer has"):
+        next(batches_of(forged, make_recipe()))
+
+
+def batches_of(inputs: Inputs, recipe: Recipe) -> Iterator[Any]:
+    """Every validation line alone, in both directions."""
+    data = SplitData(
+        inputs.shards,
+        "valid",
+        tokenizer=load_tokenizer(inputs.shards.directory / "tokenizer"),
+        config=recipe.batches,
+    )
+    for direction, plan in data.evaluation_plan(budget=1):
+        assert len(plan.line_B) == 1
+        yield direction, data.batch(plan)
+
+
+def losses_by_hand(directory: Path, inputs: Inputs) -> dict[str, tuple[float, int]]:
+    """Direction → summed cross entropy and labels of a checkpoint, sentence by sentence."""
+    model = load_model(open_artifact(directory, kind="checkpoint")).eval()
+    losses: dict[str, tuple[float, int]] = {}
+    for direction, batch in batches_of(inputs, make_recipe()):
+        with torch.no_grad():
+            logits = model(batch).logits_LV
+        loss = F.cross_entropy(logits, batch.labels_L, reduction="sum").item()
+        before = losses.get(str(direction), (0.0, 0))
+        losses[str(direction)] = (before[0] + loss, before[1] + len(batch.labels_L))
+    return losses
+
+
+def test_the_checkpoint_is_the_one_of_the_lowest_validation_perplexity(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = make_recipe(validate_every=1, checkpoint_every=100)
+    recipe = changed(
+        recipe, "optimizer", learning_rate=0.6, final_learning_rate=0.6, warmup_updates=6
+    )
+    pool2.run(pretrain, inputs, tmp_path / "model", recipe)
+    records = validation_records(tmp_path / "model" / "metrics.jsonl")
+    best = min(records, key=lambda record: float(record["perplexity"]))
+    assert 1 < best["update"] < UPDATES, "the best must be neither the first nor the last"
+    saved = open_artifact(tmp_path / "model", kind="checkpoint")
+    assert saved.statistics["update"] == best["update"]
+    assert saved.statistics["perplexity"] == best["perplexity"]
+    trained, kept = saved.manifest.summary
+    assert trained.startswith(f"{UPDATES} updates on ")
+    assert kept.startswith(f"kept the weights of update {best['update']}, ")
+    assert f"{best['perplexity']:.3f}" in kept
+    losses = losses_by_hand(tmp_path / "model", inputs)
+    total, labels = (sum(each) for each in zip(*losses.values(), strict=True))
+    assert total / labels == pytest.approx(best["loss"], rel=1e-5)
+    for direction, (loss, count) in losses.items():
+        assert best["directions"][direction] == pytest.approx(loss / count, rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "parallel_size"), [(2, 1), (2, 2), (4, 4)])
+def test_validation_loss_does_not_depend_on_the_world(
+    request: pytest.FixtureRequest,
+    inputs: Inputs,
+    pool1: ProcessPool,
+    tmp_path: Path,
+    size: int,
+    parallel_size: int,
+) -> None:
+    recipe = make_recipe(updates=1, expert_parallel_size=parallel_size)
+    recipe = changed(recipe, "optimizer", learning_rate=1e-9, final_learning_rate=0.0)
+    plan_length = len(
+        training_data(
+            make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused")
+        ).validation(budget=recipe.batches.evaluation_tokens)
+    )
+    assert plan_length % 4 != 0, "some ranks must run out of batches before others"
+    pool1.run(pretrain, inputs, tmp_path / "one", recipe)
+    pool: ProcessPool = request.getfixturevalue(f"pool{size}")
+    pool.run(pretrain, inputs, tmp_path / "many", recipe)
+    [one], [many] = (
+        validation_records(tmp_path / name / "metrics.jsonl") for name in ("one", "many")
+    )
+    assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    for kind in ("directions", "pairs", "resources"):
+        assert set(many[kind]) == set(one[kind])
+        for name, loss in one[kind].items():
+            assert many[kind][name] == pytest.approx(loss, rel=1e-6)
+
+
+def test_validation_means_are_over_tokens_not_over_directions() -> None:
+    losses = {
+        Direction("de", "en"): (10.0, 10),
+        Direction("en", "de"): (90.0, 30),
+        Direction("en", "ru"): (200.0, 50),
+        Direction("ru", "fr"): (8.0, 4),
+    }
+    summary = summarize_validation(
+        losses, train_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
+    )
+    assert summary["loss"] == pytest.approx(308 / 94)
+    assert summary["perplexity"] == pytest.approx(math.exp(308 / 94))
+    assert summary["directions"] == {"de-en": 1.0, "en-de": 3.0, "en-ru": 4.0, "ru-fr": 2.0}
+    assert summary["pairs"] == {"de-en": 2.5, "en-ru": 4.0, "fr-ru": 2.0}
+    assert summary["resources"] == pytest.approx({"high": 2.5, "low": 208 / 54})
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = changed(make_recipe(), "optimizer", learning_rate=1e38, warmup_updates=1)
+    with pytest.raises(RankFailed, match=r"gradient of update . is not a number"):
+        pool2.run(pretrain, inputs, tmp_path / "model", recipe)
+    assert not (tmp_path / "model").exists()
+
+
+def test_only_the_last_states_are_kept(inputs: Inputs, pool2: ProcessPool, tmp_path: Path) -> None:
+    recipe = make_recipe(checkpoint_every=1, keep_last=2, validate_every=UPDATES)
+    pool2.run(pretrain, inputs, tmp_path / "model", recipe)
+    states = names_in(tmp_path / "model.run" / "states")
+    assert states == ["update-0000004", "update-0000005"]

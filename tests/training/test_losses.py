@@ -1,0 +1,117 @@
+"""The objective against PyTorch's losses and against single predictions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+
+from pipeline.batching.batch import Example, collate
+from pipeline.config import LossConfig, MoEConfig, TagScheme
+from pipeline.model.moe.router import z_loss
+from pipeline.model.transformer import Transformer
+from pipeline.training.losses import label_smoothed_cross_entropy, translation_loss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_cross_entropy_and_its_gradient_equal_those_of_pytorch(smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_LV = 3 * torch.randn(12, 30, generator=generator)
+    labels_L = torch.randint(30, (12,), generator=generator)
+    inputs = [logits_LV.clone().requires_grad_() for _ in range(2)]
+    smoothed, plain = label_smoothed_cross_entropy(inputs[0], labels_L, smoothing=smoothing)
+    expected = F.cross_entropy(inputs[1], labels_L, label_smoothing=smoothing, reduction="sum")
+    torch.testing.assert_close(smoothed, expected, rtol=1e-6, atol=0)
+    probability_L = logits_LV.double().softmax(-1)[torch.arange(12), labels_L]
+    assert plain.item() == pytest.approx(-probability_L.log().sum().item(), rel=1e-6)
+    smoothed.backward()
+    expected.backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=0, atol=1e-6)
+
+
+def test_half_precision_logits_are_summed_in_single_precision() -> None:
+    logits_LV = torch.randn(2000, 10, generator=torch.Generator().manual_seed(1)).bfloat16()
+    labels_L = torch.arange(2000) % 10
+    smoothed, plain = label_smoothed_cross_entropy(logits_LV, labels_L, smoothing=0.1)
+    exact = F.cross_entropy(logits_LV.double(), labels_L, reduction="sum")
+    assert smoothed.dtype == plain.dtype == torch.float32
+    assert plain.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+@torch.no_grad()
+def log_probability(model: Transformer, example: Example, *, after: int, token: int) -> float:
+    """Of a token after the first ``after`` target tokens, in a batch of its own."""
+    prefix = replace(example, target=list(example.target)[:after])
+    logits_V = model(collate([prefix], eos_id=EOS_ID)).logits_LV[-1]
+    return float(logits_V.double().log_softmax(-1)[token])
+
+
+@pytest.mark.parametrize("scheme", ["src-tgt", "tgt"])
+def test_every_target_token_and_the_end_is_predicted_and_the_prompt_is_not(
+    scheme: TagScheme,
+) -> None:
+    spec = tiny_spec().model_copy(update={"tag_scheme": scheme})
+    model = tiny_model(spec)
+    examples = random_examples(spec, sentences=3, seed=1, shortest=1, longest=5)
+    expected = 0.0
+    for example in examples:
+        for position, token in enumerate([*map(int, example.target), EOS_ID]):
+            expected -= log_probability(model, example, after=position, token=token)
+    batch = collate(examples, eos_id=EOS_ID)
+    terms = translation_loss(model, batch, LossConfig())
+    assert terms.cross_entropy.item() == pytest.approx(expected, rel=1e-5)
+    assert terms.objective.item() == pytest.approx(expected, rel=1e-5)
+    assert batch.num_labels == sum(len(example.target) + 1 for example in examples)
+
+
+def test_the_objective_weighs_the_router_losses_by_the_labels() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4, every=1), groups=2)
+    model = tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+    config = LossConfig(balance_weight=0.3, router_z_weight=0.02, label_smoothing=0.1)
+    terms = translation_loss(model, batch, config)
+    records = model(batch).routing
+    assert len(records) == len(terms.routing) == 4
+    balance = sum(record.balance_loss.item() for record in records)
+    router_z = sum(z_loss(record.logits_NE).item() for record in records)
+    smoothed = F.cross_entropy(
+        model(batch).logits_LV, batch.labels_L, label_smoothing=0.1, reduction="sum"
+    )
+    assert terms.balance.item() == pytest.approx(balance, rel=1e-5)
+    assert router_z > 0.1
+    expected = smoothed.item() + (0.3 * balance + 0.02 * router_z) * batch.num_labels
+    assert terms.objective.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_reported_terms_carry_no_gradient_and_no_smoothing() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4))
+    model = tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+    terms = translation_loss(model, batch, LossConfig(label_smoothing=0.3))
+    plain = F.cross_entropy(model(batch).logits_LV, batch.labels_L, reduction="sum")
+    assert terms.cross_entropy.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert not terms.cross_entropy.requires_grad
+    assert not terms.balance.requires_grad
+    assert terms.objective.requires_grad
+
+
+def test_the_balance_loss_reaches_every_router() -> None:
+    spec = tiny_spec(moe=MoEConfig(num_experts=4, top_k=1, every=1))
+    model = tiny_model(spec)
+    batch = random_batch(spec, sentences=4, seed=1)
+    translation_loss(model, batch, LossConfig(balance_weight=1.0)).objective.backward()
+    routers = [p for name, p in model.named_parameters() if ".router." in name]
+    assert len(routers) == 4
+    for router in routers:
+        assert router.grad is not None
+        assert router.grad.abs().max() > 1e-4
+
+
+def test_a_dense_model_has_no_balance_loss() -> None:
+    spec = tiny_spec()
+    terms = translation_loss(
+        tiny_model(spec), random_batch(spec, sentences=2, seed=1), LossConfig()
+    )
+    assert terms.balance.item() == 0
+    assert terms.objective.item() == terms.cross_entropy.item()

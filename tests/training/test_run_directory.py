@@ -1,0 +1,362 @@
+"""The working folder of a training run: one writer, whole states, the right one to go on from."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+from support.process_pool import ProcessPool
+
+from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
+from pipeline.checkpoints.checkpoint import part_prefix
+from pipeline.distributed.world import LOOPBACK, World, wait_for_all
+from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.training.run_directory import RunDirectory, link_or_copy
+
+ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
+CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
+FULL_DISK = OSError(errno.ENOSPC, "full")
+SHARDS = InputRecord(kind="shards", path="/shards", digest="a" * 64)
+
+
+def run_directory(
+    tmp_path: Path,
+    *,
+    config: Mapping[str, object] = CONFIG,
+    digest: str = SHARDS.digest,
+    world: World = ALONE,
+) -> RunDirectory:
+    return RunDirectory(
+        tmp_path / "model",
+        stage="pretrain",
+        config=config,
+        inputs={"shards": SHARDS.model_copy(update={"digest": digest})},
+        world=world,
+    )
+
+
+def save(directory: RunDirectory, update: int) -> None:
+    def write(writer: ArtifactWriter) -> None:
+        writer.write_json("progress.json", {"update": update})
+
+    directory.write(
+        directory.states_dir / f"update-{update:07d}", kind="training_state", write=write
+    )
+
+
+def leave_best_and_metrics(directory: RunDirectory) -> None:
+    directory.best_dir.mkdir(parents=True)
+    directory.metrics_path.write_text("{}\n")
+
+
+def resumed_update(directory: RunDirectory, *, overwrite: bool = False) -> int | None:
+    state = directory.resume_from(overwrite=overwrite)
+    return None if state is None else state.read_json("progress.json")["update"]
+
+
+# ---------------------------------------------------------------- what a run goes on from
+
+
+def test_a_run_goes_on_from_its_highest_complete_state(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    assert resumed_update(directory) is None
+    for update in (900, 1000, 20):
+        save(directory, update)
+    assert directory.state_names() == ["update-0000020", "update-0000900", "update-0001000"]
+    assert resumed_update(directory) == 1000
+
+
+def test_the_folder_is_a_sibling_of_the_result(tmp_path: Path) -> None:
+    save(run_directory(tmp_path), 1)
+    assert names_in(tmp_path) == ["model.run"]
+
+
+def test_states_without_manifest_do_not_count(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    save(directory, 10)
+    save(directory, 20)
+    (directory.states_dir / "update-0000020" / "manifest.json").unlink()
+    assert resumed_update(directory) == 10
+
+
+def test_leftovers_of_a_killed_write_are_removed_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = run_directory(tmp_path)
+    save(directory, 10)
+    leftovers = [
+        directory.states_dir / ".update-0000020.unfinished",
+        directory.states_dir / ".update-0000010.replaced",
+        directory.directory / ".best.unfinished",
+    ]
+    for leftover in leftovers:
+        (leftover / "optimizer").mkdir(parents=True)
+    assert resumed_update(directory) == 10
+    assert not any(leftover.exists() for leftover in leftovers)
+    error = capsys.readouterr().err
+    assert all(f"{leftover}: unfinished, removed" in error for leftover in leftovers)
+
+
+def test_best_weights_and_curves_of_a_run_without_a_state_are_begun_anew(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    leave_best_and_metrics(directory)
+    assert resumed_update(directory) is None
+    assert not directory.best_dir.exists()
+    assert not directory.metrics_path.exists()
+
+
+def test_best_weights_and_curves_of_a_run_with_a_state_are_kept(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    save(directory, 10)
+    leave_best_and_metrics(directory)
+    assert resumed_update(directory) == 10
+    assert directory.best_dir.exists()
+    assert directory.metrics_path.exists()
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "another setting": (
+        {"config": {**CONFIG, "training": {"updates": 20, "seed": 1}}},
+        r"training\.updates: 10 → 20",
+    ),
+    "a setting more": (
+        {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "warmup": 3}}},
+        r"training\.warmup: unset → 3",
+    ),
+    "another input": ({"digest": "b" * 64}, "shards: a{64} → b{64}"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_another_run_is_refused_with_the_difference_and_removed_on_demand(
+    tmp_path: Path, other: str
+) -> None:
+    change, words = OTHERS[other]
+    directory = run_directory(tmp_path)
+    save(directory, 10)
+    leave_best_and_metrics(directory)
+    changed = run_directory(tmp_path, **change)
+    with pytest.raises(CheckpointError, match=rf"\({words}\): .* or pass --overwrite"):
+        changed.resume_from(overwrite=False)
+    assert resumed_update(directory) == 10
+    assert resumed_update(changed, overwrite=True) is None
+    assert changed.state_names() == []
+    assert not changed.best_dir.exists()
+    assert not changed.metrics_path.exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**CONFIG, "ds_config": {"zero_optimization": {"stage": 2}}},
+        {**CONFIG, "training": {"updates": 10, "seed": 1, "expert_parallel_size": 4}},
+    ],
+    ids=["ds_config", "expert_parallel_size"],
+)
+def test_a_run_goes_on_where_only_its_machine_changed(
+    tmp_path: Path, config: dict[str, object]
+) -> None:
+    save(run_directory(tmp_path), 10)
+    assert resumed_update(run_directory(tmp_path, config=config)) == 10
+
+
+def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    for update in (10, 20, 30):
+        save(directory, update)
+        directory.prune(keep_last=2)
+    assert directory.state_names() == ["update-0000020", "update-0000030"]
+
+
+# ---------------------------------------------------------------- one writer at a time
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from pipeline.distributed.world import World
+from pipeline.training.run_directory import RunDirectory
+
+world = World(0, 1, 0, 1, "127.0.0.1", 0)
+directory = RunDirectory(Path(sys.argv[1]), stage="pretrain", config={}, inputs={}, world=world)
+with directory.locked():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_with_the_holders_name_until_the_first_is_dead(
+    tmp_path: Path,
+) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "model")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        directory = run_directory(tmp_path)
+        refusal = pytest.raises(ArtifactError, match=f"written by process {holder.pid} on ")
+        with refusal, directory.locked():
+            pytest.fail("two runs hold one folder")
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+    with directory.locked():
+        pass
+
+
+def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    with pytest.raises(ZeroDivisionError), directory.locked():
+        raise ZeroDivisionError
+    with run_directory(tmp_path).locked():
+        pass
+
+
+# ---------------------------------------------------------------- writing together
+
+
+def write_with_others(
+    world: World, tmp_path: Path, failing: tuple[int, Exception] | None
+) -> list[str]:
+    """Every rank adds a file; the failing rank meets an error instead."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        if failing is not None and world.rank == failing[0]:
+            raise failing[1]
+        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
+
+    with directory.locked():
+        directory.write(directory.states_dir / "update-0000001", kind="training_state", write=write)
+        state = directory.resume_from(overwrite=False)
+    assert state is not None
+    state.verify()
+    return state.names()
+
+
+def test_all_ranks_add_their_files_to_one_state(pool2: ProcessPool, tmp_path: Path) -> None:
+    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
+    assert pool2.run(write_with_others, tmp_path, None) == [names, names]
+
+
+def failure_of(
+    world: World, tmp_path: Path, failing: tuple[int, Exception] | None, wanted: type[Exception]
+) -> str:
+    with pytest.raises(wanted) as caught:
+        write_with_others(world, tmp_path, failing)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_keeps_the_old_state(
+    pool2: ProcessPool, tmp_path: Path, rank: int
+) -> None:
+    pool2.run(write_with_others, tmp_path, None)
+    messages = pool2.run(failure_of, tmp_path, (rank, FULL_DISK), ArtifactError)
+    assert messages[0] == messages[1]
+    assert f"rank {rank}: no space is left" in messages[0]
+    assert "no space is left; make room" in messages[0]
+    assert "run again" in messages[0]
+    states = tmp_path / "model.run" / "states"
+    assert names_in(states) == ["update-0000001"]
+    open_artifact(states / "update-0000001", kind="training_state").verify()
+
+
+def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    save(run_directory(tmp_path, config={"training": {"updates": 99}}), 5)
+    messages = pool2.run(failure_of, tmp_path, None, CheckpointError)
+    assert messages[0] == messages[1]
+    assert "other settings or inputs (model.width: unset → " in messages[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_other_error_on_one_rank_is_an_error_on_all_that_says_what_it_was(
+    pool2: ProcessPool, tmp_path: Path, rank: int
+) -> None:
+    failing = (rank, KeyError("no such tensor"))
+    messages = pool2.run(failure_of, tmp_path, failing, ArtifactError)
+    assert messages[0] == messages[1]
+    assert "no such tensor" in messages[0]
+    assert f"rank {rank}" in messages[0]
+
+
+def write_slowly(world: World, tmp_path: Path) -> list[str]:
+    """Rank 1 writes to a temporary name, as safetensors does, while rank 0 is done already."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        path = writer.path(f"optimizer/{part_prefix(world.rank)}000")
+        if world.rank == 0:
+            path.write_text("0")
+            wait_for_all()
+            return
+        temporary = path.with_name(".tmpAbCdEf")
+        temporary.write_text("1")
+        wait_for_all()
+        time.sleep(0.3)
+        temporary.rename(path)
+
+    out_dir = directory.states_dir / "update-0000001"
+    directory.write(out_dir, kind="training_state", write=write)
+    state = open_artifact(out_dir, kind="training_state")
+    state.verify()
+    return state.names()
+
+
+def test_a_rank_that_is_done_does_not_take_the_unfinished_files_of_another_for_its_own(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
+    assert pool2.run(write_slowly, tmp_path) == [names, names]
+
+
+def write_in_background(world: World, tmp_path: Path) -> tuple[bool, list[str]]:
+    """Whether the state was there while one rank was still writing, and its files at the end."""
+    directory = run_directory(tmp_path, world=world)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.path(f"optimizer/{part_prefix(world.rank)}000").write_text(str(world.rank))
+        time.sleep(0.5 * world.rank)
+
+    out_dir = directory.states_dir / "update-0000001"
+    directory.write(out_dir, kind="training_state", write=write, in_background=True)
+    directory.publish_written()
+    early = out_dir.exists()
+    directory.wait()
+    return early, open_artifact(out_dir, kind="training_state").names()
+
+
+def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
+    assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
+
+
+def test_a_file_is_linked_where_possible_and_copied_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"weights")
+    link_or_copy(source, tmp_path / "deep" / "linked")
+    assert (tmp_path / "deep" / "linked").samefile(source)
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EXDEV, "other file system")
+
+    monkeypatch.setattr(os, "link", no_links)
+    link_or_copy(source, tmp_path / "copied")
+    assert not (tmp_path / "copied").samefile(source)
+    assert (tmp_path / "copied").read_bytes() == b"weights"

@@ -1,0 +1,218 @@
+"""What may import what, and what must not exist."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from pipeline.stages import STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    (
+        *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
+        *("scripts", "summary", "languages", "ds_config", "kernels"),
+    ),
+    ("distributed",),
+    ("artifacts",),
+    ("stages",),
+    ("batching", "jobs"),
+    ("model",),
+    ("checkpoints",),
+    ("training",),
+    ("decoding", "evaluation", "estimates"),
+    ("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+    ("cli",),
+)
+"""Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
+before it. A room is entered by all its modules at once."""
+
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+TRAINING, VERBS = LAYER_OF["training"], LAYER_OF["pretrain"]
+
+READ_AHEAD = {"pipeline.decoding.incoming_lines"}
+"""What the command line loads of a room above it: it knows of nothing but bytes."""
+SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
+SLIM_PACKAGES = {
+    *("torch", "deepspeed", "numba", "numpy"),
+    *("sentencepiece", "safetensors", "pydantic", "tqdm"),
+}
+"""All that training and decoding may import beside the standard library."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """A module that some module imports."""
+
+    target: str
+    in_function: bool
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    return ".".join(part for part in relative.parts if part != "__init__")
+
+
+def sources(*folders: str) -> dict[str, Path]:
+    """Module name → file of everything below the folders."""
+    return {
+        module_name(path): path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+PACKAGES = sources("pipeline", "data_prep")
+
+
+def imports_of(path: Path) -> list[Import]:
+    """All imports but those of the block that runs a module as a script."""
+    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), in_function=False))
+
+
+def _imports(node: ast.AST, *, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        match child:
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                continue
+            case ast.Import(names=names):
+                yield from (Import(alias.name, in_function) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0, "imports are absolute"
+                assert module is not None
+                for alias in names:
+                    whole = f"{module}.{alias.name}"
+                    yield Import(whole if whole in PACKAGES else module, in_function)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                yield from _imports(child, in_function=True)
+            case _:
+                yield from _imports(child, in_function=in_function)
+
+
+def own_imports(name: str, *, at_once: bool = False) -> set[str]:
+    """Modules of this project that a module imports, anywhere in it or as soon as it is loaded."""
+    entries = [entry for entry in imports_of(PACKAGES[name]) if not (at_once and entry.in_function)]
+    targets = {entry.target for entry in entries}
+    return {target for target in targets if target.startswith(("pipeline.", "data_prep."))}
+
+
+def layer(name: str) -> int:
+    """Layer of a module of ``pipeline``; the modules of a room share one."""
+    return LAYER_OF[name.split(".")[1]]
+
+
+LANGUAGE_ACCURACY = {"pipeline.evaluation.language_accuracy"}
+"""Who says which language a text is in, of translations and of raw text alike."""
+PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
+TEXT_ALONE = {"data_prep.folding"}
+"""Modules of ``data_prep`` that know of nothing but text."""
+DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
+
+
+def test_every_module_of_the_pipeline_has_a_layer_and_every_layer_its_modules() -> None:
+    assert {name.split(".")[1] for name in PIPELINE} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("name", PIPELINE)
+def test_imports_point_down(name: str) -> None:
+    above = {
+        target
+        for target in own_imports(name)
+        if target.startswith("data_prep") or layer(target) > layer(name)
+    }
+    assert not above
+
+
+def test_imports_form_no_circle() -> None:
+    order = TopologicalSorter({name: own_imports(name) for name in PACKAGES}).static_order()
+    assert set(order) >= set(PIPELINE)
+
+
+@pytest.mark.parametrize("name", DATA_PREP)
+def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
+    used = {target for target in own_imports(name) if target.startswith("pipeline.")}
+    assert used or name in TEXT_ALONE, "data_prep reads or writes something of the pipeline's"
+    assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_ACCURACY
+
+
+def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
+    at_once = own_imports("pipeline.cli", at_once=True)
+    assert max(layer(target) for target in at_once - READ_AHEAD) <= LAYER_OF["jobs"]
+    assert not {f"pipeline.{name}" for name in LAYERS[VERBS]} & own_imports("pipeline.cli")
+    loaded = modules_after("import pipeline.cli")
+    assert "pipeline.cli" in loaded
+    assert not {"torch", "deepspeed", "numpy"} & loaded
+
+
+def test_deepspeed_is_imported_by_the_engine_alone() -> None:
+    importers = {
+        name
+        for name, path in PACKAGES.items()
+        if any(entry.target.split(".")[0] == "deepspeed" for entry in imports_of(path))
+    }
+    assert importers == {"pipeline.training.engine"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Names of all modules that a fresh interpreter has loaded after a statement."""
+    script = f"import sys\n{statement}\nprint('\\n'.join(sys.modules), file=sys.stderr)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    return set(done.stderr.splitlines())
+
+
+def test_training_and_decoding_import_few_packages() -> None:
+    loaded = modules_after("\n".join(f"import pipeline.{stage}" for stage in SLIM_STAGES))
+    ours = {name for name in loaded if name in PACKAGES}
+    assert {
+        "pipeline.training.loop",
+        "pipeline.decoding.beam_search",
+        "pipeline.checkpoints.assembly",
+    } <= ours
+    assert not {name for name in ours if name.startswith("data_prep")}
+    third_party = {
+        entry.target.split(".")[0]
+        for name in ours
+        for entry in imports_of(PACKAGES[name])
+        if not entry.in_function
+    } - {"pipeline", *sys.stdlib_module_names}
+    assert third_party == SLIM_PACKAGES
+
+
+def test_whatever_had_a_process_group_ends_by_leaving() -> None:
+    """Or its threads might abort the process when all is done; the command and stages of ranks."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert scripts["scripts"] == {"mmnmt": "pipeline.cli:command"}
+    stages = [stage.module for stage in STAGES.values() if stage.parallel == "ranks"]
+    assert len(stages) >= 3
+    for name, ending in [("pipeline.cli", "command()"), *((name, "leave(") for name in stages)]:
+        last = PACKAGES[name].read_text(encoding="utf-8").splitlines()[-1]
+        assert last.strip().startswith(ending)
+
+
+@pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])
+def test_no_module_is_a_drawer(name: str) -> None:
+    files = sources("pipeline", "data_prep", "tests")
+    assert not [module for module in files if module.rsplit(".", 1)[-1] == name]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        name
+        for name, path in sources("pipeline", "data_prep", "tests").items()
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not silent

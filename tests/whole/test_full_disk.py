@@ -1,0 +1,291 @@
+"""A full disk at any write of ours: one sentence, and what was there before is kept."""
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
+
+from pipeline import cli
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.distributed.world import LOOPBACK, World
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
+from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.terminal import JsonLines
+from pipeline.training.run_directory import RunDirectory
+
+
+class _FullFile(io.FileIO):
+    """A file whose writes are counted, and fail when it is their turn."""
+
+    disk: "Disk"
+
+    def write(self, data: Any) -> int:
+        self.disk.count(self.name)
+        return super().write(data)
+
+
+class Disk:
+    """Counts everything that takes room below a folder; number ``fails_at`` finds none."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.fails_at, self.counted = str(root), -1, 0
+        self.failed_on = ""
+
+    def count(self, what: object) -> None:
+        if not str(what).startswith(self.root):
+            return
+        if self.counted == self.fails_at:
+            self.counted += 1
+            self.failed_on = str(what)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(what))
+        self.counted += 1
+
+    def opened(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(
+            file: Any,
+            mode: str = "r",
+            buffering: int = -1,
+            encoding: str | None = None,
+            errors: str | None = None,
+            newline: str | None = None,
+            **options: Any,
+        ) -> Any:
+            if not isinstance(file, str | Path) or not set(mode) & set("wax+"):
+                return original(file, mode, buffering, encoding, errors, newline, **options)
+            self.count(file)
+            raw = _FullFile(str(file), mode.replace("b", "").replace("t", ""))
+            raw.disk = self
+            buffered = io.BufferedWriter(raw)
+            if "b" in mode:
+                return buffered
+            return io.TextIOWrapper(buffered, encoding, errors, newline)
+
+        return call
+
+    def counting(self, original: Callable[..., Any], place: int = 0) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if isinstance(arguments[place], int):
+                self.count(Path(f"/proc/self/fd/{arguments[place]}").readlink())
+            else:
+                self.count(arguments[place])
+            return original(*arguments, **options)
+
+        return call
+
+    def opened_by_number(self, original: Callable[..., int]) -> Callable[..., int]:
+        def call(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            if flags & os.O_CREAT:
+                self.count(path)
+            return original(path, flags, *rest, **options)
+
+        return call
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """The disk below ``tmp_path / "disk"``."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    disk = Disk(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "open", disk.opened(io.open))
+        patch.setattr(builtins, "open", disk.opened(builtins.open))
+        patch.setattr(os, "open", disk.opened_by_number(os.open))
+        for name in ("mkdir", "rename", "fsync", "write", "pwrite", "replace"):
+            patch.setattr(os, name, disk.counting(getattr(os, name)))
+        patch.setattr(os, "link", disk.counting(os.link, place=1))
+        yield disk
+
+
+def every_write(disk: Disk, act: Callable[[], object]) -> Iterator[Exception | None]:
+    """Let each write fail in turn, each time from the beginning; None where all went well."""
+    for disk.fails_at in range(500):
+        disk.counted, disk.failed_on = 0, ""
+        try:
+            act()
+        except UserError as error:
+            yield error
+        else:
+            ended = disk.counted <= disk.fails_at
+            yield None
+            if ended:
+                return
+    pytest.fail("it never ends")
+
+
+def test_every_write_of_an_artifact_can_fail(disk: Disk) -> None:
+    out_dir = Path(disk.root) / "deep" / "out"
+
+    def make(text: str) -> None:
+        with new_artifact(
+            out_dir, kind="corpus", stage="x", config={}, inputs={}, overwrite=True
+        ) as writer:
+            writer.path("deep/text.txt").write_text(text)
+            writer.write_json("more.json", {})
+
+    make("old")
+    failures = 0
+    for error in every_write(disk, lambda: make("new")):
+        found = open_artifact(out_dir, kind="corpus")
+        found.verify()
+        text = found.file("deep/text.txt").read_text()
+        if error is not None:
+            failures += 1
+            assert "could not be written (No space left on device)" in str(error)
+            assert text == "old"
+        else:
+            assert text == "new"
+        assert names_in(out_dir.parent) == ["out"]
+        disk.fails_at = -1
+        make("old")
+    assert failures >= 12
+
+
+def test_every_write_of_a_plan_can_fail_its_lock_file_included(
+    disk: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    (tmp_path / "plan.toml").write_text(PLAN.format(recipe=recipe))
+    for name, text in RAW.items():
+        (tmp_path / "raw" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "raw" / name).write_text(text)
+    out_dir = Path(disk.root) / "runs"
+    failed_on = set()
+    codes: list[int] = []
+
+    def run() -> None:
+        shutil.rmtree(out_dir, ignore_errors=True)
+        placed = place_plan(
+            load_plan(str(tmp_path / "plan.toml")),
+            out_dir=out_dir,
+            given={"text": tmp_path / "raw"},
+        )
+        codes.append(run_plan(placed, launcher=in_this_process, say=lambda _: None))
+
+    for error in every_write(disk, run):
+        said = capsys.readouterr().err
+        if error is not None or codes[-1:] == [EXIT_USER_ERROR]:
+            sentence = str(error) if error is not None else said
+            assert "No space left on device" in sentence
+            assert sentence.strip().count("\n") == 0, sentence
+            failed_on.add(Path(disk.failed_on).name)
+        codes.clear()
+    assert {".lock", ".corpus.lock", "runs", ".clean.unfinished", "manifest.json"} <= failed_on
+
+
+def test_every_write_of_a_training_runs_folder_can_fail(disk: Disk) -> None:
+    out_dir = Path(disk.root) / "model"
+    world = World(0, 1, 0, 1, LOOPBACK, 0)
+
+    def save(update: int) -> RunDirectory:
+        directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
+        with directory.locked():
+            directory.resume_from(overwrite=False)
+            directory.write(
+                directory.states_dir / f"update-{update:07d}",
+                kind="training_state",
+                write=lambda writer: writer.write_json("progress.json", {"update": update}),
+            )
+            directory.prune(keep_last=1)
+        return directory
+
+    save(1)
+    failures = 0
+    for error in every_write(disk, lambda: save(2)):
+        if error is not None:
+            failures += 1
+            assert "no space" in str(error).lower()
+        disk.fails_at = -1
+        directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
+        state = directory.resume_from(overwrite=False)
+        assert state is not None
+        state.verify()
+        shutil.rmtree(out_dir.parent / "model.run")
+        save(1)
+    assert failures >= 8
+
+
+def test_a_write_no_stage_has_a_sentence_for_is_one_sentence_too(
+    disk: Disk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.fails_at = 1  # the folder is there already: making it is number 0
+    lines = JsonLines(Path(disk.root) / "metrics.jsonl")
+    monkeypatch.setattr(cli, "_recipes_command", lambda _: lines.write({"update": 1}))
+    assert cli.main(["recipes"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "metrics.jsonl could not be read or written (No space left on device)" in said
+    assert said.count("\n") == 1
+
+
+def test_a_full_standard_output_is_said_on_standard_error() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli", "recipes"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    assert done.returncode == EXIT_USER_ERROR
+    assert "No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a mebibyte."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
+    if os.getuid() != 0 or not shutil.which("mount"):
+        pytest.skip("only root can mount a small file system")
+    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("what", ["weights", "offsets"])
+def test_files_that_libraries_write_find_the_disk_full_like_all_others(
+    small_disk: Path, what: str
+) -> None:
+    import torch
+
+    from pipeline.artifacts.shards import ShardWriter
+    from pipeline.checkpoints.checkpoint import write_weights
+
+    out_dir = small_disk / "out"
+    with new_artifact(out_dir, kind="checkpoint", stage="x", config={}, inputs={}) as writer:
+        writer.path("old").write_text("old")
+    with (
+        pytest.raises(ArtifactError, match=r"could not be written \(No space left on device\)"),
+        new_artifact(
+            out_dir, kind="checkpoint", stage="x", config={}, inputs={}, overwrite=True
+        ) as writer,
+    ):
+        if what == "weights":
+            write_weights(writer.directory / "weights", [("a", torch.ones(200_000))])
+        else:
+            side = ShardWriter(
+                writer.directory, split="train", pair="de-en", language="de", size=300
+            )
+            side.append([[]] * 100_000)
+            side.close()
+    assert open_artifact(out_dir, kind="checkpoint").file("old").read_text() == "old"
+    assert not (small_disk / ".out.unfinished").exists()

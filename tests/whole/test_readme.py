@@ -1,0 +1,136 @@
+"""Every command of the README does what it says, or would."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import stage_parser
+from pipeline.config import recipe_names
+from pipeline.stages import STAGES
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TAGS = {"run", "demo", "cluster", "needs-data"}
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(tag, command) for every line of every tagged shell block, comments left out."""
+    found = []
+    for tag, body in re.findall(r"^```bash ([\w-]+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
+        lines = [line.split("  #")[0].strip() for line in body.split("\n")]
+        found += [(tag, line) for line in lines if line]
+    return found
+
+
+def commands(*tags: str) -> list[str]:
+    return [command for tag, command in blocks() if tag in tags]
+
+
+def without_launcher(command: str) -> list[str]:
+    """The mmnmt arguments of a command line, whatever starts it; [] for other programs."""
+    words = shlex.split(command.split("|")[-1])
+    name = Path(words[0]).name
+    if name == "mmnmt":
+        return words[1:]
+    if name == "sbatch":
+        return words[words.index("slurm/stage.sbatch") + 1 :]
+    for option in ("-m", "--module"):
+        if option in words:
+            module = words.index(option) + 1
+            return [words[module].removeprefix("pipeline."), *words[module + 1 :]]
+    return []
+
+
+def test_every_shell_block_has_a_known_tag() -> None:
+    opened = re.findall(r"^```(bash.*|sh.*|console.*|shell.*)$", README, re.MULTILINE)
+    assert {line.removeprefix("bash ") for line in opened} <= TAGS
+    assert {tag for tag, _ in blocks()} == TAGS
+
+
+@pytest.mark.parametrize("command", commands("run"))
+def test_commands_marked_run_succeed_in_a_new_folder(command: str, tmp_path: Path) -> None:
+    arguments = without_launcher(command)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+STAGE_COMMANDS = [
+    command
+    for command in commands("demo", "cluster", "needs-data")
+    if (without_launcher(command) or [""])[0] in STAGES
+]
+
+
+@pytest.mark.parametrize("command", STAGE_COMMANDS)
+def test_the_options_of_stage_commands_exist(command: str) -> None:
+    name, *arguments = without_launcher(command)
+    options = vars(stage_parser(STAGES[name]).parse_args(arguments))
+    if options["recipe"]:
+        assert options["recipe"] in recipe_names()
+    given = {word.removeprefix("--").replace("-", "_") for word in arguments if word[:2] == "--"}
+    assert all(options[{"from": "source", "to": "target"}.get(n, n)] is not None for n in given)
+
+
+def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
+    others = set(commands("demo", "cluster", "needs-data")) - set(STAGE_COMMANDS)
+    starts = {" ".join(command.split()[:2]) for command in others}
+    assert starts == {
+        "make demo",
+        "make test",
+        "mmnmt run",
+        "mmnmt status",
+        "mmnmt checkpoint",
+    }
+
+
+@pytest.mark.parametrize("command", [c for c in commands("needs-data") if "run bible24" in c])
+def test_plans_that_need_data_can_be_tried_dry(command: str, tmp_path: Path) -> None:
+    raw = tmp_path / "pairs" / "en-de"
+    raw.mkdir(parents=True)
+    (raw / "train.en").write_text("a\n", encoding="utf-8")
+    arguments = [
+        f"corpus={raw.parent}" if word.startswith("corpus=") else word
+        for word in without_launcher(command)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments, "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "evaluation: would run" in done.stdout
+
+
+@pytest.mark.parametrize("command", [c for c in commands("demo") if c.startswith("make ")])
+def test_make_targets_exist(command: str) -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", *shlex.split(command)[1:]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_the_readme_links_to_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 10
+    missing = [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+    assert not missing
