@@ -30,7 +30,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
     """
-    content = read_bytes(path, limit=MAX_TOML_BYTES, error=ConfigError, remedy="shorten it")
+    content = read_bytes(
+        path, limit=MAX_TOML_BYTES, error=ConfigError, remedy="name a file that is there"
+    )
     try:
         text = content.decode("utf-8")
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):

@@ -1,7 +1,7 @@
 """Feeds every reader every kind of broken file, in a process of bounded memory.
 
-``python -m support.readers_sweep FOLDER RESULTS.json`` writes, per reader, how many files it was given and
-what went wrong: anything but success or one sentence that a user can act on.
+``python -m support.readers_sweep FOLDER RESULTS.json`` writes, per reader, how many files it was
+given and what went wrong: anything but success or one sentence that a user can act on.
 """
 
 import contextlib

@@ -1,0 +1,100 @@
+"""A run made before the house was rebuilt is read by the house as it is.
+
+``stored_run.tar.gz`` holds a plan, its recipes, and what ``mmnmt run plan.toml --out run`` made of
+them: artifacts of every kind, and the working folder of one training stage.
+"""
+
+import json
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.corpus import Direction
+from pipeline.config import DecodingConfig
+from pipeline.decoding.translator import Job, Translator
+
+ARCHIVE = Path(__file__).with_name("stored_run.tar.gz")
+CHECKPOINTS = ("dense", "moe_lgr", "assembled", "mmnmt")
+STAGES = (
+    *("corpus", "clean", "tokenizer", "shards", "mixture", "dense", "groups", "moe_lgr"),
+    *("assembled", "mmnmt", "translations", "nearest", "evaluation"),
+)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(stored)
+
+
+def printed(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_status_finds_every_stage_done(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(["status", "plan.toml", "--out", "run"], capsys).splitlines()
+    states = {line.split()[0]: line.split()[1] for line in lines if line.split()[0] in STAGES}
+    assert states == dict.fromkeys(STAGES, "done")
+
+
+def test_a_plan_runs_nothing_again(capsys: pytest.CaptureFixture[str]) -> None:
+    dry = printed(["run", "plan.toml", "--out", "run", "--dry-run"], capsys)
+    assert "missing" not in dry
+    assert "→" not in dry
+
+
+def test_its_model_translates_as_it_did() -> None:
+    """All directions of its test lines, as they were translated then."""
+    translator = Translator(
+        open_artifact(Path("run/mmnmt"), kind="checkpoint"),
+        DecodingConfig(beam_size=2, tokens=2000, max_length_ratio=0.5),
+    )
+    answers = sorted(Path("run/translations/hypotheses").glob("*.jsonl"))
+    assert len(answers) == 8
+    for path in answers:
+        source, target = path.stem.split("-")
+        pair = "-".join(sorted((source, target)))
+        lines = Path(f"run/clean/test/{pair}/{source}.txt").read_text("utf-8").splitlines()
+        jobs = [Job(Direction(source, target), i, line) for i, line in enumerate(lines)]
+        then = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        now = translator.translate(jobs)
+        assert [hypothesis.text for hypothesis in now] == [answer["text"] for answer in then]
+        assert [hypothesis.score for hypothesis in now] == pytest.approx(
+            [answer["score"] for answer in then], abs=2e-4
+        )
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_are_inspected_and_verified(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = json.loads(printed(["checkpoint", "inspect", f"run/{name}", "--json"], capsys))
+    assert found["parameters"]["total"] > 10_000
+    assert "as its manifest says" in printed(["checkpoint", "verify", f"run/{name}"], capsys)
+
+
+def test_checkpoints_are_compared_averaged_and_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "embedding.weight" in printed(
+        ["checkpoint", "diff", "run/assembled", "run/mmnmt"], capsys
+    )
+    out = ["--out", str(tmp_path / "mean")]
+    printed(["checkpoint", "average", "run/assembled", "run/mmnmt", *out], capsys)
+    out = ["--out", str(tmp_path / "last")]
+    printed(["checkpoint", "average", "--run", "run/moe_lgr.run", "--last", "1", *out], capsys)
+    out = ["--out", str(tmp_path / "pruned")]
+    experts = ["--languages", "de", "fr", "--experts", "2"]
+    printed(["checkpoint", "prune-experts", "run/mmnmt", *experts, *out], capsys)
