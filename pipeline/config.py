@@ -18,6 +18,9 @@ from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt"]
+CombineWeights = Literal["renormalized", "probability"]
+DecoderRouter = Literal["token", "language_group"]
+Activation = Literal["relu", "gelu"]
 
 Seed = Annotated[int, whole(0, 2**63 - 1)]
 Lines = Annotated[int, whole(0, 10**12)]
@@ -154,11 +157,11 @@ class MoEConfig(Settings):
     top_k: Annotated[int, whole(1, MAX_EXPERTS)] = 2
     every: Layers = 2
     """Every n-th layer of encoder and decoder has experts: layers n, 2n, … counted from 1."""
-    decoder_router: Literal["token", "language_group"] = "token"
+    decoder_router: DecoderRouter = "token"
     """The encoder always routes by token."""
     num_groups: Annotated[int, whole(2, MAX_GROUPS)] | None = None
     """Expected number of language groups; None: whatever the groups artifact has."""
-    combine_weights: Literal["renormalized", "probability"] = "renormalized"
+    combine_weights: CombineWeights = "renormalized"
     """Kept probabilities made to sum 1, or as they are (Switch, with top_k = 1)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
     capacity_factor: CapacityFactor = 1.25
@@ -178,6 +181,36 @@ class MoEConfig(Settings):
         return self
 
 
+class EmbeddingConfig(Settings):
+    """Ids to states, and states to logits."""
+
+    input: Literal["learned", "frozen", "one_hot"] = "learned"
+    """A table that is trained, one that stays as it was initialised, or row i = e_i with a learned
+    scale: then the vocabulary must not exceed model.width."""
+    output: Literal["tied", "untied"] = "tied"
+    """The output projection is the input's table, or one of its own."""
+
+
+class SubwordsConfig(Settings):
+    """The front of a model whose tokens are taken as they are."""
+
+    kind: Literal["subwords"] = "subwords"
+
+
+FrontConfig = SubwordsConfig
+"""Of the encoder's front: a union once there are several, told apart by ``kind``."""
+
+
+class DenseConfig(Settings):
+    """The feed-forward of layers without experts: up, activation, down."""
+
+    kind: Literal["dense"] = "dense"
+
+
+FeedForwardConfig = DenseConfig
+"""Of layers without experts: a union once there are several, told apart by ``kind``."""
+
+
 class ModelConfig(Settings):
     """The encoder–decoder Transformer of the fairseq / Hugging Face M2M-100 family."""
 
@@ -187,12 +220,15 @@ class ModelConfig(Settings):
     feed_forward_width: Annotated[int, whole(1, 2**20)] = 4096
     num_heads: Annotated[int, whole(1, 2**12)] = 8
     norm: Literal["pre", "post"] = "pre"
-    activation: Literal["relu", "gelu"] = "relu"
+    activation: Activation = "relu"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     max_positions: Annotated[int, whole(4, 2**20)] = 1024
     scale_embedding: bool = True
     """Multiply embeddings by sqrt(width)."""
     embedding_norm: bool = False
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    front: FrontConfig = FrontConfig()
+    feed_forward: FeedForwardConfig = FeedForwardConfig()
     moe: MoEConfig | None = None
 
     @model_validator(mode="after")
@@ -253,6 +289,8 @@ class OptimizerConfig(Settings):
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
+    objective: Literal["cross_entropy"] = "cross_entropy"
+    """What is minimised, one case each of ``training/losses.py``."""
     label_smoothing: DropRate = 0.0
     balance_weight: LossWeight = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
@@ -334,7 +372,7 @@ class DecodingConfig(Settings):
     tokens: BatchTokens = 4096
     """Source tokens × beam_size of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
-    """Whose rule ends a sentence and normalises scores; see ``decoding/beam_search.py``."""
+    """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
     precision: Literal["float32", "bfloat16"] = "float32"
 
     @model_validator(mode="after")

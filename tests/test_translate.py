@@ -242,7 +242,9 @@ def test_a_line_is_tagged_with_both_languages_and_ended(bench: Bench) -> None:
     german, english = (ByteVocabulary.size + LANGUAGES.index(code) for code in ("de", "en"))
     eos_id = ByteVocabulary.eos_id
     (piece_ids,) = ByteVocabulary().encode_batch([text])
-    source = Source([german, *piece_ids, eos_id], (eos_id, english), LANGUAGES.index("en"))
+    source = Source(
+        [german, *piece_ids, eos_id], (eos_id, english), *map(LANGUAGES.index, ("de", "en"))
+    )
     (expected,) = beam_search(translator.model, [source], decoding, eos_id=eos_id)
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
     assert found.score == round(expected.score, 4)

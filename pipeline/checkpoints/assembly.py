@@ -17,8 +17,8 @@ from pipeline.checkpoints.checkpoint import TensorFiles
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
+from pipeline.model.initial_values import initialize
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import initialize
 from pipeline.seeds import named_generator
 
 Part = Literal["embeddings", "encoder", "decoder"]
@@ -41,6 +41,8 @@ def part_of(name: str) -> Part:
     match first:
         case "encoder" | "decoder":
             return first
+        case "front":
+            return "encoder"
         case "embedding":
             return "embeddings"
     raise CheckpointError(f"Tensor {name} belongs to no part of the model.")
@@ -79,9 +81,11 @@ def _assign(
         if shared in names and config.graft_group_routers == "copy":
             return Assignment(target, part, shared, "group router of token router")
         return Assignment(target, part, None, "fresh")
-    dense_layer = target.replace(".router.weight", ".up.weight")
-    if target.endswith(".router.weight") and dense_layer in names:
+    layer, is_router, _ = target.partition(".router.")
+    if is_router and f"{layer}.up.weight" in names:
         return Assignment(target, part, None, "fresh")
+    if target == "embedding.output_weight" and "embedding.weight" in names:
+        return Assignment(target, part, "embedding.weight", "copied")
     raise CheckpointError(
         f"{files.artifact.directory} has nothing for {target}: name a checkpoint whose {part} has "
         "that layer, or change the recipe's [model]."

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipeline.model.initial_values import initialize
 from pipeline.model.moe.experts import Experts
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, initialize
+from pipeline.model.transformer import Transformer
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
 """Batched beam search with cached keys and values.
 
-Scores are fairseq's: the sum of log-probabilities, end-of-sentence included, divided by the number
-of generated tokens (end-of-sentence included, the forced prompt not) to the power of the length
-penalty; a sentence is done when ``beam_size`` hypotheses have ended. The ``huggingface`` rule
-counts the forced tag as generated, keeps the best ``beam_size`` ended hypotheses, and stops when
-no running one can still overtake the worst of them.
+A hypothesis's score is the sum of its log-probabilities, end-of-sentence included, over its length
+to the power of the length penalty. What counts as length, and when a sentence is done, is a slot
+(``stopping.py``).
 
 Nothing is dropped by experts and padding is never computed on, so that a sentence's translation
 does not depend on its batch (up to floating-point rounding).
@@ -25,9 +23,12 @@ from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.config import DecodingConfig
+from pipeline.decoding.stopping import stopping_rule
 from pipeline.errors import CheckpointError
 from pipeline.model.attention import KeyValues
-from pipeline.model.transformer import LayerCache, Transformer
+from pipeline.model.layers import LayerCache
+from pipeline.model.tokens import Tokens
+from pipeline.model.transformer import Transformer
 
 CACHE_STEP = 16
 """The cache grows by this many positions at a time."""
@@ -40,7 +41,9 @@ class Source:
     tokens: Sequence[int]
     prompt: tuple[int, ...]
     """Forced decoder input: it ends with the target tag where the scheme has one."""
+    source_language: int
     target_language: int
+    """Indices into the tokenizer's languages."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ class _Search:
         *,
         eos_id: int,
     ) -> None:
-        self.model, self.config, self.eos_id = model, config, eos_id
+        self.model, self.eos_id = model, eos_id
+        self.rule = stopping_rule(config)
+        self.length_penalty = config.length_penalty
         self.beams = config.beam_size
-        self.device = model.embedding.weight.device
+        self.device = model.device
         prompt_BT = torch.tensor([source.prompt for source in sources], device=self.device)
         self.prompt_RT = prompt_BT.repeat_interleave(self.beams, dim=0)
         self.prompt_length = prompt_BT.shape[1]
@@ -109,8 +114,8 @@ class _Search:
         ]
         self.ended = [_Ended() for _ in sources]
         self.active = list(range(len(sources)))
-        languages = torch.tensor([source.target_language for source in sources])
-        self.group_B = model.group_of_language[languages.to(self.device)]
+        pairs = [(source.source_language, source.target_language) for source in sources]
+        self.languages_B2 = torch.tensor(pairs, device=self.device)
         self.caches = self._encode(sources)
         beam_grid = (len(sources), self.beams)
         self.own_past_BJP = torch.zeros(*beam_grid, 0, dtype=torch.bool, device=self.device)
@@ -121,8 +126,9 @@ class _Search:
     def _encode(self, sources: Sequence[Source]) -> list[LayerCache]:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
         ids = torch.tensor([token for source in sources for token in source.tokens])
-        embedded = self.model.embed_tokens(ids.to(self.device))
-        memory_ND, _ = self.model.encode(embedded, packing, self.group_B)
+        ids_N = ids.to(self.device)
+        tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1))
+        memory_ND, _ = self.model.encode(ids_N, self.model.embedding(ids_N), packing, tokens)
         self.memory_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
         caches = []
         for layer in self.model.decoder_layers():
@@ -158,15 +164,22 @@ class _Search:
             self._grow()
         itself = torch.eye(self.beams, dtype=torch.bool, device=self.device)
         self.own_past_BJP[:, :, start : start + self.beams] = itself
-        position_R = torch.full_like(ids_R, position)
-        model = self.model
-        x_RD = model.add_positions(model.decoder, model.embed_tokens(ids_R), position_R)
-        group_R = self.group_B.repeat_interleave(self.beams)
+        model, tokens = self.model, self._tokens(ids_R, position)
+        x_RD = model.decoder.enter(model.embedding(ids_R), tokens.position_N, model.positions_TD)
         for layer, cache in zip(model.decoder_layers(), self.caches, strict=True):
-            x_RD = layer.step(
-                x_RD, cache, length=start, group_R=group_R, memory_mask=self.memory_mask
-            )
+            x_RD = layer.step(x_RD, cache, tokens, length=start, memory_mask=self.memory_mask)
         return x_RD
+
+    def _tokens(self, ids_R: Tensor, position: int) -> Tokens:
+        """What layers are told about one token per row."""
+        source_language_B, target_language_B = self.languages_B2.unbind(1)
+        return Tokens(
+            sentence_N=torch.arange(len(ids_R), device=self.device) // self.beams,
+            position_N=torch.full_like(ids_R, position),
+            source_language_B=source_language_B,
+            target_language_B=target_language_B,
+            language_group_B=self.model.group_of_language[target_language_B],
+        )
 
     def _grow(self) -> None:
         """Room for ``CACHE_STEP`` more positions; entries not yet written are masked, and 0."""
@@ -202,7 +215,7 @@ class _Search:
         log_p_RV = F.log_softmax(logits_RV, dim=1, dtype=torch.float32)
         log_p_RV[:, self.model.spec.pad_id] = -torch.inf
         at_limit = [length >= self.limits[index] for index in self.active]
-        if any(at_limit) and self.config.stopping == "fairseq":
+        if any(at_limit) and self.rule.forces_end_at_limit:
             rows = torch.tensor(at_limit, device=self.device).repeat_interleave(self.beams)
             others = torch.ones(log_p_RV.shape[1], dtype=torch.bool, device=self.device)
             others[self.eos_id] = False
@@ -216,18 +229,16 @@ class _Search:
         return score_BC, place_BC // width, token_BC
 
     def _normalized(self, score: float, length: int) -> float:
-        counted = length
-        if self.config.stopping == "huggingface":
-            counted += self.prompt_length - 1
-        return float(score / counted**self.config.length_penalty)
+        counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
+        return float(score / counted**self.length_penalty)
 
     def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor, length: int) -> None:
         """Record the hypotheses that end here, which are among the J best candidates.
 
-        End-of-sentence ends one; at the limit the huggingface rule takes running ones as they are.
+        End-of-sentence ends one; at the limit a rule may take running ones as they are.
         """
         ends_BJ = token_BC[:, : self.beams] == self.eos_id
-        if self.config.stopping == "huggingface":
+        if not self.rule.forces_end_at_limit:
             at_limit = [length >= self.limits[index] for index in self.active]
             ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
@@ -244,7 +255,7 @@ class _Search:
             ended.done = length >= self.limits[index]
             if len(ended.hypotheses) >= self.beams:
                 best = self._normalized(best_running[row], length)
-                ended.done |= self.config.stopping == "fairseq" or ended.worst >= best
+                ended.done |= self.rule.is_done(worst_ended=ended.worst, best_running=best)
 
     def _move_beams(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
         """The surviving beams in their new order; finished sentences leave."""
@@ -255,7 +266,7 @@ class _Search:
             self._replace_past(lambda x: x)
             return
         self.active = [self.active[row] for row in keep_B.tolist()]
-        self.group_B = self.group_B[keep_B]
+        self.languages_B2 = self.languages_B2[keep_B]
         self._replace_past(lambda x_BHPK: x_BHPK[keep_B])
         for cache in self.caches:
             memory = cache.memory

@@ -168,13 +168,12 @@ class Translator:
 
     def _source(self, part: _Part) -> Source:
         direction = part.direction
-        language = self.language(direction.target)
-        self.language(direction.source)
         tag = tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
         return Source(
             tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id],
             prompt=tag.decoder_prompt,
-            target_language=language,
+            source_language=self.language(direction.source),
+            target_language=self.language(direction.target),
         )
 
 

@@ -26,13 +26,14 @@ import torch
 from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.config import ModelConfig, MoEConfig, Recipe
 from pipeline.errors import ConfigError
+from pipeline.kernels.cross_entropy import LOSS_ROWS
+from pipeline.kernels.placement import slice_step
+from pipeline.model.feed_forward import has_experts
 from pipeline.model.moe.dispatch import expert_capacity
-from pipeline.model.moe.experts import slice_step
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, has_experts
+from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config
-from pipeline.training.losses import LOSS_ROWS
 
 Device = Literal["cpu", "cuda"]
 Phase = Literal["start", "backward", "reduce", "step"]

@@ -1,22 +1,21 @@
-"""The position-wise feed-forward: up, activation, down."""
+"""The position-wise feed-forward: up, activation, down.
 
-from typing import Literal
+Every feed-forward returns its result and what it has to report, which is nothing here: the layer
+does not care which it has. A new one is a module of that signature in a file of its own, a config
+type in ``config.FeedForwardConfig`` and a case of :func:`build_feed_forward`.
+"""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.config import DenseConfig, ModelConfig
+from pipeline.kernels.activations import Activation, activate
 from pipeline.kernels.products import Linear
-
-Activation = Literal["relu", "gelu"]
-
-
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """ReLU, or the exact (erf) GELU."""
-    match activation:
-        case "relu":
-            return F.relu(x)
-        case "gelu":
-            return F.gelu(x)
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.layer import RoutingRecord, build_mixture_of_experts
+from pipeline.model.moe.router import Side
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
 
 
 class FeedForward(nn.Module):
@@ -28,6 +27,41 @@ class FeedForward(nn.Module):
         self.up = Linear(width, hidden_width)
         self.down = Linear(hidden_width, width)
 
-    def forward(self, x_ND: Tensor) -> Tensor:
-        projected: Tensor = self.down(activate(self.up(x_ND), self.activation))
-        return projected
+    def forward(
+        self,
+        x_ND: Tensor,
+        tokens: Tokens,  # noqa: ARG002 (one signature)
+    ) -> tuple[Tensor, RoutingRecord | None]:
+        return self.down(activate(self.up(x_ND), self.activation)), None
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether layer ``layer`` (from 0) of encoder and decoder is an MoE layer."""
+    return model.moe is not None and (layer + 1) % model.moe.every == 0
+
+
+def build_feed_forward(
+    spec: ModelSpec,
+    *,
+    side: Side,
+    layer: int,
+    regularization: Regularization,
+    expert_parallel: ExpertParallel | None,
+) -> nn.Module:
+    """The feed-forward of a layer: experts where the model has them, else as configured."""
+    model = spec.model
+    if model.moe is not None and has_experts(model, layer):
+        return build_mixture_of_experts(
+            spec,
+            model.moe,
+            side=side,
+            regularization=regularization,
+            expert_parallel=expert_parallel,
+        )
+    match model.feed_forward:
+        case DenseConfig():
+            return FeedForward(
+                width=model.width,
+                hidden_width=model.feed_forward_width,
+                activation=model.activation,
+            )

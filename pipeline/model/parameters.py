@@ -40,4 +40,5 @@ def _part(name: str) -> str:
         return "experts"
     if ".router." in name:
         return "routers"
-    return {"embedding": "embeddings"}.get(name.split(".")[0], name.split(".")[0])
+    first = name.split(".")[0]
+    return {"embedding": "embeddings", "front": "encoder"}.get(first, first)

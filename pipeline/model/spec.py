@@ -30,6 +30,12 @@ class ModelSpec(Settings):
             raise ValueError(
                 f"pad_id {self.pad_id} lies beyond vocabulary_size {self.vocabulary_size}"
             )
+        if self.model.embedding.input == "one_hot" and self.vocabulary_size > self.model.width:
+            raise ValueError(
+                f"embedding.input is one_hot, and the vocabulary of {self.vocabulary_size:,} does "
+                f"not fit a width of {self.model.width:,}: make model.width larger, or the "
+                "vocabulary smaller"
+            )
         if not self.languages or len(set(self.languages)) < len(self.languages):
             raise ValueError("languages must be one or more, each named once")
         groups, moe = self.language_groups, self.model.moe

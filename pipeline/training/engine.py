@@ -42,7 +42,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
 from pipeline.model.transformer import Transformer  # noqa: E402
 from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
-from pipeline.training.losses import LossTerms, translation_loss  # noqa: E402
+from pipeline.training.losses import LossTerms, training_loss  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
@@ -179,7 +179,7 @@ class Engine:
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         self.accumulation = config["gradient_accumulation_steps"]
         parameters = split_params_into_different_moe_groups_for_optimizer(
-            [{"params": list(model.parameters()), "name": "dense"}]
+            [{"params": trainable(model), "name": "dense"}]
         )
         watched = world.size > 1 and depends_on_order(config["zero_optimization"])
         self._gradient_order = GradientOrder(model) if watched else None
@@ -236,8 +236,8 @@ class Engine:
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
         """
         self.model.train()
-        terms = translation_loss(self.model, batch.to(self.device), self._loss_config)
-        torch.autograd.grad(terms.objective, list(self.model.parameters()))
+        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
+        torch.autograd.grad(terms.objective, trainable(self.model))
 
     def evaluate(self, batch: Batch) -> LossTerms:
         """Loss terms of a batch without dropout and without gradients."""
@@ -259,6 +259,10 @@ class Engine:
             for what, values in state.items():
                 if isinstance(values, Tensor) and values.shape == flat.shape:
                     yield Piece(what, entry.name, piece.start, values[piece.flat].cpu().clone())
+        if self.world.rank == 0:
+            for entry in named_slices(self.model):
+                if not entry.parameter.requires_grad:
+                    yield Piece("master", entry.name, 0, entry.value.flatten().float().cpu())
 
     def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""
@@ -319,7 +323,7 @@ class _Objective(nn.Module):
             self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
 
     def forward(self, batch: Batch) -> tuple[Tensor, LossTerms]:
-        terms = translation_loss(self.model, batch, self.loss_config)
+        terms = training_loss(self.model, batch, self.loss_config)
         return terms.objective, terms
 
 
@@ -332,6 +336,11 @@ class _ExpertMarker(MoE):  # type: ignore[misc]
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """The groups exist already."""
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters but those that stay as they are."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _mark_experts(model: Transformer, group_name: str) -> None:

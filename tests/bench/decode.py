@@ -37,7 +37,12 @@ Sequences = list[tuple[int, ...]]
 def our_search(model: Transformer, examples: list[Example]) -> Callable[[], Sequences]:
     """A search that returns the tokens after the prompt."""
     sources = [
-        Source([*one.source_prefix, *one.source, EOS_ID], one.decoder_prompt, one.target_language)
+        Source(
+            [*one.source_prefix, *one.source, EOS_ID],
+            one.decoder_prompt,
+            one.source_language,
+            one.target_language,
+        )
         for one in examples
     ]
     config = DecodingConfig(

@@ -33,8 +33,9 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.checkpoints.names import named_slices
 from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.initial_values import initialize
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, initialize
+from pipeline.model.transformer import Transformer
 from pipeline.stages import STAGES, StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)

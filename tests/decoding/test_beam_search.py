@@ -8,7 +8,14 @@ from typing import Any, Literal
 import pytest
 import torch
 from support.m2m100_peer import m2m100_peer, padded
-from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    PAD_ID,
+    embedding_table,
+    random_examples,
+    tiny_model,
+    tiny_spec,
+)
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
@@ -37,8 +44,8 @@ def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 20, **model: object
         for layer in made.decoder_layers():
             for parameter in layer.cross_attention.parameters():
                 parameter.mul_(5 if parameter.dim() == 2 else 1)
-        made.embedding.weight.mul_(1.5)
-        made.embedding.weight[EOS_ID] += raising_logit(made, by=2)
+        embedding_table(made).mul_(1.5)
+        embedding_table(made)[EOS_ID] += raising_logit(made, by=2)
     return made
 
 
@@ -52,6 +59,7 @@ def source_of(example: Example) -> Source:
     return Source(
         tokens=[*example.source_prefix, *map(int, example.source), EOS_ID],
         prompt=example.decoder_prompt,
+        source_language=example.source_language,
         target_language=example.target_language,
     )
 
@@ -321,7 +329,7 @@ def test_the_length_limit_follows_the_source_within_the_models_positions(
 def test_scores_that_are_no_numbers_are_one_sentence(stopping: str) -> None:
     model = model_of("dense")
     with torch.no_grad():
-        model.embedding.weight.fill_(3e38)
+        embedding_table(model).fill_(3e38)
     examples = random_examples(model.spec, sentences=2, seed=3)
     with pytest.raises(CheckpointError, match="scores are not numbers"):
         translate(model, examples, limit=3, stopping=stopping)
@@ -354,7 +362,7 @@ def test_a_hypothesis_never_outgrows_the_models_positions() -> None:
 def test_padding_is_never_generated() -> None:
     model = model_of("dense")
     with torch.no_grad():
-        model.embedding.weight[PAD_ID] += raising_logit(model, by=4)
+        embedding_table(model)[PAD_ID] += raising_logit(model, by=4)
     would_be_best = 0
     examples = random_examples(model.spec, sentences=6, seed=1)
     for example, found in zip(examples, translate(model, examples), strict=True):
@@ -382,6 +390,6 @@ def test_a_model_in_training_mode_is_searched_without_dropout() -> None:
     model = model_of("dense")
     examples = random_examples(model.spec, sentences=3, seed=7)
     expected = translate(model, examples)
-    model.dropout = 0.5
+    model.decoder.dropout = 0.5
     model.train()
     assert translate(model, examples) == expected

@@ -1,106 +1,17 @@
-"""Attention: two kernels, one function; equal to PyTorch's module; step by step as all at once."""
-
-import math
-from collections.abc import Callable
+"""Attention: equal to PyTorch's module, in steps as at once, by a mask or a contextualiser."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.tiny_models import tokens_in_groups
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.model import attention
-from pipeline.model.attention import Attention, KeyValues, attend
-
-Kernel = Callable[[bool], None]
+from pipeline.model.attention import Attention, KeyValues, QueriesKeysValues, project
+from pipeline.model.tokens import Tokens
 
 
-@pytest.fixture
-def choose_fused(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """Set which kernel ``attend`` takes."""
-
-    def choose(fused: bool) -> None:
-        monkeypatch.setattr(attention, "fused_attention_pays", lambda _: fused)
-
-    return choose
-
-
-def random_heads(*, batch: int, length: int, seed: int, keys: int | None = None) -> list[Tensor]:
-    """Query, key and value, (B, H, T or S, K)."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = (length, keys or length, keys or length)
-    return [torch.randn(batch, 2, size, 8, generator=generator) for size in lengths]
-
-
-def key_mask(lengths: list[int]) -> Tensor:
-    return Packing.from_lengths(lengths).mask_BT[:, None, None, :]
-
-
-def brute_force(query: Tensor, key: Tensor, value: Tensor, allowed_BHTS: Tensor) -> Tensor:
-    """One query at a time, over its allowed keys only, in float64."""
-    out = torch.empty(query.shape, dtype=torch.float64)
-    for b, h, t in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
-        seen = allowed_BHTS[b, h, t]
-        scores = key[b, h, seen].double() @ query[b, h, t].double() / math.sqrt(query.shape[-1])
-        weights = scores.exp() / scores.exp().sum()
-        out[b, h, t] = weights @ value[b, h, seen].double()
-    return out
-
-
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("form", ["free", "padded", "causal"])
-def test_both_kernels_equal_brute_force(fused: bool, form: str, choose_fused: Kernel) -> None:
-    query, key, value = random_heads(batch=3, length=5, seed=1)
-    mask = key_mask([5, 1, 3]) if form == "padded" else None
-    allowed = torch.ones(3, 2, 5, 5, dtype=torch.bool)
-    if mask is not None:
-        allowed = mask.expand(3, 2, 5, 5)
-    if form == "causal":
-        allowed = allowed.tril()
-    choose_fused(fused)
-    found = attend(query, KeyValues(key, value), mask=mask, is_causal=form == "causal")
-    expected = brute_force(query, key, value, allowed)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["free", "padded", "causal"])
-def test_both_kernels_have_the_same_gradients(form: str, choose_fused: Kernel) -> None:
-    gradients = []
-    mask = key_mask([5, 1, 3]) if form == "padded" else None
-    for fused in (True, False):
-        inputs = [x.requires_grad_() for x in random_heads(batch=3, length=5, seed=2)]
-        query, key, value = inputs
-        choose_fused(fused)
-        out = attend(query, KeyValues(key, value), mask=mask, is_causal=form == "causal")
-        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
-        gradients.append([x.grad for x in inputs])
-    for first, second in zip(*gradients, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_half_precision_is_close_to_single_precision(fused: bool, choose_fused: Kernel) -> None:
-    heads = random_heads(batch=2, length=4, seed=3, keys=40)
-    query, key, value = (x.to(torch.bfloat16) for x in heads)
-    mask = key_mask([40, 17])
-    choose_fused(fused)
-    half = attend(query, KeyValues(key, value), mask=mask)
-    assert half.dtype == torch.bfloat16
-    exact = brute_force(query, key, value, mask.expand(2, 2, 4, 40))
-    torch.testing.assert_close(half.double(), exact, rtol=0, atol=2e-2)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_attention_dropout_drops_and_rescales_weights(fused: bool, choose_fused: Kernel) -> None:
-    query, key, _ = random_heads(batch=3, length=8, seed=4)
-    value = torch.eye(8).expand(3, 2, 8, 8)
-    choose_fused(fused)
-    torch.manual_seed(1)
-    weights = attend(query, KeyValues(key, value), mask=None)
-    dropped = attend(query, KeyValues(key, value), mask=None, dropout=0.25)
-    kept = dropped != 0
-    torch.testing.assert_close(dropped[kept], weights[kept] / 0.75)
-    assert 0.6 < kept.float().mean() < 0.9
+def tokens_of(packing: Packing) -> Tokens:
+    return tokens_in_groups(packing.sentence_N)
 
 
 def attention_and_peer(*, width: int = 16, num_heads: int = 4) -> tuple[Attention, nn.Module]:
@@ -127,7 +38,7 @@ def test_self_attention_equals_the_module_of_pytorch(lengths: list[int], is_caus
     size = packing.length
     future = torch.ones(size, size, dtype=torch.bool).triu(1) if is_causal else None
     expected, _ = peer(x_BTD, x_BTD, x_BTD, key_padding_mask=~packing.mask_BT, attn_mask=future)
-    found = ours(x_ND, packing, is_causal=is_causal)
+    found = ours(x_ND, packing, tokens_of(packing), is_causal=is_causal)
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)
 
 
@@ -140,7 +51,7 @@ def test_cross_attention_equals_the_module_of_pytorch(memory_lengths: list[int])
     expected, _ = peer(
         packing.unpack(x_ND), memory_BSD, memory_BSD, key_padding_mask=~memory.mask_BT
     )
-    found = ours(x_ND, packing, memory_ND=memory_ND, memory=memory)
+    found = ours.attend_to(x_ND, packing, memory_ND, memory)
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)
 
 
@@ -149,7 +60,7 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
     ours, _ = attention_and_peer()
     packing = Packing.from_lengths([5, 5, 5])
     x_BTD = torch.randn(3, 5, 16)
-    at_once = packing.unpack(ours(packing.pack(x_BTD), packing, is_causal=True))
+    at_once = packing.unpack(ours(packing.pack(x_BTD), packing, tokens_of(packing), is_causal=True))
     past = KeyValues(torch.full((3, 4, 7, 4), torch.nan), torch.full((3, 4, 7, 4), torch.nan))
     for position in range(5):
         step_BD = ours.step(x_BTD[:, position], past, length=position)
@@ -167,7 +78,7 @@ def test_beams_share_the_memory_of_their_sentence() -> None:
         sentence = memory_ND[:2] if row < 3 else memory_ND[2:]
         alone = Packing.from_lengths([len(sentence)])
         one = Packing.from_lengths([1])
-        expected = ours(x_RD[row : row + 1], one, memory_ND=sentence, memory=alone)
+        expected = ours.attend_to(x_RD[row : row + 1], one, sentence, alone)
         torch.testing.assert_close(found[row], expected[0], rtol=0, atol=1e-6)
 
 
@@ -175,15 +86,55 @@ def test_dropout_of_the_module_acts_in_training_only() -> None:
     module = Attention(width=16, num_heads=4, dropout=0.5)
     packing = Packing.from_lengths([6])
     x_ND = torch.randn(6, 16)
-    assert not torch.equal(module(x_ND, packing), module(x_ND, packing))
+    assert not torch.equal(
+        module(x_ND, packing, tokens_of(packing)), module(x_ND, packing, tokens_of(packing))
+    )
     module.eval()
-    assert torch.equal(module(x_ND, packing), module(x_ND, packing))
+    assert torch.equal(
+        module(x_ND, packing, tokens_of(packing)), module(x_ND, packing, tokens_of(packing))
+    )
 
 
-def test_scores_beyond_half_precision_stay_finite(choose_fused: Kernel) -> None:
-    query, key, value = (x.to(torch.bfloat16) for x in random_heads(batch=1, length=4, seed=5))
-    choose_fused(False)
-    out = attend(query * 1e4, KeyValues(key * 1e4, value), mask=key_mask([4]))
-    best = (query.float() @ key.float().transpose(-1, -2)).argmax(-1)
-    expected = F.one_hot(best, 4).float() @ value.float()
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
+@pytest.mark.parametrize("lengths", [[4, 4], [6, 1, 3]])
+def test_a_mask_restricts_who_is_attended_to(lengths: list[int]) -> None:
+    """Against every pair of neighbours alone: no position sees beyond its pair, nor padding."""
+    ours, _ = attention_and_peer()
+    packing = Packing.from_lengths(lengths)
+    pair_T = torch.arange(packing.length) // 2
+    mask_BTT = (pair_T[:, None] == pair_T[None, :]).expand(len(lengths), -1, -1)
+    x_ND = torch.randn(sum(lengths), 16, requires_grad=True)
+    found = ours(x_ND, packing, tokens_of(packing), mask_BTT=mask_BTT)
+    expected = []
+    for sentence in x_ND.split(lengths):
+        for words in sentence.split(2):
+            alone = Packing.from_lengths([len(words)])
+            expected.append(ours(words, alone, tokens_of(alone)))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-6)
+    found.square().sum().backward()
+    assert x_ND.grad is not None
+    assert x_ND.grad.isfinite().all()
+
+
+class LeftNeighbour(nn.Module):
+    """Queries, keys and values of each token and the one before it, added."""
+
+    def forward(
+        self, attention: Attention, x_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> QueriesKeysValues:
+        x_BTD = packing.unpack(x_ND)
+        before_BTD = torch.nn.functional.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
+        both_ND = packing.pack(x_BTD + before_BTD)
+        assert len(tokens.source_language_N) == len(x_ND)
+        return project(attention, both_ND, packing, tokens)
+
+
+def test_a_contextualiser_makes_queries_keys_and_values() -> None:
+    ours, peer = attention_and_peer()
+    ours.contextualizer = LeftNeighbour()
+    packing = Packing.from_lengths([3, 5])
+    x_ND = torch.randn(8, 16)
+    sums = [x + torch.cat([torch.zeros(1, 16), x[:-1]]) for x in x_ND.split([3, 5])]
+    x_BTD = packing.unpack(torch.cat(sums))
+    expected, _ = peer(x_BTD, x_BTD, x_BTD, key_padding_mask=~packing.mask_BT)
+    found = ours(x_ND, packing, tokens_of(packing))
+    torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)

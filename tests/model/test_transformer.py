@@ -22,7 +22,7 @@ from transformers import (
 
 from pipeline.batching.batch import Example, Packing, collate
 from pipeline.config import MoEConfig
-from pipeline.model.feed_forward import Activation
+from pipeline.kernels.activations import Activation
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model

@@ -56,7 +56,7 @@ def m2m100_peer(model: Transformer, *, eos_id: int, kernel: AttentionKernel = "s
         attn_implementation=kernel,
     )
     peer: Any = M2M100ForConditionalGeneration(config)
-    peer = peer.to(model.embedding.weight.dtype)
+    peer = peer.to(next(model.parameters()).dtype)
     missing, unexpected = peer.load_state_dict(peer_weights(model), strict=False)
     tied = {"lm_head.weight", "model.encoder.embed_tokens.weight"}
     assert not unexpected

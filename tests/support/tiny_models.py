@@ -10,9 +10,10 @@ from torch import nn
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import ModelConfig, MoEConfig
-from pipeline.model.feed_forward import Activation
+from pipeline.kernels.activations import Activation
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.seeds import named_generator
 
@@ -121,3 +122,21 @@ def random_batch(
         spec, sentences=sentences, seed=seed, shortest=shortest, longest=longest
     )
     return collate(examples, eos_id=EOS_ID)
+
+
+def tokens_in_groups(group_N: torch.Tensor) -> Tokens:
+    """Tokens of language groups, each a sentence and a target language of its own."""
+    number_N = torch.arange(len(group_N), device=group_N.device)
+    return Tokens(
+        sentence_N=number_N,
+        position_N=torch.zeros_like(number_N),
+        source_language_B=torch.zeros_like(number_N),
+        target_language_B=number_N,
+        language_group_B=group_N,
+    )
+
+
+def embedding_table(model: Transformer) -> torch.nn.Parameter:
+    """The tied embeddings of a model that has some."""
+    assert model.embedding.weight is not None
+    return model.embedding.weight

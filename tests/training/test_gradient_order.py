@@ -13,6 +13,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import TrainingError
 from pipeline.kernels.products import linear
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.tokens import Tokens
 from pipeline.training.gradient_order import GradientOrder, depends_on_order
 
 BIAS_FIRST_FROM = 20
@@ -29,14 +30,14 @@ def train_with(world: World, *, zero: str, changes: Changes, bucket: int = BUCKE
     layer = engine.model.encoder.layers[0].feed_forward
     assert isinstance(layer, FeedForward)
 
-    def forward(x_ND: Tensor) -> Tensor:
+    def forward(x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, None]:
+        del tokens
         by_size = changes == "by size" and len(x_ND) >= BIAS_FIRST_FROM
         if by_size or (changes == "by rank" and world.rank == 1):
             hidden = F.linear(x_ND, layer.up.weight, layer.up.bias)
         else:
             hidden = linear(x_ND, layer.up.weight, layer.up.bias)
-        projected: Tensor = layer.down(F.relu(hidden))
-        return projected
+        return layer.down(F.relu(hidden)), None
 
     layer.forward = forward  # type: ignore[method-assign]
     return [one_update(engine, world, update, rate=0.1)[1] for update in range(2)]

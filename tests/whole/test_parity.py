@@ -38,8 +38,8 @@ from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.checkpoint import PieceReader, write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import products as linear
+from pipeline.kernels import scaled_dot_product as attention
 from pipeline.kernels import threads
-from pipeline.model import attention
 from pipeline.training.engine import Engine
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.model.moe.experts import Experts, slice_length
+from pipeline.kernels.placement import slice_lengths
+from pipeline.model.moe.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class ExpertParallel:
 def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
     """The experts on rows that came sorted by source, then expert; results in the same order.
 
-    On CPU every expert gets rows of zeros up to a round number (:func:`slice_length`).
+    Experts may get rows of zeros beside their own
+    (:func:`~pipeline.kernels.placement.slice_lengths`).
     """
     per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
-    on_host = x_QD.device.type == "cpu"
-    rows_E = [slice_length(count) if on_host else count for count in per_expert]
+    rows_E = slice_lengths(per_expert, beside=x_QD)
     spare_E = [rows - count for rows, count in zip(rows_E, per_expert, strict=True)]
 
     from_source = iter(x_QD.split([count for row in count_SE for count in row]))
@@ -60,7 +61,7 @@ def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
     columns = zip(*chunk_SE, strict=True)
     by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
     sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
-    y_QD = experts(sorted_QD, rows_E if on_host else torch.tensor(rows_E, device=x_QD.device))
+    y_QD: Tensor = experts(sorted_QD, rows_E)
 
     from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
     result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]

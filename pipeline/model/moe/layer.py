@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (mmnmt.md §2).
+"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (MMNMT, §3.1).
 
 Padding never arrives here: hidden states are packed.
 
@@ -12,19 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config import MoEConfig
-from pipeline.kernels.routing_loops import can_loop
+from pipeline.errors import ConfigError
+from pipeline.kernels.expert_rows import combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
-    combine,
     dispatch_dropless,
     dispatch_with_capacity,
     expert_capacity,
-    gather,
 )
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.experts import Experts, slice_length
-from pipeline.model.moe.router import Router, Routing
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.router import Router, Routing, Side, build_router
 from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.expert_parallel = expert_parallel
 
-    def forward(self, x_ND: Tensor, group_N: Tensor) -> tuple[Tensor, RoutingRecord]:
-        """Route, compute and combine; ``group_N`` is each token's language group."""
-        routing: Routing = self.router(self._jittered(x_ND), group_N)
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord]:
+        """Route, compute and combine."""
+        routing: Routing = self.router(self._jittered(x_ND), tokens)
         dispatch = self._dispatch(routing)
         y_ND = self._serve(x_ND, self._masked(dispatch))
         record = RoutingRecord(
@@ -100,11 +101,10 @@ class MixtureOfExperts(nn.Module):
 
     def _dispatch(self, routing: Routing) -> Dispatch:
         config = self.config
-        on_host = routing.expert_NC.device.type == "cpu" and self.expert_parallel is None
-        spare_rows = slice_length if on_host else None
+        spare_rows = self.expert_parallel is None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
-            return dispatch_dropless(routing, slice_length=spare_rows)
+            return dispatch_dropless(routing, spare_rows=spare_rows)
         capacity = expert_capacity(
             len(routing.expert_NC),
             num_experts=config.num_experts,
@@ -116,17 +116,48 @@ class MixtureOfExperts(nn.Module):
             capacity=capacity,
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
-            slice_length=spare_rows,
+            spare_rows=spare_rows,
         )
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
         """Every token's experts, weighted and summed."""
-        if self.expert_parallel is None and can_loop(x_ND):
+        if self.expert_parallel is None:
             return self.experts.serve(x_ND, dispatch)
         x_RD = gather(x_ND, dispatch)
-        if self.expert_parallel is not None:
-            y_RD = self.expert_parallel.run(self.experts, x_RD, dispatch.rows_E)
-        else:
-            on_host = x_RD.device.type == "cpu"
-            y_RD = self.experts(x_RD, dispatch.rows_E.tolist() if on_host else dispatch.rows_E)
-        return combine(y_RD, dispatch)
+        y_RD = self.expert_parallel.run(self.experts, x_RD, dispatch.rows_E)
+        return combine(y_RD, dispatch.weight_NC, dispatch)
+
+
+def build_mixture_of_experts(
+    spec: ModelSpec,
+    moe: MoEConfig,
+    *,
+    side: Side,
+    regularization: Regularization,
+    expert_parallel: ExpertParallel | None,
+) -> MixtureOfExperts:
+    """An MoE layer with this rank's share of the experts.
+
+    Raises:
+        ConfigError: the experts cannot be spread over the expert-parallel ranks.
+    """
+    size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
+    if moe.num_experts % size:
+        raise ConfigError(
+            f"{moe.num_experts} experts cannot be spread over {size} ranks: choose a "
+            "training.expert_parallel_size that divides model.moe.num_experts."
+        )
+    local_experts = moe.num_experts // size
+    return MixtureOfExperts(
+        moe,
+        router=build_router(spec, moe, side=side),
+        experts=Experts(
+            num_experts=local_experts,
+            first_expert=rank * local_experts,
+            width=spec.model.width,
+            hidden_width=spec.model.feed_forward_width,
+            activation=spec.model.activation,
+        ),
+        expert_parallel=expert_parallel,
+        regularization=regularization,
+    )

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.model.feed_forward import has_experts
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import has_experts
 
 ROUTING_FILE = "routing.json"
 

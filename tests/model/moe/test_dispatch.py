@@ -1,6 +1,7 @@
 """Dispatch and combine against a loop over single tokens."""
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
 
@@ -10,14 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pipeline.kernels import placement
+from pipeline.kernels.expert_rows import combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
-    SliceLength,
-    combine,
     dispatch_dropless,
     dispatch_with_capacity,
     expert_capacity,
-    gather,
 )
 from pipeline.model.moe.router import Routing, choose
 
@@ -133,7 +133,7 @@ def test_spare_rows_end_each_experts_slice_and_change_no_result(
     results = []
     for dispatch in (plain, spacious):
         x = x_ND.clone().requires_grad_()
-        y_ND = combine(gather(x, dispatch).tanh(), dispatch)
+        y_ND = combine(gather(x, dispatch).tanh(), dispatch.weight_NC, dispatch)
         y_ND.square().sum().backward()
         results.append((y_ND, x.grad))
     for ours, theirs in zip(*results, strict=True):
@@ -141,16 +141,17 @@ def test_spare_rows_end_each_experts_slice_and_change_no_result(
 
 
 def dispatched(
-    routing: Routing, capacity: int | None, *, slice_length: SliceLength | None = None
+    routing: Routing, capacity: int | None, *, slice_length: Callable[[int], int] | None = None
 ) -> Dispatch:
-    if capacity is None:
-        return dispatch_dropless(routing, slice_length=slice_length)
-    return dispatch_with_capacity(
-        routing,
-        capacity=capacity,
-        prioritized=True,
-        slice_length=slice_length,
-    )
+    spare_rows = slice_length is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if slice_length is not None:
+            patch.setattr(placement, "slice_length", slice_length)
+        if capacity is None:
+            return dispatch_dropless(routing, spare_rows=spare_rows)
+        return dispatch_with_capacity(
+            routing, capacity=capacity, prioritized=True, spare_rows=spare_rows
+        )
 
 
 def three_tokens() -> Routing:
@@ -179,7 +180,7 @@ def test_a_first_choice_takes_the_slot_of_an_earlier_second_choice() -> None:
 def test_a_token_without_any_slot_becomes_zero() -> None:
     routing = choose(torch.tensor([[2.0, 1.0], [1.0, 0.5]]), top_k=1)
     dispatch = dispatch_with_capacity(routing, capacity=1, prioritized=True)
-    y_ND = combine(torch.ones(1, 3), dispatch)
+    y_ND = combine(torch.ones(1, 3), dispatch.weight_NC, dispatch)
     assert y_ND.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
 
 
@@ -196,7 +197,9 @@ def test_combine_sums_each_tokens_weighted_rows(routing: Routing, capacity: int 
         for row, weight in zip(rows, weights, strict=True):
             if row < len(y_RD):
                 expected[token] += weight * y_RD[row]
-    torch.testing.assert_close(combine(y_RD, dispatch), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        combine(y_RD, dispatch.weight_NC, dispatch), expected, rtol=0, atol=1e-6
+    )
 
 
 def gradients(prioritized: bool) -> tuple[Tensor, Tensor]:
@@ -207,7 +210,7 @@ def gradients(prioritized: bool) -> tuple[Tensor, Tensor]:
         choose(logits_NE, top_k=2), capacity=2, prioritized=prioritized
     )
     y_RD = torch.arange(1.0, len(dispatch.token_R) + 1)[:, None].requires_grad_()
-    combine(y_RD, dispatch).sum().backward()
+    combine(y_RD, dispatch.weight_NC, dispatch).sum().backward()
     assert y_RD.grad is not None
     assert logits_NE.grad is not None
     return y_RD.grad, logits_NE.grad

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.process_pool import ProcessPool
-from support.tiny_models import random_batch, tiny_spec
+from support.tiny_models import random_batch, tiny_spec, tokens_in_groups
 from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights
@@ -85,9 +85,9 @@ def build_experts(*, num_experts: int, first_expert: int) -> Experts:
 
 
 def build_layer(experts: Experts, parallel: ExpertParallel | None) -> MixtureOfExperts:
-    router = TokenRouter(width=WIDTH, num_experts=NUM_EXPERTS, top_k=2)
-    router.weight.data.copy_(values(NUM_EXPERTS, WIDTH, seed=7))
     config = MoEConfig(num_experts=NUM_EXPERTS, top_k=2)
+    router = TokenRouter(config, width=WIDTH)
+    router.weight.data.copy_(values(NUM_EXPERTS, WIDTH, seed=7))
     return MixtureOfExperts(config, router=router, experts=experts, expert_parallel=parallel)
 
 
@@ -136,7 +136,7 @@ def run_layer(world: World, size: int) -> RankResult:
 
 def layer_result(layer: MixtureOfExperts, rank: int) -> RankResult:
     x, arriving = rows_of(rank, TOKENS[rank])
-    output, record = layer(x, torch.zeros(len(x), dtype=torch.int64))
+    output, record = layer(x, tokens_in_groups(torch.zeros(len(x), dtype=torch.int64)))
     ((output * arriving).sum() + record.balance_loss).backward()
     assert x.grad is not None
     return RankResult(

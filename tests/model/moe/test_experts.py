@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeline.kernels import threads
+from pipeline.kernels.activations import Activation
 from pipeline.kernels.allocator import OWN_MAPPING
-from pipeline.model.feed_forward import Activation
-from pipeline.model.moe.experts import Experts, grouped_feed_forward, slice_length
+from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
+from pipeline.kernels.placement import slice_length
+from pipeline.model.moe.experts import Experts
 
 WIDTH, HIDDEN = 8, 12
 COUNTS = ([3, 0, 2, 4], [0, 7, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5])
@@ -89,8 +91,10 @@ def test_grouped_products_equal_autograd_over_single_experts(
 ) -> None:
     experts, linears = experts_and_linears(activation)
     x_RD, other_x_RD = rows(sum(counts)), rows(sum(counts))
-    weights = (experts.up.weight, experts.up.bias, experts.down.weight, experts.down.bias)
-    y_RD = grouped_feed_forward(x_RD, *weights, torch.tensor(counts), activation)
+    weights = ExpertWeights(
+        experts.up.weight, experts.up.bias, experts.down.weight, experts.down.bias
+    )
+    y_RD = grouped_feed_forward(x_RD, weights, torch.tensor(counts), activation)
     expected = expert_by_expert(other_x_RD, counts, linears, activation)
     assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears), atol=1e-5)
 

@@ -5,7 +5,14 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.tiny_models import (
+    EOS_ID,
+    random_batch,
+    random_examples,
+    tiny_model,
+    tiny_spec,
+    tokens_in_groups,
+)
 from torch import Tensor
 
 from pipeline.batching.batch import collate
@@ -13,6 +20,7 @@ from pipeline.config import MoEConfig
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, Routing, choose
 from pipeline.model.regularization import Regularization
+from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 
 WIDTH = 16
@@ -27,9 +35,10 @@ def moe_layer(
     return cast(MixtureOfExperts, model.encoder.layers[0].feed_forward)
 
 
-def random_tokens(count: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
+def random_tokens(count: int, *, seed: int = 1) -> tuple[Tensor, Tokens]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, WIDTH, generator=generator), torch.zeros(count, dtype=torch.int64)
+    tokens = tokens_in_groups(torch.zeros(count, dtype=torch.int64))
+    return torch.randn(count, WIDTH, generator=generator), tokens
 
 
 def one_expert(layer: MixtureOfExperts, expert: int, x_D: Tensor) -> Tensor:
@@ -67,9 +76,9 @@ def test_every_token_gets_its_weighted_experts(top_k: int, dispatch: str) -> Non
         {"num_experts": 4, "top_k": top_k, "dispatch": dispatch, "capacity_factor": 4.0}
     )
     layer = moe_layer(config)
-    x_ND, group_N = random_tokens(9)
+    x_ND, tokens = random_tokens(9)
     slope_ND, _ = random_tokens(9, seed=2)
-    y_ND, record = layer(x_ND, group_N)
+    y_ND, record = layer(x_ND, tokens)
     expected_ND = token_by_token(layer, x_ND, preferred(layer, x_ND))
     torch.testing.assert_close(y_ND, expected_ND, rtol=0, atol=1e-6)
     assert torch.equal(record.kept_E, record.routed_E)
@@ -88,7 +97,7 @@ def tight(**changes: object) -> MoEConfig:
 
 def test_training_keeps_no_more_routes_than_the_capacity() -> None:
     layer = moe_layer(tight(batch_prioritized=False))
-    x_ND, group_N = random_tokens(16)
+    x_ND, tokens = random_tokens(16)
     slots = 4
     kept: list[list[int]] = [[] for _ in x_ND]
     taken = [0] * 4
@@ -97,17 +106,17 @@ def test_training_keeps_no_more_routes_than_the_capacity() -> None:
             if taken[experts[choice]] < slots:
                 taken[experts[choice]] += 1
                 kept[token].append(experts[choice])
-    y_ND, record = layer.train()(x_ND, group_N)
+    y_ND, record = layer.train()(x_ND, tokens)
     assert record.kept_E.tolist() == taken
     assert int(record.routed_E.sum()) == 32 > sum(taken)
     torch.testing.assert_close(y_ND, token_by_token(layer, x_ND, kept), rtol=0, atol=1e-6)
 
 
 def test_evaluation_drops_nothing_unless_it_is_told_to() -> None:
-    x_ND, group_N = random_tokens(16)
+    x_ND, tokens = random_tokens(16)
     for factor, slots in ((None, 16), (0.5, 4)):
         layer = moe_layer(tight(evaluation_capacity_factor=factor)).eval()
-        _, record = layer(x_ND, group_N)
+        _, record = layer(x_ND, tokens)
         assert int(record.routed_E.max()) > 4
         assert torch.equal(record.kept_E, record.routed_E.clamp_max(slots))
 
@@ -211,8 +220,8 @@ def test_the_balance_loss_moves_probability_away_from_the_favourite() -> None:
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_no_tokens_give_nothing_and_gradients_of_zero(dispatch: str) -> None:
     layer = moe_layer(tight(dispatch=dispatch))
-    x_ND, group_N = random_tokens(0)
-    y_ND, record = layer(x_ND.requires_grad_(), group_N)
+    x_ND, tokens = random_tokens(0)
+    y_ND, record = layer(x_ND.requires_grad_(), tokens)
     assert y_ND.shape == (0, WIDTH)
     assert record.balance_loss.item() == 0
     (y_ND.sum() + record.balance_loss).backward()
@@ -292,15 +301,15 @@ def test_jitter_moves_the_routing_of_training_but_not_what_experts_read() -> Non
     rates = Regularization(router_jitter=0.3)
     config = MoEConfig(num_experts=4)
     layer, plain = moe_layer(config, regularization=rates), moe_layer(config)
-    x_ND, group_N = random_tokens(200)
-    exact_NE = plain(x_ND, group_N)[1].probability_NE
-    moved_NE = layer.train()(x_ND, group_N)[1].probability_NE
+    x_ND, tokens = random_tokens(200)
+    exact_NE = plain(x_ND, tokens)[1].probability_NE
+    moved_NE = layer.train()(x_ND, tokens)[1].probability_NE
     assert 1e-3 < (moved_NE - exact_NE).abs().mean() < 0.1
-    assert torch.equal(layer.eval()(x_ND, group_N)[1].probability_NE, exact_NE)
+    assert torch.equal(layer.eval()(x_ND, tokens)[1].probability_NE, exact_NE)
 
     alone = MoEConfig(num_experts=1, top_k=1)
-    y_ND, _ = moe_layer(alone, regularization=rates).train()(x_ND, group_N)
-    torch.testing.assert_close(y_ND, moe_layer(alone)(x_ND, group_N)[0])
+    y_ND, _ = moe_layer(alone, regularization=rates).train()(x_ND, tokens)
+    torch.testing.assert_close(y_ND, moe_layer(alone)(x_ND, tokens)[0])
 
 
 @torch.no_grad()
@@ -308,13 +317,13 @@ def test_masking_takes_an_experts_output_whole_and_scales_up_the_rest() -> None:
     config = MoEConfig(num_experts=1, top_k=1)
     rates = Regularization(expert_output_masking=0.25)
     layer = moe_layer(config, regularization=rates).train()
-    x_ND, group_N = random_tokens(400)
-    exact_ND = moe_layer(config)(x_ND, group_N)[0]
-    masked_ND = layer(x_ND, group_N)[0]
+    x_ND, tokens = random_tokens(400)
+    exact_ND = moe_layer(config)(x_ND, tokens)[0]
+    masked_ND = layer(x_ND, tokens)[0]
     kept_N = masked_ND.abs().amax(-1) > 0
     assert 0.65 < kept_N.float().mean() < 0.85
     torch.testing.assert_close(masked_ND[kept_N], exact_ND[kept_N] / 0.75)
-    assert torch.equal(layer.eval()(x_ND, group_N)[0], exact_ND)
+    assert torch.equal(layer.eval()(x_ND, tokens)[0], exact_ND)
 
 
 @torch.no_grad()

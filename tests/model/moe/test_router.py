@@ -5,8 +5,10 @@ from typing import TypeVar
 
 import pytest
 import torch
+from support.tiny_models import tokens_in_groups
 from torch import Tensor
 
+from pipeline.config import MoEConfig
 from pipeline.model.moe.router import LanguageGroupRouter, Router, TokenRouter, choose, z_loss
 
 WIDTH, EXPERTS, GROUPS = 8, 5, 3
@@ -14,12 +16,14 @@ RouterType = TypeVar("RouterType", TokenRouter, LanguageGroupRouter)
 
 
 def token_router(*, top_k: int = 2, seed: int = 1) -> TokenRouter:
-    router = TokenRouter(width=WIDTH, num_experts=EXPERTS, top_k=top_k)
+    router = TokenRouter(MoEConfig(num_experts=EXPERTS, top_k=top_k), width=WIDTH)
     return fill(router, seed=seed)
 
 
 def group_router(*, groups: int = GROUPS, top_k: int = 2, seed: int = 1) -> LanguageGroupRouter:
-    router = LanguageGroupRouter(width=WIDTH, num_experts=EXPERTS, num_groups=groups, top_k=top_k)
+    router = LanguageGroupRouter(
+        MoEConfig(num_experts=EXPERTS, top_k=top_k), width=WIDTH, num_groups=groups
+    )
     return fill(router, seed=seed)
 
 
@@ -48,7 +52,7 @@ def probabilities(logits: list[float]) -> list[float]:
 def test_the_best_experts_are_chosen_best_first(top_k: int) -> None:
     router = token_router(top_k=top_k)
     x_ND, group_N = random_tokens(20)
-    routing = router(x_ND, group_N)
+    routing = router(x_ND, tokens_in_groups(group_N))
     for token, x_D in enumerate(x_ND):
         logits = [float(row.double() @ x_D.double()) for row in router.weight.detach()]
         expected = probabilities(logits)
@@ -83,7 +87,7 @@ def test_the_z_loss_is_the_mean_squared_logarithm_of_the_normaliser() -> None:
 def test_a_group_router_averages_the_shared_logits_and_those_of_the_group() -> None:
     router = group_router()
     x_ND, group_N = random_tokens(12)
-    routing = router(x_ND, group_N)
+    routing = router(x_ND, tokens_in_groups(group_N))
     for token, group in enumerate(group_N.tolist()):
         mean_ED = (router.weight.double() + router.group_weight[group].double()) / 2
         expected = probabilities((mean_ED @ x_ND[token].double()).tolist())
@@ -97,7 +101,10 @@ def test_group_routers_equal_to_the_shared_one_are_a_token_router(groups: int) -
         grouped.weight.copy_(plain.weight)
         grouped.group_weight.copy_(plain.weight.expand(groups, -1, -1))
     x_ND, group_N = random_tokens(30)
-    expected, found = plain(x_ND, group_N % groups), grouped(x_ND, group_N % groups)
+    expected, found = (
+        plain(x_ND, tokens_in_groups(group_N % groups)),
+        grouped(x_ND, tokens_in_groups(group_N % groups)),
+    )
     assert torch.equal(found.expert_NC, expected.expert_NC)
     torch.testing.assert_close(found.probability_NE, expected.probability_NE, rtol=0, atol=1e-6)
 
@@ -105,10 +112,10 @@ def test_group_routers_equal_to_the_shared_one_are_a_token_router(groups: int) -
 def test_changing_a_groups_router_changes_the_tokens_of_that_group_only() -> None:
     router = group_router()
     x_ND, group_N = random_tokens(12)
-    before = router(x_ND, group_N).probability_NE.detach()
+    before = router(x_ND, tokens_in_groups(group_N)).probability_NE.detach()
     with torch.no_grad():
         router.group_weight[1] *= -1
-    after = router(x_ND, group_N).probability_NE.detach()
+    after = router(x_ND, tokens_in_groups(group_N)).probability_NE.detach()
     changed_N = (before - after).abs().amax(-1)
     assert torch.equal(before[group_N != 1], after[group_N != 1])
     assert changed_N[group_N == 1].min() > 1e-4
@@ -117,7 +124,9 @@ def test_changing_a_groups_router_changes_the_tokens_of_that_group_only() -> Non
 def test_groups_without_tokens_get_a_gradient_of_zero() -> None:
     router = group_router()
     x_ND, _ = random_tokens(9)
-    router(x_ND, torch.ones(9, dtype=torch.int64)).weight_NC[:, 0].sum().backward()
+    router(x_ND, tokens_in_groups(torch.ones(9, dtype=torch.int64))).weight_NC[
+        :, 0
+    ].sum().backward()
     gradient = router.group_weight.grad
     assert gradient is not None
     assert gradient[[0, 2]].count_nonzero() == 0
@@ -130,8 +139,8 @@ def test_groups_without_tokens_get_a_gradient_of_zero() -> None:
 def test_half_precision_states_are_routed_in_single_precision(router: Router) -> None:
     x_ND, group_N = random_tokens(50)
     half = router.to(torch.bfloat16)
-    found = half(x_ND.bfloat16(), group_N)
-    expected = half.float()(x_ND.bfloat16().float(), group_N)
+    found = half(x_ND.bfloat16(), tokens_in_groups(group_N))
+    expected = half.float()(x_ND.bfloat16().float(), tokens_in_groups(group_N))
     assert found.probability_NE.dtype == torch.float32
     assert torch.equal(found.probability_NE, expected.probability_NE)
     assert torch.equal(found.weight_NC, expected.weight_NC)
@@ -140,7 +149,10 @@ def test_half_precision_states_are_routed_in_single_precision(router: Router) ->
 @pytest.mark.parametrize("router", [token_router(), group_router()])
 def test_routing_has_no_noise_even_in_training(router: Router) -> None:
     x_ND, group_N = random_tokens(50)
-    first, second = router.train()(x_ND, group_N), router(x_ND, group_N)
+    first, second = (
+        router.train()(x_ND, tokens_in_groups(group_N)),
+        router(x_ND, tokens_in_groups(group_N)),
+    )
     assert torch.equal(first.probability_NE, second.probability_NE)
     assert torch.equal(first.expert_NC, second.expert_NC)
 

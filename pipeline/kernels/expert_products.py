@@ -1,0 +1,254 @@
+"""The products of many experts on contiguous slices of rows.
+
+On CPU every expert has products of its own; on CUDA one grouped matrix product per projection
+serves all experts.
+
+Legend: E experts (on this rank), R rows sorted by expert, N tokens, C choices per token, D model
+width, F hidden width.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.errors import ConfigError
+from pipeline.kernels import routing_loops as loops
+from pipeline.kernels.activations import (
+    Activation,
+    activate,
+    activate_product,
+    activation_backward_,
+)
+from pipeline.kernels.allocator import prefer_large_pages
+from pipeline.kernels.expert_rows import combine, gather
+from pipeline.kernels.placement import Placement
+from pipeline.kernels.products import product, product_into
+from pipeline.kernels.routing_loops import can_loop, numbers
+from pipeline.kernels.threads import WORTH_OTHER_THREADS, side_by_side
+
+LOOP_COST = 16
+"""Multiply-adds of a product in the time of one of a loop, as measured."""
+
+GROUPED_MULTIPLE = 8
+"""``torch.nn.functional.grouped_mm`` wants rows of a multiple of 16 bytes, 8 values of bfloat16."""
+
+
+class ExpertWeights(NamedTuple):
+    """The two projections of every expert, stacked."""
+
+    up_EFD: Tensor
+    up_bias_EF: Tensor
+    down_EDF: Tensor
+    down_bias_ED: Tensor
+
+
+def check_widths(*, width: int, hidden_width: int, device: torch.device) -> None:
+    """Refuse experts whose shape the kernels of a device do not take.
+
+    Raises:
+        ConfigError: grouped products would fail on these widths.
+    """
+    if device.type == "cpu" or not (width % GROUPED_MULTIPLE or hidden_width % GROUPED_MULTIPLE):
+        return
+    raise ConfigError(
+        f"Experts of width {width} and feed_forward_width {hidden_width} cannot be computed on "
+        f"{device.type}: its grouped products take rows of a multiple of 16 bytes; make "
+        f"model.width and model.feed_forward_width multiples of {GROUPED_MULTIPLE}."
+    )
+
+
+def serve_tokens(
+    x_ND: Tensor,
+    weight_NC: Tensor,
+    placement: Placement,
+    weights: ExpertWeights,
+    *,
+    activation: Activation,
+) -> Tensor:
+    """Gather, apply and combine: every token's experts, weighted and summed, (N, D)."""
+    if not can_loop(x_ND):
+        x_RD = gather(x_ND, placement)
+        y_RD = serve_rows(x_RD, placement.rows_E, weights, activation=activation)
+        return combine(y_RD, weight_NC, placement)
+    rows_E = tuple(placement.rows_E.tolist())
+    output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
+        x_ND, weight_NC.contiguous(), *weights, rows_E, placement, activation
+    )
+    return output
+
+
+def serve_rows(
+    x_RD: Tensor,
+    rows_E: Sequence[int] | Tensor,
+    weights: ExpertWeights,
+    *,
+    activation: Activation,
+) -> Tensor:
+    """Each expert on its slice of rows, (R, D)."""
+    if x_RD.device.type != "cpu":
+        count_E = torch.as_tensor(rows_E, device=x_RD.device)
+        return grouped_feed_forward(x_RD, weights, count_E, activation)
+    rows = tuple(rows_E.tolist() if isinstance(rows_E, Tensor) else rows_E)
+    output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
+        x_RD, None, *weights, rows, None, activation
+    )
+    return output
+
+
+def grouped_feed_forward(
+    x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
+) -> Tensor:
+    """Two grouped matrix products; slice sizes stay on the device."""
+    offsets_E = count_E.cumsum(0).to(torch.int32)
+    expert_R = torch.repeat_interleave(count_E, output_size=x_RD.shape[0])
+    hidden_RF = F.grouped_mm(x_RD, weights.up_EFD.transpose(-1, -2), offs=offsets_E)
+    hidden_RF = activate(hidden_RF + weights.up_bias_EF.index_select(0, expert_R), activation)
+    y_RD = F.grouped_mm(hidden_RF, weights.down_EDF.transpose(-1, -2), offs=offsets_E)
+    return y_RD + weights.down_bias_ED.index_select(0, expert_R)
+
+
+class _ExpertByExpert(torch.autograd.Function):
+    """Products per expert, the gradients of all experts written straight into stacked tensors.
+
+    The input is rows sorted by expert, or tokens with a placement: then every expert gathers its
+    rows where it needs them, and the rows are combined. Plain autograd over slices of stacked
+    weights would make and add one full-size gradient per expert. Experts without rows get a
+    gradient of zeros (DeepSpeed wants one from every rank).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_NC: Tensor | None,
+        up_EFD: Tensor,
+        up_bias_EF: Tensor,
+        down_EDF: Tensor,
+        down_bias_ED: Tensor,
+        rows_E: tuple[int, ...],
+        placement: Placement | None,
+        activation: Activation,
+    ) -> Tensor:
+        y_RD = x.new_empty(sum(rows_E), x.shape[1])
+        slices = _slices(rows_E)
+        hiddens = [x.new_empty(0, up_EFD.shape[1])] * len(rows_E)
+
+        def serve(e: int) -> None:
+            x_rows = _rows(x, slices[e], placement)
+            hidden = product(x_rows, up_EFD[e], up_bias_EF[e], relu=activation == "relu")
+            y_RD[slices[e]] = product(
+                activate_product(hidden, activation), down_EDF[e], down_bias_ED[e]
+            )
+            hiddens[e] = hidden
+
+        weights = up_EFD[0].numel()
+        side_by_side(serve, [rows * weights for rows in rows_E])
+        ctx.slices, ctx.placement, ctx.activation = slices, placement, activation
+        if placement is None or weight_NC is None:
+            ctx.save_for_backward(x, None, None, up_EFD, down_EDF, *hiddens)
+            return y_RD
+        ctx.save_for_backward(x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens)
+        return _combine_by_loop(y_RD, placement.row_NC, weight_NC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_out = gradients[0].contiguous()
+        x, weight_NC, y_RD, up_EFD, down_EDF, *hiddens = ctx.saved_tensors
+        slices, placement, activation = ctx.slices, ctx.placement, ctx.activation
+        dx_RD = x.new_empty(slices[-1].stop, x.shape[1])
+        d_up_EFD, d_down_EDF = _empty_like(up_EFD), _empty_like(down_EDF)
+        d_up_bias_EF = up_EFD.new_empty(up_EFD.shape[:2])
+        d_down_bias_ED = down_EDF.new_empty(down_EDF.shape[:2])
+        d_weights = d_up_EFD, d_up_bias_EF, d_down_EDF, d_down_bias_ED
+        row_gradient: Callable[[slice, Tensor], Tensor] = partial(_sum_rows, d_out)
+        if placement is not None:
+            d_weight_NC = torch.zeros_like(weight_NC)
+            row_gradient = _row_gradients(d_out, y_RD, placement, weight_NC, d_weight_NC)
+
+        def serve(e: int) -> None:
+            rows, hidden = slices[e], hiddens[e]
+            if not len(hidden):
+                for gradient in d_weights:
+                    gradient[e].zero_()
+                return
+            dy = row_gradient(rows, d_down_bias_ED[e])
+            product_into(d_down_EDF[e], dy.t(), activate_product(hidden, activation))
+            d_hidden = product(dy, down_EDF[e].t())
+            activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
+            product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, placement))
+            product_into(dx_RD[rows], d_hidden, up_EFD[e])
+
+        weights = up_EFD[0].numel()
+        side_by_side(serve, [max(len(hidden), 1) * weights for hidden in hiddens])
+        if placement is None:
+            return dx_RD, None, *d_weights, None, None, None
+        dx_ND = _combine_by_loop(dx_RD, placement.row_NC, None)
+        return dx_ND, d_weight_NC, *d_weights, None, None, None
+
+
+def _slices(rows_E: Sequence[int]) -> list[slice]:
+    """Where each expert's rows are."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(rows_E, initial=0))]
+
+
+def _rows(x: Tensor, rows: slice, placement: Placement | None) -> Tensor:
+    """An expert's rows, or the tokens they are made of."""
+    return x[rows] if placement is None else x.index_select(0, placement.token_R[rows])
+
+
+def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
+    """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
+    (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
+    sum_ND = y_RD.new_empty(num_tokens, width)
+    arrays = numbers(y_RD), numbers(row_NC), None if weight_NC is None else numbers(weight_NC)
+    cost = num_tokens * num_choices * width * LOOP_COST
+    parts = min(torch.get_num_threads(), 1 + cost // WORTH_OTHER_THREADS)
+    bounds = [num_tokens * part // parts for part in range(parts + 1)]
+
+    def sum_part(part: int) -> None:
+        loops.sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
+
+    if parts == 1:  # most models: not worth the planning
+        sum_part(0)
+    else:
+        side_by_side(sum_part, [cost / parts] * parts)
+    return sum_ND
+
+
+def _row_gradients(
+    d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
+) -> Callable[[slice, Tensor], Tensor]:
+    """:func:`_combine_by_loop` backwards, one expert at a time; fills ``d_weight_NC``."""
+    dy_RD = torch.empty_like(y_RD)
+    d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
+    token, route = numbers(placement.token_R), numbers(placement.route_R)
+    weight, d_weight = numbers(weight_NC.view(-1)), numbers(d_weight_NC.view(-1))
+
+    def row_gradient(rows: slice, total_D: Tensor) -> Tensor:
+        first, last, total = rows.start, rows.stop, numbers(total_D)
+        loops.sum_over_routes_backward(
+            d_sum, y, token, route, weight, first, last, dy, d_weight, total
+        )
+        return dy_RD[rows]
+
+    return row_gradient
+
+
+def _sum_rows(dy_RD: Tensor, rows: slice, total_D: Tensor) -> Tensor:
+    """The gradients of rows as they came, and their sum."""
+    torch.sum(dy_RD[rows], 0, out=total_D)
+    return dy_RD[rows]
+
+
+def _empty_like(weights: Tensor) -> Tensor:
+    """Memory for a gradient."""
+    gradient = torch.empty_like(weights)
+    prefer_large_pages(gradient.data_ptr(), gradient.nbytes)
+    return gradient

@@ -1,0 +1,62 @@
+"""Ids to states, and states to logits.
+
+The table of embeddings is learned, stays as it was initialised (``frozen``), or is the identity:
+row i is e_i, with one learned scale for what goes in and, where the output is tied, one for what
+comes out (Shaham and Levy 2021, "Neural Machine Translation without Embeddings"). The output
+projection is the same table, or one of its own (``untied``).
+
+Legend: N real tokens, D model width, V vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.kernels.products import linear
+from pipeline.model.spec import ModelSpec
+
+
+class Embedding(nn.Module):
+    """The vocabulary at both ends of a model."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        vocabulary, width = spec.vocabulary_size, spec.model.width
+        config = spec.model.embedding
+        self.vocabulary_size, self.width = vocabulary, width
+        self.scale = math.sqrt(width) if spec.model.scale_embedding else None
+        self.weight: nn.Parameter | None = None
+        self.input_scale: nn.Parameter | None = None
+        self.output_scale: nn.Parameter | None = None
+        self.output_weight: nn.Parameter | None = None
+        match config.input:
+            case "learned" | "frozen":
+                is_learned = config.input == "learned"
+                self.weight = nn.Parameter(torch.empty(vocabulary, width), requires_grad=is_learned)
+            case "one_hot":
+                self.input_scale = nn.Parameter(torch.empty(1))
+        match config.output:
+            case "untied":
+                self.output_weight = nn.Parameter(torch.empty(vocabulary, width))
+            case "tied" if config.input == "one_hot":
+                self.output_scale = nn.Parameter(torch.empty(1))
+            case "tied":
+                pass
+
+    def forward(self, ids_N: Tensor) -> Tensor:
+        """Token embeddings, scaled; (N, D)."""
+        if self.weight is not None:
+            x_ND = F.embedding(ids_N, self.weight)
+            return x_ND if self.scale is None else x_ND * self.scale
+        assert self.input_scale is not None
+        return F.one_hot(ids_N, self.width) * self.input_scale
+
+    def project(self, x_ND: Tensor) -> Tensor:
+        """Logits over the vocabulary, (N, V)."""
+        table_VD = self.weight if self.output_weight is None else self.output_weight
+        if table_VD is not None:
+            return linear(x_ND, table_VD)
+        assert self.output_scale is not None
+        return x_ND[:, : self.vocabulary_size] * self.output_scale

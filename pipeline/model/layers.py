@@ -1,0 +1,175 @@
+"""The layers of encoder and decoder: attention and feed-forward, each with its residual.
+
+Legend: B batch, N real tokens, S source length, R rows of a decoding step, D model width.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.batching.batch import Packing
+from pipeline.config import ModelConfig
+from pipeline.model.attention import Attention, Contextualizer, KeyValues
+from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
+from pipeline.model.regularization import Regularization
+from pipeline.model.tokens import Tokens
+
+
+class LayerOutput(NamedTuple):
+    """Hidden states of a layer, and what its feed-forward has to report."""
+
+    x_ND: Tensor
+    record: RoutingRecord | None
+
+
+@dataclass
+class LayerCache:
+    """What a decoder layer keeps between decoding steps, per sentence: its beams share it."""
+
+    past: KeyValues
+    """Keys and values of the target so far, preallocated along its length."""
+    memory: KeyValues
+    """Keys and values of the source, one per sentence."""
+
+
+class ResidualNorm(nn.LayerNorm):
+    """The norm around a sublayer f: x + dropout(f(norm(x))), or norm(x + dropout(f(x)))."""
+
+    def __init__(self, width: int, *, pre_norm: bool, dropout: float) -> None:
+        super().__init__(width)
+        self.pre_norm = pre_norm
+        self.dropout = dropout
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the sublayer is given."""
+        return self(x) if self.pre_norm else x
+
+    def leave(self, x: Tensor, y: Tensor) -> Tensor:
+        """Its result y added to x."""
+        x = x + F.dropout(y, self.dropout, training=self.training and self.dropout > 0)
+        return x if self.pre_norm else self(x)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        regularization: Regularization,
+        feed_forward: nn.Module,
+        *,
+        contextualizer: Contextualizer | None = None,
+    ) -> None:
+        super().__init__()
+        self.self_attention = build_attention(model, regularization, contextualizer)
+        self.self_attention_norm = attention_norm(model, regularization)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+
+    def forward(
+        self, x_ND: Tensor, packing: Packing, tokens: Tokens, *, mask_BTT: Tensor | None = None
+    ) -> LayerOutput:
+        """One layer over the packed source; with ``mask_BTT``, attending only where it is True."""
+        norm = self.self_attention_norm
+        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT)
+        x_ND = norm.leave(x_ND, context_ND)
+
+        norm = self.feed_forward_norm
+        y_ND, record = self.feed_forward(norm.enter(x_ND), tokens)
+        return LayerOutput(norm.leave(x_ND, y_ND), record)
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention and feed-forward."""
+
+    def __init__(
+        self, model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
+    ) -> None:
+        super().__init__()
+        self.self_attention = build_attention(model, regularization)
+        self.self_attention_norm = attention_norm(model, regularization)
+        self.cross_attention = build_attention(model, regularization)
+        self.cross_attention_norm = attention_norm(model, regularization)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        memory_ND: Tensor,
+        memory: Packing,
+    ) -> LayerOutput:
+        """One layer over the packed target, all positions at once."""
+        norm = self.self_attention_norm
+        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, is_causal=True)
+        x_ND = norm.leave(x_ND, context_ND)
+
+        norm = self.cross_attention_norm
+        attended_ND = self.cross_attention.attend_to(norm.enter(x_ND), packing, memory_ND, memory)
+        x_ND = norm.leave(x_ND, attended_ND)
+
+        norm = self.feed_forward_norm
+        y_ND, record = self.feed_forward(norm.enter(x_ND), tokens)
+        return LayerOutput(norm.leave(x_ND, y_ND), record)
+
+    def step(
+        self,
+        x_RD: Tensor,
+        cache: LayerCache,
+        tokens: Tokens,
+        *,
+        length: int,
+        memory_mask: Tensor | None,
+    ) -> Tensor:
+        """One decoding step of R = B · beams rows, written to the cache from entry ``length`` on.
+
+        ``memory_mask`` is (B, 1, 1, S), True at real source tokens, or None where nothing is
+        padded. Beams of a sentence attend to its one copy of keys and values as if they were
+        positions of one query.
+        """
+        norm = self.self_attention_norm
+        context_RD = self.self_attention.step(norm.enter(x_RD), cache.past, length=length)
+        x_RD = norm.leave(x_RD, context_RD)
+
+        norm = self.cross_attention_norm
+        attended_RD = self.cross_attention.step_memory(
+            norm.enter(x_RD), cache.memory, mask=memory_mask
+        )
+        x_RD = norm.leave(x_RD, attended_RD)
+
+        norm = self.feed_forward_norm
+        y_RD, _ = self.feed_forward(norm.enter(x_RD), tokens)
+        return norm.leave(x_RD, y_RD)
+
+
+def build_attention(
+    model: ModelConfig,
+    regularization: Regularization,
+    contextualizer: Contextualizer | None = None,
+) -> Attention:
+    return Attention(
+        width=model.width,
+        num_heads=model.num_heads,
+        dropout=regularization.attention_dropout,
+        contextualizer=contextualizer,
+    )
+
+
+def attention_norm(model: ModelConfig, regularization: Regularization) -> ResidualNorm:
+    """The norm of an attention sublayer."""
+    return ResidualNorm(model.width, pre_norm=model.norm == "pre", dropout=regularization.dropout)
+
+
+def feed_forward_norm(
+    model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
+) -> ResidualNorm:
+    """The norm of a feed-forward; experts may have a dropout of their own."""
+    rate = regularization.dropout
+    if isinstance(feed_forward, MixtureOfExperts) and regularization.moe_dropout is not None:
+        rate = regularization.moe_dropout
+    return ResidualNorm(model.width, pre_norm=model.norm == "pre", dropout=rate)

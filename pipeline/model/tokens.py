@@ -1,0 +1,45 @@
+"""What a layer is told about its tokens.
+
+Legend: B sentences, N tokens.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+
+Route = Literal["specific", "shared"]
+"""Which way through a model whose languages have weights of their own: theirs, or those of all."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One small record instead of a growing list of tensors; per token on demand.
+
+    Attributes:
+        sentence_N: sentence of each token.
+        position_N: its position there, from 0.
+        source_language_B, target_language_B: indices into the tokenizer's languages.
+        language_group_B: group of the target language.
+        route: of a model that has two.
+    """
+
+    sentence_N: Tensor
+    position_N: Tensor
+    source_language_B: Tensor
+    target_language_B: Tensor
+    language_group_B: Tensor
+    route: Route = "specific"
+
+    @cached_property
+    def source_language_N(self) -> Tensor:
+        return self.source_language_B[self.sentence_N]
+
+    @cached_property
+    def target_language_N(self) -> Tensor:
+        return self.target_language_B[self.sentence_N]
+
+    @cached_property
+    def language_group_N(self) -> Tensor:
+        return self.language_group_B[self.sentence_N]
