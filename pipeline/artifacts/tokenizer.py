@@ -2,18 +2,18 @@
 
 A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``; the
 same files lie in a tokenizer artifact, in shards and in checkpoints. Token ids are the vocabulary's
-pieces, specials among them, followed by one token per language in alphabetical order. Language
-tokens and specials are never the result of encoding text: ``</s>`` or ``__de__`` within a sentence
-is text.
+pieces, specials among them, followed by one token per language in alphabetical order, unless the
+tokenizer has a numbering of its own, as vocabularies from elsewhere have. Language tokens and
+specials are never the result of encoding text: ``</s>`` or ``__de__`` within a sentence is text.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from sentencepiece import SentencePieceProcessor
 
 from pipeline.artifacts.artifact import Artifact, to_json
@@ -36,6 +36,41 @@ MAX_MODEL_BYTES = 2**28
 LanguageTokenScheme = Literal["underscores", "angle"]
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
+
+
+class Numbering(BaseModel):
+    """Which id everything has, where that does not follow from the vocabulary.
+
+    Ids that nothing has (``size`` may count some) are rows of an embedding that no text reaches.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: TokenId
+    """Number of ids, language tokens included."""
+    pad: TokenId
+    bos: TokenId
+    eos: TokenId
+    unk: TokenId
+    pieces: tuple[TokenId | None, ...]
+    """Id of each piece of the vocabulary, in its order; None: it is unknown to the model."""
+    language_tokens: dict[str, TokenId]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        specials = [self.pad, self.bos, self.eos, self.unk]
+        given = [*specials, *self.language_tokens.values()]
+        given += [
+            index for index in self.pieces if index is not None and index not in set(specials)
+        ]
+        if len(set(given)) < len(given):
+            raise ValueError("two pieces, specials or languages have one id")
+        if max(given) >= self.size:
+            raise ValueError(f"an id lies beyond size {self.size}")
+        return self
+
+
 class TokenizerDescription(BaseModel):
     """The contents of ``tokenizer.json``."""
 
@@ -44,11 +79,17 @@ class TokenizerDescription(BaseModel):
     kind: Literal["sentencepiece", "bytes"]
     languages: tuple[str, ...]
     language_token_scheme: LanguageTokenScheme
+    numbering: Numbering | None = None
+    """None: pieces, then languages in order."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if list(self.languages) != sorted(set(self.languages)):
             raise ValueError("languages must be sorted and differ from each other")
+        if self.numbering is not None and set(self.numbering.language_tokens) != set(
+            self.languages
+        ):
+            raise ValueError("numbering.language_tokens must name the languages, and no other")
         return self
 
 
@@ -127,6 +168,37 @@ class ByteVocabulary:
         return bytes(index - len(SPECIALS) for index in ids).decode(errors="ignore")
 
 
+class RenumberedVocabulary:
+    """A vocabulary whose pieces have other ids.
+
+    Raises:
+        ArtifactError: the numbering is of another number of pieces.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, numbering: Numbering) -> None:
+        if len(numbering.pieces) != vocabulary.size:
+            raise ArtifactError(
+                f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
+                f"has {vocabulary.size:,}: restore both from one copy."
+            )
+        self._vocabulary = vocabulary
+        self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
+        self._pieces = {
+            index: piece for piece, index in enumerate(numbering.pieces) if index is not None
+        }
+        self.size = numbering.size
+        self.pad_id, self.bos_id = numbering.pad, numbering.bos
+        self.eos_id, self.unk_id = numbering.eos, numbering.unk
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        encoded = self._vocabulary.encode_batch(lines)
+        return [[self._ids[piece] for piece in pieces] for pieces in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids that no piece has are dropped."""
+        return self._vocabulary.decode([self._pieces[i] for i in ids if i in self._pieces])
+
+
 class Tokenizer:
     """A vocabulary and its language tokens.
 
@@ -137,18 +209,24 @@ class Tokenizer:
         fingerprint: hexadecimal SHA-256 of all that decides ids; equal = interchangeable.
     """
 
-    def __init__(self, vocabulary: Vocabulary, *, languages: Sequence[str], fingerprint: str):
-        self.languages = tuple(languages)
-        self.size = vocabulary.size + len(self.languages)
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        language_ids: Mapping[str, int],
+        size: int,
+        fingerprint: str,
+    ) -> None:
+        self.languages = tuple(sorted(language_ids))
+        self.size = size
         self.pad_id = vocabulary.pad_id
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.fingerprint = fingerprint
         self._vocabulary = vocabulary
-        self._language_ids = {
-            code: vocabulary.size + index for index, code in enumerate(self.languages)
-        }
+        self._language_ids = dict(language_ids)
+        self._languages_by_id = {index: code for code, index in language_ids.items()}
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
 
     def encode(self, text: str) -> list[int]:
@@ -186,8 +264,7 @@ class Tokenizer:
 
     def language_of_token(self, token_id: int) -> str | None:
         """The language whose token this is, None for every other id."""
-        index = token_id - self._vocabulary.size
-        return self.languages[index] if 0 <= index < len(self.languages) else None
+        return self._languages_by_id.get(token_id)
 
 
 @dataclass(frozen=True)
@@ -202,7 +279,7 @@ class Tags:
 
 
 def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -> Tags:
-    """Tags of a direction (mmnmt.md §5).
+    """Tags of a direction (MMNMT, §5.1; mRASP2 for ``src-tgt``).
 
     ``src-tgt``: ``__src__`` before the source, the decoder starts from end-of-sentence and
     ``__tgt__``. ``tgt``: ``__tgt__`` before the source, the decoder starts from end-of-sentence.
@@ -232,9 +309,17 @@ def build_tokenizer(description: TokenizerDescription, model: bytes | None) -> T
     """A tokenizer from the contents of its files; ``model`` is None for bytes."""
     vocabulary: Vocabulary
     vocabulary = ByteVocabulary() if model is None else SentencePieceVocabulary(model)
+    numbering, languages = description.numbering, description.languages
+    if numbering is None:
+        size = vocabulary.size + len(languages)
+        language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
+    else:
+        vocabulary = RenumberedVocabulary(vocabulary, numbering)
+        size, language_ids = numbering.size, numbering.language_tokens
     return Tokenizer(
         vocabulary,
-        languages=description.languages,
+        language_ids=language_ids,
+        size=size,
         fingerprint=hashlib.sha256(_description_bytes(description) + (model or b"")).hexdigest(),
     )
 
@@ -286,7 +371,7 @@ def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
 
 
 def _description_bytes(description: TokenizerDescription) -> bytes:
-    document: dict[str, Any] = description.model_dump(mode="json")
+    document: dict[str, Any] = description.model_dump(mode="json", exclude_defaults=True)
     return to_json(document).encode()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.model.initial_values import initialize
 from pipeline.model.moe.experts import Experts
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Transformer, shape_of_model
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,12 @@ def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     """Names and shapes of all tensors of a model, allocating nothing."""
-    with torch.device("meta"):
-        model = Transformer(spec)
-    return {entry.name: entry.value.shape for entry in named_slices(model)}
+    return {entry.name: entry.value.shape for entry in named_slices(shape_of_model(spec))}
 
 
 def num_parameters(spec: ModelSpec) -> int:
     """How many parameters a model has, allocating nothing."""
-    with torch.device("meta"):
-        model = Transformer(spec)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in shape_of_model(spec).parameters())
 
 
 def initialize_weights(model: Transformer, *, seed: int) -> None:

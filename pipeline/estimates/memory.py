@@ -10,39 +10,30 @@ ZeRO 1 and 2 allocate. Not everything lives at once, so it goes through the phas
 
 The peak is the largest phase. Micro-batches are taken as full as the recipe allows and routes as
 spread evenly over experts, so that a run stays below the estimate unless its routing is skewed.
-
-Legend of closed forms: N tokens of a side, L length, D width, F hidden width, H heads, E experts,
-V vocabulary; e bytes of a value in the model's dtype.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-import torch
-
 from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.config import ModelConfig, MoEConfig, Recipe
+from pipeline.config import ModelConfig, Recipe
 from pipeline.errors import ConfigError
+from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.cross_entropy import LOSS_ROWS
-from pipeline.kernels.placement import slice_step
-from pipeline.model.feed_forward import has_experts
-from pipeline.model.moe.dispatch import expert_capacity
+from pipeline.model.moe.experts import Experts
 from pipeline.model.regularization import Regularization
-from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer
-from pipeline.training.engine import merge_ds_config
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.training.engine import merge_ds_config, trainable
 
-Device = Literal["cpu", "cuda"]
 Phase = Literal["start", "backward", "reduce", "step"]
 Parts = Mapping[str, int]
 """Part → bytes."""
 
-FLOAT32 = 4
 FLOAT64 = 8
-INT64 = 8
 MAX_EXPERT_GROUP = 178_956_971
 """Parameters at which DeepSpeed starts another optimizer group of experts."""
 ALIGNMENT = 2
@@ -133,15 +124,21 @@ def estimate(
         ConfigError: recipe, ds_config and number of ranks do not fit together.
     """
     zero = _Zero.of(recipe, ds_config, processes=processes)
-    batch = MicroBatchShape.of(
+    batch = _micro_batch(
         recipe, zero, device=device, processes=processes, sentence_length=sentence_length
     )
-    groups = _optimizer_groups(
-        recipe, vocabulary_size=vocabulary_size, num_groups=num_groups, processes=processes
+    model = shape_of_model(
+        placeholder_spec(recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups)
     )
-    model = recipe.model
-    held = _HeldByZero(zero, groups, device=device, embedding=vocabulary_size * model.width)
-    kept = sum(activation_bytes(model, batch, num_groups=num_groups).values())
+    groups = _optimizer_groups(model, recipe, processes=processes)
+    held = _HeldByZero(
+        zero,
+        groups,
+        device=device,
+        embedding=_largest_embedding(model),
+        frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+    )
+    kept = sum(activation_bytes(model, batch).values())
     working = _working_bytes(recipe, batch, vocabulary_size=vocabulary_size)
     phases: dict[Phase, Parts] = {
         "start": held.start(),
@@ -196,58 +193,19 @@ class _Zero:
         return self.accumulated > self.value
 
 
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """A micro-batch filled to the token budget, and how its attention is computed."""
-
-    tokens: int
-    """N, of the source and of the target."""
-    length: int
-    """L, of every sentence."""
-    value: int
-    """e."""
-    device: Device
-    regularization: Regularization
-    is_spread: bool = False
-    """Experts are on several ranks."""
-
-    @classmethod
-    def of(
-        cls,
-        recipe: Recipe,
-        zero: _Zero,
-        *,
-        device: Device,
-        processes: int,
-        sentence_length: int | None,
-    ) -> "MicroBatchShape":
-        longest = recipe.shards.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
-        return cls(
-            tokens=recipe.batches.tokens,
-            length=min(sentence_length or longest, recipe.batches.tokens),
-            value=zero.value,
-            device=device,
-            regularization=Regularization.of(recipe.training),
-            is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
-        )
-
-    @property
-    def score_bytes(self) -> int:
-        """Kept per query, key and head.
-
-        CUDA's fused kernels keep none. On CPU the fused kernel does without dropout, in float32
-        only; otherwise probabilities, dropout's factors and its output are kept.
-        """
-        dropout = self.regularization.attention_dropout > 0
-        if self.device == "cuda" or (self.value == FLOAT32 and not dropout):
-            return 0
-        return self.value * (3 if dropout else 1)
-
-    def dropout_bytes(self, rate: float) -> int:
-        """Kept per hidden value: a Boolean on CUDA, a factor in the model's dtype on CPU."""
-        if rate == 0:
-            return 0
-        return 1 if self.device == "cuda" else self.value
+def _micro_batch(
+    recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
+) -> MicroBatchShape:
+    """As full as the recipe allows."""
+    longest = recipe.shards.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
+    return MicroBatchShape(
+        tokens=recipe.batches.tokens,
+        length=min(sentence_length or longest, recipe.batches.tokens),
+        value=zero.value,
+        device=device,
+        regularization=Regularization.of(recipe.training),
+        is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -278,9 +236,13 @@ class _Group:
         )
 
 
-def _optimizer_groups(
-    recipe: Recipe, *, vocabulary_size: int, num_groups: int, processes: int
-) -> list[_Group]:
+def _largest_embedding(model: Transformer) -> int:
+    """Values of the largest table of embeddings that has a gradient."""
+    tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
+    return max(tables, default=0)
+
+
+def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[_Group]:
     """One group of all replicated tensors and, where experts are spread over ranks, theirs.
 
     Raises:
@@ -294,32 +256,19 @@ def _optimizer_groups(
             "training.expert_parallel_size that divides model.moe.num_experts."
         )
     replicated, experts = [], []
-    for name, values in _tensor_sizes(
-        recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups
-    ):
-        if spread > 1 and ".experts." in name:
-            experts.append(values // spread)
+    of_experts = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, Experts)
+        for parameter in module.parameters()
+    }
+    for parameter in trainable(model):
+        if spread > 1 and id(parameter) in of_experts:
+            experts.append(parameter.numel() // spread)
         else:
-            replicated.append(values)
+            replicated.append(parameter.numel())
     expert_groups = [_Group(sizes, processes // spread) for sizes in _split(experts)]
     return [_Group(tuple(replicated), processes), *expert_groups]
-
-
-def _tensor_sizes(
-    model: ModelConfig, *, vocabulary_size: int, num_groups: int
-) -> Iterator[tuple[str, int]]:
-    """Names and sizes of a whole model's parameters, in its order, allocating nothing."""
-    spec = ModelSpec(
-        model=model,
-        vocabulary_size=vocabulary_size,
-        pad_id=0,
-        languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
-        language_groups=tuple(range(num_groups)) if num_groups else None,
-    )
-    with torch.device("meta"):
-        transformer = Transformer(spec)
-    for name, parameter in transformer.named_parameters():
-        yield name, parameter.numel()
 
 
 def _split(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -336,10 +285,16 @@ class _HeldByZero:
     """What parameters, gradients and optimizer take in each phase."""
 
     def __init__(
-        self, zero: _Zero, groups: Sequence[_Group], *, embedding: int, device: Device
+        self,
+        zero: _Zero,
+        groups: Sequence[_Group],
+        *,
+        embedding: int,
+        frozen: int,
+        device: Device,
     ) -> None:
         self.zero, self.groups, self.device = zero, groups, device
-        self.embedding = embedding
+        self.embedding, self.frozen = embedding, frozen
         self.values = sum(group.values for group in groups)
         self.share = sum(group.share for group in groups)
         self.covering = sum(group.covering for group in groups)
@@ -350,7 +305,7 @@ class _HeldByZero:
         value = self.zero.value
         copied = value * max(group.values for group in self.groups) + self._state(FLOAT32)
         as_built = (FLOAT32 - value) * self.values
-        return {"parameters": value * self.values, "copies": max(copied, as_built)}
+        return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
         """Gradients of earlier micro-batches; ZeRO's buckets exist from the first new one on."""
@@ -400,7 +355,7 @@ class _HeldByZero:
     def _always(self) -> dict[str, int]:
         zero = self.zero
         return {
-            "parameters": zero.value * self.values,
+            "parameters": zero.value * (self.values + self.frozen),
             "master weights": self._state(FLOAT32),
             "moments": self._state(2 * FLOAT32),
             "runtime": CPU_RUNTIME if self.device == "cpu" else 0,
@@ -456,85 +411,6 @@ class _HeldByZero:
         """gloo gathers new parameters into a buffer of its own."""
         shared = [group.values for group in self.groups if group.ranks > 1]
         return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
-
-
-def activation_bytes(
-    model: ModelConfig, batch: MicroBatchShape, *, num_groups: int
-) -> dict[str, int]:
-    """What the forward pass of a micro-batch keeps for its gradients, by part; logits left out."""
-    tokens, value, rates = batch.tokens, batch.value, batch.regularization
-    layers = [("encoder", i) for i in range(model.encoder_layers)]
-    layers += [("decoder", i) for i in range(model.decoder_layers)]
-    parts = dict.fromkeys(("attention", "feed-forward", "experts"), 0)
-    for side, layer in layers:
-        parts["attention"] += _attention_bytes(model, batch) * (1 if side == "encoder" else 2)
-        if model.moe is None or not has_experts(model, layer):
-            parts["feed-forward"] += _feed_forward_bytes(model, batch)
-        else:
-            groups = num_groups if side == "decoder" else 0
-            parts["experts"] += _moe_bytes(model, model.moe, batch, num_groups=groups)
-    hidden = tokens * model.width
-    parts["embeddings"] = 2 * hidden * batch.dropout_bytes(rates.dropout)
-    norms = (2 if model.norm == "pre" else 0) + (2 if model.embedding_norm else 0)
-    parts["ends"] = (norms + 2) * hidden * value
-    return parts
-
-
-def _attention_bytes(model: ModelConfig, batch: MicroBatchShape) -> int:
-    """Sublayer input, its norm, query, key, value, context; dropout; scores.
-
-    (6 e + dropout) N D + scores · H N L, cross-attention being to as many tokens.
-    """
-    hidden = batch.tokens * model.width
-    scores = model.num_heads * batch.tokens * batch.length * batch.score_bytes
-    rate = batch.regularization.dropout
-    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores
-
-
-def _feed_forward_bytes(model: ModelConfig, batch: MicroBatchShape) -> int:
-    """(2 e + dropout) N D + e N F, twice the latter for GELU, which needs its input, too."""
-    kept = 2 if model.activation == "gelu" else 1
-    rate = batch.regularization.dropout
-    return batch.tokens * (
-        (2 * batch.value + batch.dropout_bytes(rate)) * model.width
-        + kept * batch.value * model.feed_forward_width
-    )
-
-
-def _moe_bytes(
-    model: ModelConfig, moe: MoEConfig, batch: MicroBatchShape, *, num_groups: int
-) -> int:
-    """Sublayer input and norm, routes in and out (R D each), hidden (R F), and the router's.
-
-    The router computes in float32: in bfloat16 it keeps a copy of the norm and of its weights in
-    place of the norm. On CPU, unless they are spread over ranks, experts keep the norm itself
-    instead of the routes made from it.
-    """
-    tokens, value, rates = batch.tokens, batch.value, batch.regularization
-    rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
-    routes = _routes(moe, tokens)
-    if batch.device == "cpu":  # the mean number of spare rows
-        routes += moe.num_experts * slice_step(routes // moe.num_experts) // 2
-    on_cuda_gelu = batch.device == "cuda" and model.activation == "gelu"
-    hidden = routes * model.feed_forward_width * value * (2 if on_cuda_gelu else 1)
-    gathers_again = batch.device == "cpu" and not batch.is_spread
-    inputs = tokens * (value < FLOAT32) if gathers_again else moe.top_k * tokens
-    rows = (routes + inputs) * model.width * value
-    weights = (1 + num_groups) * moe.num_experts * model.width
-    norm = FLOAT32 * (tokens * model.width + (weights if value < FLOAT32 else 0))
-    ends = (value + batch.dropout_bytes(rate)) * tokens * model.width + norm
-    router = 2 * FLOAT32 * tokens * moe.num_experts + 4 * INT64 * tokens * moe.top_k
-    return hidden + rows + ends + router
-
-
-def _routes(moe: MoEConfig, tokens: int) -> int:
-    """R: top_k per token, or as many as the experts' capacity takes."""
-    if moe.dispatch == "dropless":
-        return moe.top_k * tokens
-    capacity = expert_capacity(
-        tokens, num_experts=moe.num_experts, top_k=moe.top_k, factor=moe.capacity_factor
-    )
-    return min(moe.top_k * tokens, capacity * moe.num_experts)
 
 
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:

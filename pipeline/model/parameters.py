@@ -1,10 +1,8 @@
 """How many parameters a model has: in all, active per token, and per part."""
 
-import torch
-
 from pipeline.config import ModelConfig
-from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import shape_of_model
 
 
 def count_parameters(
@@ -14,18 +12,9 @@ def count_parameters(
 
     ``active`` are those one token meets: of the experts of a layer only ``top_k`` count.
     """
-    groups = tuple(range(num_groups)) if num_groups else None
-    spec = ModelSpec(
-        model=model,
-        vocabulary_size=vocabulary_size,
-        pad_id=0,
-        languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
-        language_groups=groups,
-    )
-    with torch.device("meta"):
-        transformer = Transformer(spec)
+    spec = placeholder_spec(model, vocabulary_size=vocabulary_size, num_groups=num_groups)
     parts = dict.fromkeys(("embeddings", "encoder", "decoder", "experts", "routers"), 0)
-    for name, parameter in transformer.named_parameters():
+    for name, parameter in shape_of_model(spec).named_parameters():
         parts[_part(name)] += parameter.numel()
     total = sum(parts.values())
     idle = 0

@@ -55,6 +55,17 @@ class ModelSpec(Settings):
         return 0 if self.language_groups is None else max(self.language_groups) + 1
 
 
+def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: int) -> ModelSpec:
+    """A spec of that size with languages of no name, one per group: to count and to estimate."""
+    return ModelSpec(
+        model=model,
+        vocabulary_size=vocabulary_size,
+        pad_id=0,
+        languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
+        language_groups=tuple(range(num_groups)) if num_groups else None,
+    )
+
+
 def groups_of_languages(
     model: ModelConfig, *, languages: tuple[str, ...], groups: dict[str, int] | None
 ) -> tuple[int, ...] | None:

@@ -194,6 +194,12 @@ def sinusoids(max_positions: int, width: int) -> Tensor:
     return F.pad(torch.cat([angle.sin(), angle.cos()], dim=1), (0, width % 2))
 
 
+def shape_of_model(spec: ModelSpec) -> Transformer:
+    """A model without values: its modules, and the names and shapes of its parameters."""
+    with torch.device("meta"):
+        return Transformer(spec)
+
+
 def build_model(
     spec: ModelSpec,
     *,

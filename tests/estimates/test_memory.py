@@ -27,16 +27,11 @@ from pipeline.config import (
 from pipeline.distributed.world import World
 from pipeline.ds_config import ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
-from pipeline.estimates.memory import (
-    Device,
-    MemoryEstimate,
-    MicroBatchShape,
-    activation_bytes,
-    estimate,
-)
+from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
+from pipeline.estimates.memory import MemoryEstimate, estimate
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Output, Transformer, build_model
+from pipeline.model.transformer import Output, Transformer, build_model, shape_of_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.losses import label_smoothed_cross_entropy
 from pipeline.training.optim import make_optimizer
@@ -103,7 +98,7 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
     shape = MicroBatchShape(
         tokens=TOKENS, length=LENGTH, value=dtype.itemsize, device="cpu", regularization=rates
     )
-    parts = activation_bytes(spec.model, shape, num_groups=spec.num_groups)
+    parts = activation_bytes(shape_of_model(spec), shape)
     assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
 
 

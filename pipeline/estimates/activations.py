@@ -1,0 +1,225 @@
+"""What a forward pass keeps for its gradients, part by part, found by walking the model.
+
+Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Any
+other front or feed-forward is run by itself on the meta device, and what autograd saves is counted.
+
+Legend of closed forms: N tokens of a side, L length, D width, F hidden width, H heads, E experts,
+R routes; e bytes of a value in the model's dtype.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeline.batching.batch import Packing
+from pipeline.config import MoEConfig
+from pipeline.kernels.placement import slice_step
+from pipeline.model.attention import Attention
+from pipeline.model.feed_forward import FeedForward
+from pipeline.model.layers import DecoderLayer, EncoderLayer
+from pipeline.model.moe.dispatch import expert_capacity
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.regularization import Regularization
+from pipeline.model.tokens import Tokens
+from pipeline.model.transformer import Transformer
+
+Device = Literal["cpu", "cuda"]
+FLOAT32 = 4
+INT64 = 8
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """A micro-batch filled to the token budget, and how its attention is computed."""
+
+    tokens: int
+    """N, of the source and of the target."""
+    length: int
+    """L, of every sentence."""
+    value: int
+    """e."""
+    device: Device
+    regularization: Regularization
+    is_spread: bool = False
+    """Experts are on several ranks."""
+
+    @property
+    def score_bytes(self) -> int:
+        """Kept per query, key and head.
+
+        CUDA's fused kernels keep none. On CPU the fused kernel does without dropout, in float32
+        only; otherwise probabilities, dropout's factors and its output are kept.
+        """
+        dropout = self.regularization.attention_dropout > 0
+        if self.device == "cuda" or (self.value == FLOAT32 and not dropout):
+            return 0
+        return self.value * (3 if dropout else 1)
+
+    def dropout_bytes(self, rate: float) -> int:
+        """Kept per hidden value: a Boolean on CUDA, a factor in the model's dtype on CPU."""
+        if rate == 0:
+            return 0
+        return 1 if self.device == "cuda" else self.value
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.value == FLOAT32 else torch.bfloat16
+
+
+def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, int]:
+    """What the forward pass of a micro-batch keeps for its gradients, by part; logits left out.
+
+    The model may be one of the meta device.
+    """
+    parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
+    for layer in _layers(model):
+        for sublayer in layer.children():
+            if isinstance(sublayer, Attention):
+                parts["attention"] += _attention_bytes(sublayer, batch)
+        part, size = _feed_forward_part(layer.feed_forward, batch, width=_width(model))
+        parts[part] += size
+    hidden = batch.tokens * _width(model)
+    parts["embeddings"] = 2 * hidden * batch.dropout_bytes(batch.regularization.dropout)
+    norms = [
+        norm
+        for stack in (model.encoder, model.decoder)
+        for norm in (stack.embedding_norm, stack.final_norm)
+        if norm is not None
+    ]
+    parts["ends"] = (len(norms) + 2) * hidden * batch.value
+    parts["front"] = _saved_by_front(model.front, batch, width=_width(model))
+    return parts
+
+
+def _layers(model: Transformer) -> Iterator[EncoderLayer | DecoderLayer]:
+    for stack in (model.encoder, model.decoder):
+        for layer in stack.layers:
+            assert isinstance(layer, EncoderLayer | DecoderLayer)
+            yield layer
+
+
+def _width(model: Transformer) -> int:
+    return model.spec.model.width
+
+
+def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:
+    match module:
+        case FeedForward():
+            return "feed-forward", _feed_forward_bytes(module, batch)
+        case MixtureOfExperts():
+            return "experts", _moe_bytes(module, batch)
+        case _:
+            ends = 2 * batch.value + batch.dropout_bytes(batch.regularization.dropout)
+            inside = _saved_by_feed_forward(module, batch, width=width)
+            return "feed-forward", ends * batch.tokens * width + inside
+
+
+def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
+    """Sublayer input, its norm, query, key, value, context; dropout; scores.
+
+    (6 e + dropout) N D + scores · H N L, cross-attention being to as many tokens.
+    """
+    hidden = batch.tokens * attention.query.in_features
+    scores = attention.num_heads * batch.tokens * batch.length * batch.score_bytes
+    rate = batch.regularization.dropout
+    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores
+
+
+def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:
+    """(2 e + dropout) N D + e N F, twice the latter for GELU, which needs its input, too."""
+    kept = 2 if module.activation == "gelu" else 1
+    rate = batch.regularization.dropout
+    return batch.tokens * (
+        (2 * batch.value + batch.dropout_bytes(rate)) * module.up.in_features
+        + kept * batch.value * module.up.out_features
+    )
+
+
+def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
+    """Sublayer input and norm, routes in and out (R D each), hidden (R F), and the router's.
+
+    The router computes in float32: in bfloat16 it keeps a copy of the norm and of its weights in
+    place of the norm. On CPU, unless they are spread over ranks, experts keep the norm itself
+    instead of the routes made from it.
+    """
+    moe, tokens, value, rates = module.config, batch.tokens, batch.value, batch.regularization
+    _, hidden_width, width = module.experts.up.weight.shape
+    rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
+    routes = _routes(moe, tokens)
+    if batch.device == "cpu":  # the mean number of spare rows
+        routes += moe.num_experts * slice_step(routes // moe.num_experts) // 2
+    on_cuda_gelu = batch.device == "cuda" and module.experts.activation == "gelu"
+    hidden = routes * hidden_width * value * (2 if on_cuda_gelu else 1)
+    gathers_again = batch.device == "cpu" and not batch.is_spread
+    inputs = tokens * (value < FLOAT32) if gathers_again else moe.top_k * tokens
+    rows = (routes + inputs) * width * value
+    weights = sum(parameter.numel() for parameter in module.router.parameters())
+    norm = FLOAT32 * (tokens * width + (weights if value < FLOAT32 else 0))
+    ends = (value + batch.dropout_bytes(rate)) * tokens * width + norm
+    router = 2 * FLOAT32 * tokens * moe.num_experts + 4 * INT64 * tokens * moe.top_k
+    return hidden + rows + ends + router
+
+
+def _routes(moe: MoEConfig, tokens: int) -> int:
+    """R: top_k per token, or as many as the experts' capacity takes."""
+    if moe.dispatch == "dropless":
+        return moe.top_k * tokens
+    capacity = expert_capacity(
+        tokens, num_experts=moe.num_experts, top_k=moe.top_k, factor=moe.capacity_factor
+    )
+    return min(moe.top_k * tokens, capacity * moe.num_experts)
+
+
+# ---------------------------------------------------------------- what has no closed form
+
+
+def _saved_by_front(front: nn.Module, batch: MicroBatchShape, *, width: int) -> int:
+    def run(module: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
+        states: Tensor = module(torch.zeros_like(tokens.position_N), x_ND, packing, tokens)
+        return states
+
+    return _saved_bytes(front, run, batch, width=width)
+
+
+def _saved_by_feed_forward(module: nn.Module, batch: MicroBatchShape, *, width: int) -> int:
+    def run(module: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
+        del packing
+        states: Tensor = module(x_ND, tokens)[0]
+        return states
+
+    return _saved_bytes(module, run, batch, width=width)
+
+
+def _saved_bytes(
+    module: nn.Module,
+    run: Callable[[nn.Module, Tensor, Packing, Tokens], Tensor],
+    batch: MicroBatchShape,
+    *,
+    width: int,
+) -> int:
+    """Memory behind what autograd saves of a module, each storage once; weights and input not."""
+    meta = torch.device("meta")
+    module = copy.deepcopy(module).to(batch.dtype).to(meta)
+    packing = Packing.from_lengths([batch.length] * max(batch.tokens // batch.length, 1)).to(meta)
+    language_B = torch.zeros(packing.batch, dtype=torch.int64, device=meta)
+    tokens = Tokens(packing.sentence_N, packing.position_N, language_B, language_B, language_B)
+    count = len(packing.index_N)
+    x_ND = torch.empty(count, width, dtype=batch.dtype, device=meta, requires_grad=True)
+    own = [StorageWeakRef(value.untyped_storage()) for value in (x_ND, *module.parameters())]
+    kept: dict[StorageWeakRef, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in own:
+            kept[storage] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = run(module, x_ND, packing, tokens)
+    assert output.shape == x_ND.shape, "one state per token"
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
