@@ -112,7 +112,7 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[trainnig]\nupdates = 3", "'trainnig': did you mean 'training'?"),
         ("[model.moe]\nnumexperts = 3", "'model.moe.numexperts': did you mean 'num_experts'?"),
         ("[corpus.cldr]\nzeroshot = []", "'corpus.cldr.zeroshot': did you mean 'zero_shot'?"),
-        ("[loss]\nfocal = 3", "'loss.focal': choose from label_smoothing, balance_weight"),
+        ("[loss]\nfocal = 3", "'loss.focal': choose from objective, label_smoothing"),
     ):
         path = write(tmp_path, "wrong", text)
         assert f"there is no setting {place}" in refusal(lambda path=path: load_recipe(path))  # type: ignore[misc]

@@ -29,6 +29,7 @@ from pipeline.model.transformer import Transformer, build_model
 
 PEER_NAMES = (
     (r"embedding\.weight", "model.shared.weight"),
+    (r"embedding\.output_weight", "lm_head.weight"),
     (r"(\w+coder)\.positions\.weight", r"model.\1.embed_positions.weight"),
     (r"(\w+coder)\.embedding_norm\.(\w+)", r"model.\1.layernorm_embedding.\2"),
     (r"(\w+coder)\.final_norm\.(\w+)", r"model.\1.layer_norm.\2"),
@@ -91,9 +92,9 @@ def peer_settings(spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def make_peer(model_type: Any, config_type: Any, spec: ModelSpec) -> nn.Module:
+def make_peer(model_type: Any, config_type: Any, spec: ModelSpec, **more: object) -> nn.Module:
     """In evaluation mode: in training, Hugging Face's layers are dropped at random."""
-    peer: nn.Module = model_type(config_type(**peer_settings(spec)))
+    peer: nn.Module = model_type(config_type(**peer_settings(spec), **more))
     return peer.eval()
 
 
@@ -131,6 +132,12 @@ def assert_equals_peer(spec: ModelSpec, peer: nn.Module) -> None:
         torch.testing.assert_close(
             parameter.grad, gradients[peer_name(name)], rtol=1e-4, atol=1e-5, msg=name
         )
+
+
+def test_an_output_of_its_own_equals_m2m100s() -> None:
+    spec = tiny_spec(model={"embedding": {"output": "untied"}})
+    peer = make_peer(M2M100ForConditionalGeneration, M2M100Config, spec, tie_word_embeddings=False)
+    assert_equals_peer(spec, peer)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])

@@ -1,0 +1,158 @@
+"""Embeddings and output: tied, untied, frozen or one-hot, in the model and in training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.plain_training import (
+    LEARNING_RATE,
+    MICRO_BATCHES,
+    make_recipe,
+    micro_batches,
+    plain_training,
+    set_weights,
+)
+from support.process_pool import ProcessPool
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.checkpoints.checkpoint import PieceReader, write_pieces
+from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
+from pipeline.distributed.world import World
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+from pipeline.training.engine import Engine, connect
+
+KINDS = [
+    ("learned", "tied"),
+    ("learned", "untied"),
+    ("frozen", "tied"),
+    ("frozen", "untied"),
+    ("one_hot", "tied"),
+    ("one_hot", "untied"),
+]
+VOCABULARY, WIDTH = 30, 32
+
+
+def spec_of(input: str, output: str) -> ModelSpec:
+    embedding = {"input": input, "output": output}
+    return tiny_spec(vocabulary=VOCABULARY, width=WIDTH, model={"embedding": embedding})
+
+
+@pytest.mark.parametrize(("input", "output"), KINDS)
+def test_every_kind_has_its_parameters_and_no_others(input: str, output: str) -> None:
+    body = num_parameters(spec_of("learned", "tied")) - VOCABULARY * WIDTH
+    scales = {"tied": 2, "untied": 1}[output] if input == "one_hot" else 0
+    tables = (input != "one_hot") + (output == "untied")
+    expected = body + scales + tables * VOCABULARY * WIDTH
+    assert num_parameters(spec_of(input, output)) == expected
+
+
+def test_one_hot_embeddings_are_rows_of_the_identity_and_logits_the_first_states() -> None:
+    model = tiny_model(spec_of("one_hot", "tied"))
+    ids = torch.tensor([3, 29, 3])
+    assert model.embedding.input_scale is not None
+    assert model.embedding.output_scale is not None
+    with torch.no_grad():
+        model.embedding.input_scale.fill_(5.0)
+        model.embedding.output_scale.fill_(2.0)
+    torch.testing.assert_close(model.embedding(ids), 5 * torch.eye(WIDTH)[ids])
+    x_ND = torch.randn(4, WIDTH)
+    torch.testing.assert_close(model.embedding.project(x_ND), 2 * x_ND[:, :VOCABULARY])
+
+
+def test_scales_of_one_hot_embeddings_start_at_the_root_of_the_width() -> None:
+    model = build_model(spec_of("one_hot", "tied"))
+    initialize_weights(model, seed=1)
+    scales = [model.embedding.input_scale, model.embedding.output_scale]
+    found = [scale.item() for scale in scales if scale is not None]
+    assert found == pytest.approx([WIDTH**0.5] * 2)
+
+
+def test_a_vocabulary_wider_than_the_model_cannot_be_one_hot() -> None:
+    with pytest.raises(ValueError, match="does not fit a width of 16"):
+        tiny_spec(vocabulary=17, width=16, model={"embedding": {"input": "one_hot"}})
+
+
+@pytest.mark.parametrize(("input", "output"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_learns_what_it_may(input: str, output: str, dtype: torch.dtype) -> None:
+    model = tiny_model(spec_of(input, output)).to(dtype)
+    batch = random_batch(model.spec, sentences=4, seed=1)
+    logits_LV = model(batch).logits_LV
+    assert logits_LV.dtype == dtype
+    F.cross_entropy(logits_LV.float(), batch.labels_L).backward()
+    for name, parameter in model.named_parameters():
+        is_frozen = input == "frozen" and name == "embedding.weight"
+        assert (parameter.grad is None) == is_frozen, name
+
+
+def trained(
+    world: World, spec: ModelSpec, directory: Path
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Two updates, saved, then one more from the state in an engine of other weights."""
+    connect(world)
+    mine = range(world.rank, MICRO_BATCHES, world.size)
+
+    def engine() -> Engine:
+        model = build_model(spec)
+        set_weights(model)
+        return Engine(
+            model,
+            make_recipe(spec.model),
+            world=world,
+            ds_config={"zero_optimization": {"stage": 1, "overlap_comm": False}},
+            make_optimizer=lambda groups: torch.optim.Adam(groups, lr=LEARNING_RATE / 100),
+        )
+
+    def step(engine: Engine, update: int) -> float:
+        batches = micro_batches(spec, update)
+        return engine.train_step(
+            [batches[index] for index in mine],
+            seeds=[1 for _ in mine],
+            total_labels=sum(batch.num_labels for batch in batches),
+            learning_rate=LEARNING_RATE / 100,
+        ).gradient_norm
+
+    first = engine()
+    norms = [step(first, update) for update in range(2)]
+    write_pieces(directory / "optimizer", first.optimizer_pieces(), part=world.rank)
+    dist.barrier()
+    norms.append(step(first, 2))
+
+    second = engine()
+    for entry in named_slices(second.model):
+        entry.value.fill_(0.5)
+    if world.rank == 0:
+        with new_artifact(
+            directory / "state", kind="training_state", stage="pretrain", config={}, inputs={}
+        ) as writer:
+            for path in sorted((directory / "optimizer").iterdir()):
+                writer.path(f"optimizer/{path.name}").write_bytes(path.read_bytes())
+    dist.barrier()
+    state = open_artifact(directory / "state", kind="training_state")
+    second.load_optimizer_pieces(PieceReader(state), update=2)
+    assert step(second, 2) == pytest.approx(norms[2], rel=1e-6)
+    return norms, {entry.name: entry.value.clone() for entry in named_slices(second.model)}
+
+
+@pytest.mark.parametrize(("input", "output"), KINDS[1:])
+def test_two_ranks_train_save_and_resume_every_kind(
+    input: str, output: str, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    spec = spec_of(input, output)
+    (norms, weights), _ = pool2.run(trained, spec, tmp_path)
+    expected, _ = plain_training(
+        spec, make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=LEARNING_RATE / 100)
+    )
+    assert norms == pytest.approx(expected.norms, rel=1e-4)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-3)  # Adam steps 5e-3
+    if input == "frozen":
+        model = build_model(spec)
+        set_weights(model)
+        initial = {entry.name: entry.value for entry in named_slices(model)}
+        assert torch.equal(weights["embedding.weight"], initial["embedding.weight"])
