@@ -132,7 +132,7 @@ def by_embeddings(
     families: Mapping[str, str],
     config: GroupsConfig,
 ) -> Grouping:
-    """Families, merged by their embeddings in a dense model (mmnmt.md §4.2).
+    """Families, merged by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
 
     Raises:
         ConfigError: no checkpoint, or a language without a token in it.

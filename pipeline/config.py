@@ -133,7 +133,7 @@ class MixtureConfig(Settings):
 
 
 class GroupsConfig(Settings):
-    """group_languages (mmnmt.md §4)."""
+    """group_languages (MMNMT, §4.1)."""
 
     method: Literal["typology", "embeddings", "paper"] = "embeddings"
     max_group_share: Annotated[float, number(above=0, most=1)] = 15 / 56
@@ -151,7 +151,7 @@ class LanguagesConfig(Settings):
 
 
 class MoEConfig(Settings):
-    """Mixture-of-experts feed-forwards (mmnmt.md §2)."""
+    """Mixture-of-experts feed-forwards (MMNMT, §4.1)."""
 
     num_experts: Annotated[int, whole(1, MAX_EXPERTS)] = 32
     top_k: Annotated[int, whole(1, MAX_EXPERTS)] = 2
@@ -263,7 +263,7 @@ class BatchesConfig(Settings):
 
 
 class OptimizerConfig(Settings):
-    """Adam and its schedule (mmnmt.md §6)."""
+    """Adam and its schedule (MMNMT, §5.1)."""
 
     learning_rate: Annotated[float, number(above=0, most=10)] = 2e-4
     final_learning_rate: Annotated[float, number(least=0, most=10)] = 1e-5
@@ -320,7 +320,7 @@ class TrainingConfig(Settings):
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
     """Training states kept besides the weights of the best validation perplexity."""
     resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
-    """Pairs: low ≤ first, high ≥ second, medium between (mmnmt.md §5)."""
+    """Pairs: low ≤ first, high ≥ second, medium between."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -348,7 +348,7 @@ class SavingConfig(Settings):
 
 
 class UpcyclingConfig(Settings):
-    """upcycle: dense feed-forwards become experts (mmnmt.md §3)."""
+    """upcycle: dense feed-forwards become experts (MMNMT, §4.2)."""
 
     method: Literal["elementwise", "per_neuron", "noise"] = "elementwise"
     mask_ratio: DropRate = 0.1
@@ -361,7 +361,7 @@ class UpcyclingConfig(Settings):
 
 
 class DecodingConfig(Settings):
-    """Beam search (mmnmt.md §7)."""
+    """Beam search."""
 
     beam_size: Annotated[int, whole(1, 1000)] = 5
     length_penalty: Annotated[float, number(least=-10, most=10)] = 1.0

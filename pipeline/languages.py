@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Nilo-Saharan": "kr luo",
     }.items()
 }
-"""Family → codes, as in Ethnologue; OPUS-100's 95 languages are in 22 of them (mmnmt.md §4)."""
+"""Family → codes, as in Ethnologue; OPUS-100's 95 languages are in 22 of them (MMNMT, §4.1)."""
 
 UNKNOWN_FAMILY = "unknown"
 UNKNOWN_SCRIPT = "Zzzz"
@@ -68,7 +68,7 @@ PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     3: tuple("af ca da de en eo es fr fy gl is it li nb nl nn no oc pt ro sv wa yi".split()),
     4: tuple("el eu ig ja km ko lt lv my rw sq th vi xh zh zu".split()),
 }
-"""Group → codes: the result of the paper's clustering on OPUS-100 (mmnmt.md §4)."""
+"""Group → codes: the result of the paper's clustering on OPUS-100 (MMNMT, table 5)."""
 
 ALIASES: dict[str, str] = {
     alias: code

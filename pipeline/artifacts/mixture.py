@@ -29,7 +29,7 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
 def temperature_probabilities(
     counts: Mapping[str, int], *, sampling_temperature: float
 ) -> dict[str, float]:
-    """p_i ∝ (n_i / Σn)^(1/T) (mmnmt.md §5): T = 1 is proportional, T = ∞ uniform.
+    """p_i ∝ (n_i / Σn)^(1/T) (MMNMT, §5.1): T = 1 is proportional, T = ∞ uniform.
 
     What has a count of zero has the probability zero at every temperature.
 

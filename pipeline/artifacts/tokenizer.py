@@ -279,7 +279,8 @@ class Tags:
 
 
 def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -> Tags:
-    """Tags of a direction (MMNMT, §5.1; mRASP2 for ``src-tgt``).
+    """Tags of a direction (as fairseq's ``--encoder-langtok src --decoder-langtok`` and
+    ``--encoder-langtok tgt``).
 
     ``src-tgt``: ``__src__`` before the source, the decoder starts from end-of-sentence and
     ``__tgt__``. ``tgt``: ``__tgt__`` before the source, the decoder starts from end-of-sentence.

@@ -144,7 +144,7 @@ def assemble(
 
 
 def expert_from_dense(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
-    """One tensor of one expert from the dense feed-forward's (mmnmt.md §3).
+    """One tensor of one expert from the dense feed-forward's (MMNMT, §4.2).
 
     ``elementwise``: each entry is zeroed with probability ``mask_ratio``; ``per_neuron``: whole
     hidden neurons are, the same ones in all tensors of the expert; ``noise``: Gaussian noise of

@@ -34,7 +34,7 @@ def dispatch_dropless(routing: Routing, *, spare_rows: bool = False) -> Dispatch
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
-    """C = ceil(factor · top_k · tokens / experts) slots per expert (GShard, §2.2)."""
+    """C = ceil(factor · top_k · tokens / experts) slots per expert (MMNMT, §5.1: factor 1.25)."""
     return math.ceil(round(factor * top_k * num_tokens / num_experts, 6))
 
 

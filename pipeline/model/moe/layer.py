@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (MMNMT, §3.1).
+"""The mixture-of-experts feed-forward: router, dispatch, experts, combine (MMNMT, §4.1).
 
 Padding never arrives here: hidden states are packed.
 
