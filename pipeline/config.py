@@ -11,7 +11,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
@@ -385,13 +391,51 @@ class DecodingConfig(Settings):
         return self
 
 
+ScoreName = Literal["bleu", "chrf", "language", "language_restricted"]
+"""As the line statistics of a direction are named; the last two are language accuracies."""
+LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
+
+
 class EvaluationConfig(Settings):
     """evaluate."""
 
+    scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
+    """What is computed, in the order of the reports."""
     bleu_tokenizer: Literal["per-language", "13a", "flores200"] = "per-language"
     language_accuracy: bool = True
+    """False: without the language accuracies among the scores."""
     seed: Seed = 1
     """Seed of langdetect."""
+
+    @property
+    def computed_scores(self) -> tuple[ScoreName, ...]:
+        """The scores, without language accuracies where those are not wanted."""
+        if self.language_accuracy:
+            return self.scores
+        return tuple(name for name in self.scores if name not in LANGUAGE_ACCURACIES)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        twice = [name for name in self.scores if self.scores.count(name) > 1]
+        if twice:
+            raise ValueError(f"scores names {twice[0]!r} more than once: name it once")
+        if not self.computed_scores:
+            raise ValueError(
+                "scores leaves nothing to compute: name at least one score, and set "
+                "language_accuracy to true if it is to be a language accuracy"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without ``scores`` where they are the default ones.
+
+        Evaluations made before there was this setting stay up to date.
+        """
+        dumped: dict[str, Any] = handler(self)
+        if self.scores == type(self).model_fields["scores"].default:
+            dumped.pop("scores", None)
+        return dumped
 
 
 class Recipe(Settings):

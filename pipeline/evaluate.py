@@ -7,8 +7,9 @@ test lines alone, the corpus that the systems were trained on. Makes an evaluati
   alone;
 - ``history.json``: loss curves, budgets and wall times of the runs behind the systems, where they
   can still be found;
-- ``sentences/{system}/{direction}.npz``: per line, sacreBLEU's sufficient statistics (``bleu``,
-  ``chrf``) and whether the language was right (``language``, ``language_restricted``);
+- ``sentences/{system}/{direction}.npz``: per line, the sufficient statistics of every score, such
+  as sacreBLEU's (``bleu``, ``chrf``) and whether the language was right (``language``,
+  ``language_restricted``);
 - ``report.md`` and ``report.html``, which also say when and by which version they were made.
 """
 
@@ -19,7 +20,6 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -27,30 +27,33 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation.averages import average_accuracy, average_scores
-from pipeline.evaluation.bleu_chrf import bleu_tokenizer
+from pipeline.evaluation.averages import average_scores
 from pipeline.evaluation.caveats import caveats, skipped_directions
+from pipeline.evaluation.chosen_scores import (
+    Scored,
+    bleu_tokenizers,
+    chosen_scores,
+    undetectable,
+)
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
-from pipeline.evaluation.language_accuracy import Detection, accuracy, detectable_languages
 from pipeline.evaluation.markdown import markdown_report, markdown_summary
 from pipeline.evaluation.page import html_report
 from pipeline.evaluation.samples import choose_samples
+from pipeline.evaluation.score_slot import Column, Score
 from pipeline.evaluation.scores import (
     DirectionScores,
     Evaluation,
-    Metric,
-    ReferenceAccuracy,
-    Scores,
+    ReferenceScores,
     Significance,
     SystemScores,
+    scores_document,
 )
 from pipeline.evaluation.scoring import (
     ReferenceTask,
-    ScoredDirection,
     ScoringTask,
-    detect_references,
     score_direction,
+    score_references,
 )
 from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
@@ -83,7 +86,7 @@ def run(call: StageCall) -> None:
             corpus, systems, profiles=profiles, seed=call.recipe.evaluation.seed
         )
         imprint = Imprint(made=datetime.now(UTC), version=mmnmt_version())
-        writer.write_json("scores.json", asdict(evaluation))
+        writer.write_json("scores.json", scores_document(evaluation))
         writer.write_json("history.json", asdict(history))
         page = html_report(evaluation, history, samples, imprint=imprint)
         _write_text(writer, "report.html", page)
@@ -91,7 +94,11 @@ def run(call: StageCall) -> None:
         _write_text(writer, "report.md", text)
         writer.statistics["systems"] = {
             system.name: {
-                family: {"bleu": groups["all"].bleu, "chrf": groups["all"].chrf}
+                family: {
+                    column.name: groups["all"][column.name]
+                    for column in evaluation.main_columns
+                    if column.name in groups["all"]
+                }
                 for family, groups in system.averages.items()
             }
             for system in evaluation.systems
@@ -120,10 +127,14 @@ def summary_lines(evaluation: Evaluation) -> list[str]:
         f"{format_count(lines, 'test line')} in "
         f"{format_count(len(evaluation.directions), 'direction')} ({', '.join(kinds)})"
     ]
-    if evaluation.references is not None or evaluation.undetectable:
-        known = 0 if evaluation.references is None else len(evaluation.references.directions)
+    for section, columns in evaluation.sections.items():
+        known = sum(
+            any(evaluation.is_measured(column, str(profile.direction)) for column in columns)
+            for profile in evaluation.directions
+        )
         found.append(
-            f"language accuracy measured in {known} of {len(evaluation.directions)} directions"
+            f"{section.title.lower()} measured in {known} of {len(evaluation.directions)} "
+            "directions"
         )
     if evaluation.warnings:
         found.append(
@@ -224,46 +235,39 @@ def score_systems(
     Args:
         left_out: number of directions that not every system's model knows.
     """
-    corpus, settings = call.artifacts["corpus"], call.recipe.evaluation
-    training = call.artifacts.get("training", corpus)
+    corpus = call.artifacts["corpus"]
     targets = sorted({profile.direction.target for profile in profiles})
-    tokenizers = {code: bleu_tokenizer(code, option=settings.bleu_tokenizer) for code in targets}
-    detection = _detection(call)
+    scores = chosen_scores(
+        call.recipe.evaluation, scored=Scored(targets=targets, languages=_languages(call))
+    )
     tasks = [
         ScoringTask(
             system=name,
             corpus=corpus,
             translations=translations,
             direction=profile.direction,
-            tokenizer=tokenizers[profile.direction.target],
-            detection=detection,
+            scores=scores,
         )
         for name, translations in call.many("systems").items()
         for profile in profiles
     ]
     systems = _score_tasks(tasks, profiles=profiles, writer=writer, processes=call.processes)
-    references, undetectable = None, list[str]()
-    if detection is not None:
-        undetectable = [code for code in targets if code not in detection.candidates]
-        reference_tasks = [
-            ReferenceTask(corpus=corpus, direction=profile.direction, detection=detection)
-            for profile in profiles
-            if profile.direction.target in detection.candidates
-        ]
-        references = _score_references(reference_tasks, profiles=profiles, processes=call.processes)
     return Evaluation(
-        pivot=find_pivot(line_counts(training, "train")),
+        columns=tuple(score.column for score in scores),
+        pivot=find_pivot(line_counts(call.artifacts.get("training", corpus), "train")),
         thresholds=call.recipe.training.resource_thresholds,
         directions=tuple(profiles),
         language_names={code: language(code).name for code in _languages(call)},
-        tokenizers=tokenizers,
+        tokenizers=bleu_tokenizers(scores),
         systems=tuple(systems),
-        references=references,
-        undetectable=tuple(undetectable),
+        references=_score_references(scores, profiles=profiles, call=call),
+        undetectable=tuple(undetectable(scores, targets)),
         warnings=tuple(
-            caveats(systems, tokenizers=tokenizers, profiles=profiles, left_out=left_out, call=call)
+            caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call)
         ),
-        significance=_significance(systems, profiles=profiles, writer=writer, call=call),
+        significance=_significance(
+            systems, scores=scores, profiles=profiles, writer=writer, call=call
+        ),
     )
 
 
@@ -273,16 +277,10 @@ def _languages(call: StageCall) -> list[str]:
     return sorted({code for artifact in given for code in languages(artifact)})
 
 
-def _detection(call: StageCall) -> Detection | None:
-    if not call.recipe.evaluation.language_accuracy:
-        return None
-    candidates = detectable_languages() & set(_languages(call))
-    return Detection(candidates=candidates, seed=call.recipe.evaluation.seed)
-
-
 def _significance(
     systems: Sequence[SystemScores],
     *,
+    scores: Sequence[Score],
     profiles: Sequence[DirectionProfile],
     writer: ArtifactWriter,
     call: StageCall,
@@ -292,34 +290,36 @@ def _significance(
     tasks = [
         BootstrapTask(
             paths=[writer.path(_lines_name(one.name, str(profile.direction))) for one in systems],
+            scores=scores,
             seed=derive_seed("bootstrap", call.recipe.evaluation.seed, profile.direction.pair),
         )
         for profile in large
     ]
     draws = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
+    columns = [score.column for score in scores]
     return compare_all(
-        {
-            name: _by_metric([one.directions[name].scores for one in systems])
-            for name in (str(profile.direction) for profile in profiles)
-        },
-        {str(profile.direction): found for profile, found in zip(large, draws, strict=True)},
+        {name: _by_column(systems, name, columns) for name in map(_name, profiles)},
+        dict(zip(map(_name, large), draws, strict=True)),
+        columns=columns,
         systems=[one.name for one in systems],
         profiles=profiles,
     )
 
 
-def _by_metric(scores: Sequence[Scores]) -> dict[Metric, list[float]]:
-    """One score per system of every metric that was measured."""
-    found: dict[Metric, list[float]] = {
-        "bleu": [one.bleu for one in scores],
-        "chrf": [one.chrf for one in scores],
+def _name(profile: DirectionProfile) -> str:
+    return str(profile.direction)
+
+
+def _by_column(
+    systems: Sequence[SystemScores], direction: str, columns: Sequence[Column]
+) -> dict[str, list[float]]:
+    """One value per system of every score that all of them have in a direction."""
+    found = [one.directions[direction].scores for one in systems]
+    return {
+        column.name: [scores[column.name] for scores in found]
+        for column in columns
+        if all(column.name in scores for scores in found)
     }
-    accuracies = [one.language_accuracy for one in scores]
-    known = [one for one in accuracies if one is not None]
-    if len(known) == len(scores):
-        found["language"] = [one.plain for one in known]
-        found["language_restricted"] = [one.restricted for one in known]
-    return found
 
 
 def _score_tasks(
@@ -333,7 +333,8 @@ def _score_tasks(
     results = in_parallel(score_direction, tasks, processes=processes, label="score")
     for task, result in zip(tasks, results, strict=True):
         found.setdefault(task.system, {})[str(task.direction)] = result.scores
-        _write_lines(writer.path(_lines_name(task.system, str(task.direction))), result)
+        path = writer.path(_lines_name(task.system, str(task.direction)))
+        np.savez_compressed(path, **result.statistics)
     return [
         SystemScores(
             name=name,
@@ -347,17 +348,20 @@ def _score_tasks(
 
 
 def _score_references(
-    tasks: Sequence[ReferenceTask], *, profiles: Sequence[DirectionProfile], processes: int
-) -> ReferenceAccuracy | None:
-    results = in_parallel(detect_references, tasks, processes=processes, label="references")
-    found = {
-        str(task.direction): accuracy(hits)
-        for task, hits in zip(tasks, results, strict=True)
-        if hits is not None
-    }
-    if not found:
+    scores: Sequence[Score], *, profiles: Sequence[DirectionProfile], call: StageCall
+) -> ReferenceScores | None:
+    """By the scores that want a ceiling; None where none of them covers any direction."""
+    ceilings = tuple(score for score in scores if score.column.ceiling)
+    tasks = [
+        ReferenceTask(corpus=call.artifacts["corpus"], direction=profile.direction, scores=ceilings)
+        for profile in profiles
+        if any(score.covers(profile.direction) for score in ceilings)
+    ]
+    if not tasks:
         return None
-    return ReferenceAccuracy(directions=found, averages=average_accuracy(found, profiles=profiles))
+    results = in_parallel(score_references, tasks, processes=call.processes, label="references")
+    found = {str(task.direction): values for task, values in zip(tasks, results, strict=True)}
+    return ReferenceScores(directions=found, averages=average_scores(found, profiles=profiles))
 
 
 def in_parallel(
@@ -377,16 +381,6 @@ def in_parallel(
 
 def _lines_name(system: str, direction: str) -> str:
     return f"sentences/{system}/{direction}.npz"
-
-
-def _write_lines(path: Path, result: ScoredDirection) -> None:
-    arrays = {"bleu": result.statistics.bleu, "chrf": result.statistics.chrf}
-    if result.hits is None:
-        np.savez_compressed(path, **arrays)
-        return
-    np.savez_compressed(
-        path, **arrays, language=result.hits.plain, language_restricted=result.hits.restricted
-    )
 
 
 def _write_text(writer: ArtifactWriter, name: str, text: str) -> None:

@@ -21,6 +21,7 @@ from pipeline.artifacts.artifact import (
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
+    Split,
     directions,
     hypotheses_name,
     read_lines,
@@ -29,7 +30,9 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation.bleu_chrf import corpus_bleu, corpus_chrf
+from pipeline.evaluation import scoring
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
 from pipeline.stages import STAGES, StageCall
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {
@@ -213,8 +216,8 @@ def test_line_statistics_reproduce_the_scores(tmp_path: Path, corpus: Artifact) 
     for name, found in system_scores(made, "shuffled")["directions"].items():
         with np.load(made.file(f"sentences/shuffled/{name}.npz"), allow_pickle=False) as arrays:
             assert len(arrays["bleu"]) == len(arrays["language"]) == found["lines"]
-            assert corpus_bleu(arrays["bleu"]) == found["scores"]["bleu"]
-            assert corpus_chrf(arrays["chrf"]) == found["scores"]["chrf"]
+            assert Bleu("13a", {}).of_corpus(arrays["bleu"]) == found["scores"]["bleu"]
+            assert Chrf().of_corpus(arrays["chrf"]) == found["scores"]["chrf"]
             accuracy = found["scores"]["language_accuracy"]
             assert 100 * arrays["language"].mean() == accuracy["plain"]
             assert 100 * arrays["language_restricted"].mean() == accuracy["restricted"]
@@ -265,6 +268,64 @@ def test_language_accuracy_can_be_left_out(tmp_path: Path, corpus: Artifact) -> 
     assert "Language accuracy" not in made.file("report.md").read_text(encoding="utf-8")
     with np.load(made.file("sentences/perfect/de-en.npz"), allow_pickle=False) as arrays:
         assert sorted(arrays) == ["bleu", "chrf"]
+
+
+@pytest.mark.parametrize(
+    ("names", "keys"),
+    [
+        (["chrf"], {"chrf", "language_accuracy"}),
+        (["language", "bleu"], {"bleu", "language_accuracy"}),
+        (["language_restricted"], {"language_accuracy"}),
+    ],
+)
+def test_the_recipe_chooses_the_scores(
+    tmp_path: Path, corpus: Artifact, names: list[str], keys: set[str]
+) -> None:
+    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
+    settings = EvaluationConfig.model_validate({"scores": names})
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    found = system_scores(made, "copied")["directions"]["de-en"]
+    assert found["scores"].keys() == keys
+    with np.load(made.file("sentences/copied/de-en.npz"), allow_pickle=False) as arrays:
+        assert arrays.files == names
+    text = made.file("report.md").read_text(encoding="utf-8")
+    page = made.file("report.html").read_text(encoding="utf-8")
+    for name, title in (("bleu", "BLEU"), ("chrf", "chrF++"), ("language", "langdetect as it is")):
+        assert (f"\n{title}" in text) == (f"<h3>{title}" in page) == (name in names)
+
+
+def test_sources_are_not_read_where_no_score_asks_for_them(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def recording(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
+        read.append(f"{pair} {language}")
+        return read_lines(corpus, split, pair, language)
+
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    monkeypatch.setattr(scoring, "read_lines", recording)
+    evaluated(stage_call(tmp_path / "out", corpus, systems))
+    targets = [f"{one.pair} {one.target}" for one in directions(corpus, "test")]
+    assert sorted(read) == sorted(2 * targets), "for the system, and for the references' own score"
+
+
+@pytest.mark.parametrize(
+    ("settings", "finding"),
+    [
+        ({"scores": ["bleu", "bleu"]}, "scores names 'bleu' more than once: name it once"),
+        ({"scores": []}, "scores leaves nothing to compute: name at least one score"),
+        ({"scores": ["language"], "language_accuracy": False}, "leaves nothing to compute"),
+    ],
+)
+def test_scores_that_cannot_be_chosen_are_refused(settings: dict[str, Any], finding: str) -> None:
+    with pytest.raises(ValueError, match=finding):
+        EvaluationConfig.model_validate(settings)
+
+
+def test_the_default_scores_leave_the_settings_of_earlier_evaluations_as_they_were() -> None:
+    assert "scores" not in EvaluationConfig().model_dump(mode="json")
+    assert EvaluationConfig(scores=("bleu",)).model_dump(mode="json")["scores"] == ["bleu"]
 
 
 def test_the_summary_is_printed_and_both_reports_are_written(

@@ -4,28 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.scores import Scores
 
 Value = TypeVar("Value")
 
 
 def mean_scores(scores: Sequence[Scores]) -> Scores:
-    """Arithmetic means over directions; language accuracy over those that have one."""
-    known = [one.language_accuracy for one in scores if one.language_accuracy is not None]
-    return Scores(
-        bleu=_mean([one.bleu for one in scores]),
-        chrf=_mean([one.chrf for one in scores]),
-        language_accuracy=mean_accuracy(known) if known else None,
-    )
-
-
-def mean_accuracy(values: Sequence[LanguageAccuracy]) -> LanguageAccuracy:
-    """Arithmetic means over directions."""
-    return LanguageAccuracy(
-        plain=_mean([one.plain for one in values]),
-        restricted=_mean([one.restricted for one in values]),
-    )
+    """Arithmetic means over directions, of each score over those that have it."""
+    names = dict.fromkeys(name for one in scores for name in one)
+    return {name: _mean([one[name] for one in scores if name in one]) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -55,14 +42,4 @@ def average_scores(
     return {
         family: {group: mean_scores(values) for group, values in groups.items()}
         for family, groups in by_group(scores, profiles=profiles).items()
-    }
-
-
-def average_accuracy(
-    values: Mapping[str, LanguageAccuracy], *, profiles: Sequence[DirectionProfile]
-) -> dict[Family, dict[Group, LanguageAccuracy]]:
-    """Mean language accuracy per family and resource group."""
-    return {
-        family: {group: mean_accuracy(found) for group, found in groups.items()}
-        for family, groups in by_group(values, profiles=profiles).items()
     }

@@ -1,12 +1,12 @@
 """What a reader of an evaluation should be warned of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import listed_names
-from pipeline.evaluation.bleu_chrf import LANGUAGE_TOKENIZERS
 from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores
 from pipeline.stages import StageCall
 
@@ -17,7 +17,7 @@ NAMED_DIRECTIONS = 8
 def caveats(
     systems: Sequence[SystemScores],
     *,
-    tokenizers: Mapping[str, str],
+    scores: Sequence[Score],
     profiles: Sequence[DirectionProfile],
     left_out: int,
     call: StageCall,
@@ -31,7 +31,7 @@ def caveats(
         *_of_directions(call, profiles=profiles, left_out=left_out),
         *(warning for system in systems for warning in _of_lines(system)),
         *_of_corpora(call),
-        *_of_tokenizers(call, tokenizers),
+        *(warning for score in scores for warning in score.caveats()),
     ]
 
 
@@ -84,18 +84,6 @@ def _of_corpora(call: StageCall) -> list[str]:
             found.append(
                 f"{name}: translated from {Path(record.path).name}, whose contents differ from "
                 "this corpus."
-            )
-    return found
-
-
-def _of_tokenizers(call: StageCall, tokenizers: Mapping[str, str]) -> list[str]:
-    found = []
-    for code, tokenizer in tokenizers.items():
-        wanted = LANGUAGE_TOKENIZERS.get(code.split("_")[0], (tokenizer,))
-        if call.recipe.evaluation.bleu_tokenizer == "per-language" and tokenizer != wanted[0]:
-            found.append(
-                f"BLEU into {code}: tokenizer {tokenizer} stands in for {wanted[0]}, which cannot "
-                "be loaded here."
             )
     return found
 

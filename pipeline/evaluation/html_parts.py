@@ -50,10 +50,12 @@ def group_heading(title: str, *, span: int) -> str:
 def score_cells(row: Row, *, starts: Sequence[bool]) -> str:
     """The scores of a row; ``starts``: whether each begins a group of columns."""
     cells = []
-    for place, (value, interval) in enumerate(zip(row.values, row.intervals, strict=True)):
-        text = format_score(value)
+    figures = zip(row.values, row.intervals, row.decimals, strict=True)
+    for place, (value, interval, decimals) in enumerate(figures):
+        text = format_score(value, decimals=decimals)
         shown = f"<b>{text}</b>" if place in row.best else text
-        spread = "" if interval is None else f"<small>{format_interval(interval)}</small>"
+        between = "" if interval is None else format_interval(interval, decimals=decimals)
+        spread = f"<small>{between}</small>" if between else ""
         cells.append(f"<td{css_class('start', starts[place])}>{shown}{spread}</td>")
     return "".join(cells)
 

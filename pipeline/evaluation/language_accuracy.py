@@ -9,14 +9,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
 from langdetect.lang_detect_exception import LangDetectException
 
+from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
+from pipeline.evaluation.score_slot import (
+    Column,
+    Floats,
+    LineStatistics,
+    Rows,
+    Score,
+    Section,
+    TranslatedLines,
+)
 
 Hits = npt.NDArray[np.bool_]
 
@@ -91,49 +101,69 @@ def _prior(candidates: frozenset[str]) -> dict[str, float]:
     return prior
 
 
-@dataclass(frozen=True)
-class LanguageHits:
-    """Lines detected as the target language, (lines,) booleans each."""
+LANGUAGE_ACCURACY = Section(
+    title="Language accuracy",
+    lead="Share of translations in the language that was asked for, over the directions whose "
+    "target language the detector knows. The references' own value is the ceiling to expect: "
+    "what the detector misses there it misses in any system.",
+    note="Language accuracy is the share of lines that langdetect assigns to the target "
+    "language, plain and with its prior restricted to the languages at hand; its "
+    "accuracy on the references is what a perfect system could expect.",
+)
 
-    plain: Hits
-    restricted: Hits
 
-
-def language_hits(
-    texts: Sequence[str], *, language: str, candidates: frozenset[str], seed: int
-) -> LanguageHits:
-    """Detect every line twice: among all languages, and among the candidates."""
-    return LanguageHits(
-        plain=LanguageDetector(None, seed=seed).hits(texts, language=language),
-        restricted=LanguageDetector(candidates, seed=seed).hits(texts, language=language),
+def _column(name: str, variant: str, how: str) -> Column:
+    return Column(
+        name,
+        f"langdetect {how}, %",
+        out_of_100=True,
+        section=LANGUAGE_ACCURACY,
+        path=("language_accuracy", variant),
+        ceiling=True,
     )
 
 
-@dataclass(frozen=True)
-class Detection:
-    """How the language of a line is detected."""
+PLAIN = _column("language", "plain", "as it is")
+RESTRICTED = _column("language_restricted", "restricted", "restricted to the languages at hand")
 
-    candidates: frozenset[str]
+
+@dataclass(frozen=True)
+class LanguageAccuracy(Score):
+    """Percent of lines in the target language."""
+
+    column: Column
+    detectable: frozenset[str]
     """Languages of the corpus that langdetect knows."""
+    candidates: frozenset[str] | None
+    """Those to choose from; None: all that langdetect knows."""
     seed: int
 
-    def hits(self, texts: Sequence[str], *, target: str) -> LanguageHits | None:
-        """Lines in the target language; None where langdetect does not know it."""
-        if target not in self.candidates:
-            return None
-        return language_hits(texts, language=target, candidates=self.candidates, seed=self.seed)
+    @classmethod
+    def plain(cls, languages: Iterable[str], *, seed: int) -> Self:
+        """With langdetect as it is."""
+        detectable = detectable_languages() & frozenset(languages)
+        return cls(PLAIN, detectable, None, seed)
 
+    @classmethod
+    def restricted(cls, languages: Iterable[str], *, seed: int) -> Self:
+        """With langdetect's prior over the languages of the corpus alone."""
+        detectable = detectable_languages() & frozenset(languages)
+        return cls(RESTRICTED, detectable, detectable, seed)
 
-@dataclass(frozen=True)
-class LanguageAccuracy:
-    """Percent of lines in the target language; plain, and with the prior restricted."""
+    def covers(self, direction: Direction) -> bool:
+        """Whether langdetect knows the target language."""
+        return direction.target in self.detectable
 
-    plain: float
-    restricted: float
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """(lines,) booleans."""
+        detector = LanguageDetector(self.candidates, seed=self.seed)
+        return LineStatistics(detector.hits(lines.hypotheses, language=lines.direction.target))
 
+    def of_corpus(self, rows: Rows) -> float:
+        """The mean, rounded as a mean is."""
+        return 100.0 * float(rows.mean())
 
-def accuracy(hits: LanguageHits) -> LanguageAccuracy:
-    """Percent of hits."""
-    return LanguageAccuracy(
-        plain=100.0 * float(hits.plain.mean()), restricted=100.0 * float(hits.restricted.mean())
-    )
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+        """Of numbers of lines in the language, (draws, 1) → (draws,)."""
+        found: Floats = 100.0 * sums[:, 0] / lines
+        return found

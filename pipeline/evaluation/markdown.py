@@ -11,12 +11,10 @@ from pipeline.evaluation.budget_table import BUDGET_GROUPS, budget_notes, budget
 from pipeline.evaluation.history import History
 from pipeline.evaluation.scores import Evaluation, Interval
 from pipeline.evaluation.tables import (
-    SCORES,
     AverageTable,
     Imprint,
     Row,
     Sample,
-    accuracy_tables,
     direction_row,
     directions_by_family,
     family_title,
@@ -25,6 +23,7 @@ from pipeline.evaluation.tables import (
     format_score,
     notes,
     score_tables,
+    section_tables,
     signatures,
 )
 
@@ -53,7 +52,7 @@ def escape_markdown(text: str) -> str:
 
 
 def markdown_summary(evaluation: Evaluation, history: History) -> str:
-    """The tables of averages with what each system was trained for: BLEU, then chrF++."""
+    """The tables of averages of the main scores, with what each system was trained for."""
     return "\n\n".join(
         f"{escape_markdown(table.title)}, averages over directions\n\n"
         f"{_averages(evaluation, table, history)}"
@@ -71,13 +70,16 @@ def markdown_report(
     """The whole report as Markdown."""
     sections = {
         "# Evaluation": f"{escape_markdown(imprint.text)}\n\n"
-        f"{markdown_summary(evaluation, history)}",
+        f"{markdown_summary(evaluation, history)}".rstrip(),
         "## Warnings": _bullets(evaluation.warnings),
         "## Systems and what their training took": _budgets(history),
-        "## Language accuracy": "\n\n".join(
-            f"{escape_markdown(table.title)}\n\n{_averages(evaluation, table, history)}"
-            for table in accuracy_tables(evaluation)
-        ),
+        **{
+            f"## {escape_markdown(section.title)}": "\n\n".join(
+                f"{escape_markdown(table.title)}\n\n{_averages(evaluation, table, history)}"
+                for table in tables
+            )
+            for section, tables in section_tables(evaluation).items()
+        },
         "## Sample translations": _samples(evaluation, samples),
         "## All directions": _directions(evaluation),
         "## What each stage kept and dropped": _summaries(history),
@@ -140,7 +142,13 @@ def _samples(evaluation: Evaluation, samples: Sequence[Sample]) -> str:
 
 
 def _directions(evaluation: Evaluation) -> str:
-    titles = [f"{system.name} {score}" for system in evaluation.systems for score in SCORES]
+    if not evaluation.main_columns:
+        return ""
+    titles = [
+        f"{system.name} {column.heading}"
+        for system in evaluation.systems
+        for column in evaluation.main_columns
+    ]
     body = []
     for family, profiles in directions_by_family(evaluation).items():
         for profile in profiles:
@@ -201,14 +209,19 @@ def _stages(evaluation: Evaluation, history: History) -> str:
 
 def _scores(row: Row) -> list[str]:
     return [
-        _score(value, interval, bold=place in row.best)
-        for place, (value, interval) in enumerate(zip(row.values, row.intervals, strict=True))
+        _score(value, interval, decimals=decimals, bold=place in row.best)
+        for place, (value, interval, decimals) in enumerate(
+            zip(row.values, row.intervals, row.decimals, strict=True)
+        )
     ]
 
 
-def _score(value: float | None, interval: Interval | None, *, bold: bool) -> str:
-    text = f"**{format_score(value)}**" if bold else format_score(value)
-    return text if interval is None else f"{text} ({format_interval(interval)})"
+def _score(value: float | None, interval: Interval | None, *, decimals: int, bold: bool) -> str:
+    text = format_score(value, decimals=decimals)
+    shown = f"**{text}**" if bold else text
+    if interval is None:
+        return shown
+    return f"{shown} ({format_interval(interval, decimals=decimals)})"
 
 
 def _table(header: Sequence[str], body: Sequence[Sequence[str]], *, numbers: bool = True) -> str:

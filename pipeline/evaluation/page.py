@@ -19,7 +19,7 @@ from pipeline.evaluation.html_parts import (
     two_columns,
 )
 from pipeline.evaluation.page_tables import (
-    accuracy_section,
+    apart_sections,
     averages_section,
     budgets_section,
     direction_label,
@@ -27,9 +27,9 @@ from pipeline.evaluation.page_tables import (
     stages_section,
     summaries_section,
 )
+from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, Interval
 from pipeline.evaluation.tables import (
-    SCORES,
     AverageColumn,
     Imprint,
     Sample,
@@ -57,7 +57,7 @@ def html_report(
         _warnings(evaluation),
         averages_section(evaluation, history),
         budgets_section(history),
-        accuracy_section(evaluation, history),
+        *apart_sections(evaluation, history),
         _curves(evaluation, history),
         _samples(evaluation, samples),
         directions_section(evaluation),
@@ -96,49 +96,54 @@ def _header(evaluation: Evaluation, title: str, imprint: Imprint) -> str:
 
 
 def _overview(evaluation: Evaluation, history: History) -> str:
+    columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
+    if not columns:
+        return ""
     panels = "".join(
-        _panel(evaluation, history, column)
-        for column in average_columns(evaluation)
-        if column.group == "all"
+        _panel(evaluation, history, average, columns)
+        for average in average_columns(evaluation)
+        if average.group == "all"
     )
+    titles = " and ".join(column.heading for column in columns)
     return section(
         "At a glance",
         f'<div class="panels">{panels}</div>',
-        lead="Mean chrF++ and BLEU over the directions of each kind. All bars run from 0 to 100; "
+        lead=f"Mean {titles} over the directions of each kind. All bars run from 0 to 100; "
         "the mark at the end of one is the middle 95 % of resampled test lines. Beside each name "
         "stands what the system was trained for in all.",
     )
 
 
-def _panel(evaluation: Evaluation, history: History, column: AverageColumn) -> str:
-    title = escape_html(family_title(evaluation, column.family))
-    directions = format_count(column.directions, "direction")
-    return (
-        f'<div class="panel"><h3>{title} <small>{directions}</small></h3>'
-        f"{_bars(evaluation, history, column, 'chrF++')}"
-        f"{_bars(evaluation, history, column, 'BLEU')}</div>"
-    )
+def _panel(
+    evaluation: Evaluation, history: History, average: AverageColumn, columns: Sequence[Column]
+) -> str:
+    title = escape_html(family_title(evaluation, average.family))
+    directions = format_count(average.directions, "direction")
+    bars = "".join(_bars(evaluation, history, average, column) for column in columns)
+    return f'<div class="panel"><h3>{title} <small>{directions}</small></h3>{bars}</div>'
 
 
-def _bars(evaluation: Evaluation, history: History, column: AverageColumn, title: str) -> str:
-    metric, value = SCORES[title]
-    compared = comparison_of_average(evaluation, column, metric)
+def _bars(evaluation: Evaluation, history: History, average: AverageColumn, column: Column) -> str:
+    """Empty where no direction of the family has the score."""
+    compared = comparison_of_average(evaluation, average, column)
     bars = ""
     for place, system in enumerate(evaluation.systems):
-        score = value(system.averages[column.family]["all"])
+        score = system.averages[average.family]["all"].get(column.name)
+        if score is None:
+            return ""
         bars += (
             '<div class="bar-row"><span class="bar-label"><span>'
             f"{escape_html(system.name)}</span> "
             f"<small>{escape_html(trained_for(history, system.name))}</small></span>"
             + bar(
                 score / 100.0,
-                text=format_score(score),
+                text=format_score(score, decimals=column.decimals),
                 style=series_style(place),
                 spread=_share(None if compared is None else compared.intervals[system.name]),
             )
             + "</div>"
         )
-    return f'<h4>{title}</h4><div class="bars">{bars}</div>'
+    return f'<h4>{escape_html(column.heading)}</h4><div class="bars">{bars}</div>'
 
 
 def _share(interval: Interval | None) -> tuple[float, float] | None:
@@ -212,12 +217,10 @@ def _sample_line(name: str, text: str, *, code: str, style: str) -> str:
 
 
 def _method(evaluation: Evaluation, history: History) -> str:
-    found = two_columns(
-        ("sacreBLEU signature", "Applies to"),
-        [
-            (f"<code>{escape_html(text)}</code>", escape_html(where))
-            for text, where in signatures(evaluation)
-        ],
-    )
     listed = bullet_list(notes(evaluation, missing=history.missing))
-    return section("How to read this", listed + found)
+    found = [
+        (f"<code>{escape_html(text)}</code>", escape_html(where))
+        for text, where in signatures(evaluation)
+    ]
+    shown = two_columns(("sacreBLEU signature", "Applies to"), found) if found else ""
+    return section("How to read this", listed + shown)

@@ -24,21 +24,23 @@ from pipeline.evaluation.tables import (
     AverageColumn,
     AverageTable,
     Row,
-    accuracy_tables,
     direction_row,
     directions_by_family,
     family_title,
     format_count,
     format_duration,
     score_tables,
+    section_tables,
 )
 
 # Averages
 
 
 def averages_section(evaluation: Evaluation, history: History) -> str:
-    """BLEU and chrF++, with what every system was trained for beside them."""
+    """The main scores, with what every system was trained for beside them."""
     tables = score_tables(evaluation)
+    if not tables:
+        return ""
     return section(
         "Averages by resource",
         "".join(_average_table(evaluation, one, history) for one in tables),
@@ -48,18 +50,16 @@ def averages_section(evaluation: Evaluation, history: History) -> str:
     )
 
 
-def accuracy_section(evaluation: Evaluation, history: History) -> str:
-    """Language accuracy, where it was measured."""
-    tables = accuracy_tables(evaluation)
-    if not tables:
-        return ""
-    return section(
-        "Language accuracy",
-        "".join(_average_table(evaluation, one, history) for one in tables),
-        lead="Share of translations in the language that was asked for, over the directions whose "
-        "target language the detector knows. The references' own value is the ceiling to expect: "
-        "what the detector misses there it misses in any system.",
-    )
+def apart_sections(evaluation: Evaluation, history: History) -> list[str]:
+    """The scores that stand apart from the main ones, where they were measured."""
+    return [
+        section(
+            apart.title,
+            "".join(_average_table(evaluation, one, history) for one in tables),
+            lead=apart.lead,
+        )
+        for apart, tables in section_tables(evaluation).items()
+    ]
 
 
 def _average_table(evaluation: Evaluation, shown: AverageTable, history: History) -> str:
@@ -127,14 +127,22 @@ def budgets_section(history: History) -> str:
 
 
 def directions_section(evaluation: Evaluation) -> str:
-    """BLEU and chrF++ of every system in every direction."""
-    systems = "".join(group_heading(system.name, span=2) for system in evaluation.systems)
-    scores = '<th scope="col" class="start">BLEU</th><th scope="col">chrF++</th>'
+    """The main scores of every system in every direction."""
+    columns = evaluation.main_columns
+    if not columns:
+        return ""
+    systems = "".join(
+        group_heading(system.name, span=len(columns)) for system in evaluation.systems
+    )
+    scores = "".join(
+        f'<th scope="col"{css_class("start", place == 0)}>{escape_html(column.heading)}</th>'
+        for place, column in enumerate(columns)
+    )
     head = (
         '<tr><th rowspan="2" scope="col">Direction</th><th rowspan="2" scope="col">Training lines'
         f"</th>{systems}</tr><tr>{scores * len(evaluation.systems)}</tr>"
     )
-    span = 2 + 2 * len(evaluation.systems)
+    span = 2 + len(columns) * len(evaluation.systems)
     body = "".join(
         f'<tr class="family"><th colspan="{span}" scope="rowgroup">'
         f"{escape_html(family_title(evaluation, family))}</th></tr>"
@@ -149,9 +157,10 @@ def directions_section(evaluation: Evaluation) -> str:
 
 
 def _direction_row(evaluation: Evaluation, profile: DirectionProfile) -> str:
-    cells = score_cells(
-        direction_row(evaluation, profile), starts=[True, False] * len(evaluation.systems)
-    )
+    starts = [
+        place == 0 for _ in evaluation.systems for place in range(len(evaluation.main_columns))
+    ]
+    cells = score_cells(direction_row(evaluation, profile), starts=starts)
     lines = f"{profile.training_lines:,}" if profile.training_lines else NO_VALUE
     return (
         f'<tr><th scope="row">{direction_label(evaluation, profile.direction)}</th>'

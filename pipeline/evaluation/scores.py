@@ -1,23 +1,14 @@
 """What an evaluation holds: the scores of every system, and how sure they are."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.score_slot import Column, Section
 
-Metric = Literal["bleu", "chrf", "language", "language_restricted"]
-"""As the line statistics of a direction are named; the last two are language accuracies."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores in 0–100; no language accuracy where langdetect does not know the target."""
-
-    bleu: float
-    chrf: float
-    language_accuracy: LanguageAccuracy | None
+Scores = Mapping[str, float]
+"""Name of a column → score; without those that do not cover the direction."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +21,8 @@ class DirectionScores:
     """Hypotheses without text."""
     truncated: int
     """Hypotheses cut at the maximum length."""
-    bleu_signature: str
-    chrf_signature: str
+    signatures: Mapping[str, str]
+    """Name of a column → signature, of the scores that have one."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +35,11 @@ class SystemScores:
 
 
 @dataclass(frozen=True)
-class ReferenceAccuracy:
-    """Language accuracy of the references: what langdetect allows a perfect system."""
+class ReferenceScores:
+    """Scores of the references themselves: what a perfect system could expect."""
 
-    directions: Mapping[str, LanguageAccuracy]
-    averages: Mapping[Family, Mapping[Group, LanguageAccuracy]]
+    directions: Mapping[str, Scores]
+    averages: Mapping[Family, Mapping[Group, Scores]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All systems by one metric, over the same resampled lines."""
+    """All systems by one score, over the same resampled lines."""
 
     intervals: Mapping[str, Interval]
     """By system."""
@@ -74,14 +65,17 @@ class Significance:
     """Paired bootstrap of every direction and average that has enough test lines for it."""
 
     resamples: int
-    directions: Mapping[str, Mapping[Metric, Comparison]]
-    averages: Mapping[Family, Mapping[Group, Mapping[Metric, Comparison]]]
+    directions: Mapping[str, Mapping[str, Comparison]]
+    """Direction → name of a column → comparison."""
+    averages: Mapping[Family, Mapping[Group, Mapping[str, Comparison]]]
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
 
+    columns: tuple[Column, ...]
+    """One per score, in the order of the recipe."""
     pivot: str | None
     thresholds: tuple[int, int]
     directions: tuple[DirectionProfile, ...]
@@ -90,8 +84,95 @@ class Evaluation:
     tokenizers: Mapping[str, str]
     """Target language → BLEU tokenizer."""
     systems: tuple[SystemScores, ...]
-    references: ReferenceAccuracy | None
+    references: ReferenceScores | None
     undetectable: tuple[str, ...]
     """Target languages langdetect does not know; left out of language accuracy."""
     warnings: tuple[str, ...]
     significance: Significance | None = None
+
+    @property
+    def main_columns(self) -> tuple[Column, ...]:
+        """Those of the scores that stand in all tables."""
+        return tuple(column for column in self.columns if column.section is None)
+
+    @property
+    def sections(self) -> dict[Section, tuple[Column, ...]]:
+        """The columns of the scores that stand apart from the main ones."""
+        titled = [column for column in self.columns if column.section is not None]
+        return {
+            section: tuple(column for column in titled if column.section == section)
+            for section in dict.fromkeys(column.section for column in titled)
+            if section is not None
+        }
+
+    def is_measured(self, column: Column, direction: str) -> bool:
+        """Whether every system has the score in a direction (``de-en``)."""
+        return all(column.name in one.directions[direction].scores for one in self.systems)
+
+
+# As JSON
+
+
+def scores_document(evaluation: Evaluation) -> dict[str, Any]:
+    """What ``scores.json`` holds; scores stand where their columns say."""
+    columns = evaluation.columns
+    found = {name: value for name, value in asdict(evaluation).items() if name != "columns"}
+    found["systems"] = [_system_document(one, columns) for one in evaluation.systems]
+    found["references"] = _references_document(evaluation.references, columns)
+    return found
+
+
+def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[str, Any]:
+    return {
+        "name": system.name,
+        "directions": {
+            name: {
+                "scores": _scores_document(one.scores, columns),
+                "lines": one.lines,
+                "empty": one.empty,
+                "truncated": one.truncated,
+                **{f"{column}_signature": text for column, text in one.signatures.items()},
+            }
+            for name, one in system.directions.items()
+        },
+        "averages": {
+            family: {group: _scores_document(one, columns) for group, one in groups.items()}
+            for family, groups in system.averages.items()
+        },
+    }
+
+
+def _scores_document(scores: Scores, columns: Sequence[Column]) -> dict[str, Any]:
+    """Every score, null where there is none; language accuracy also where it was not asked for."""
+    found: dict[str, Any] = {"language_accuracy": None}
+    for column in columns:
+        *outer, last = column.keys
+        if column.name not in scores:
+            found.setdefault(column.keys[0], None)
+            continue
+        place = found
+        for key in outer:
+            place[key] = place.get(key) or {}
+            place = place[key]
+        place[last] = scores[column.name]
+    return found
+
+
+def _references_document(
+    references: ReferenceScores | None, columns: Sequence[Column]
+) -> dict[str, Any] | None:
+    """The scores of references, by the last of their keys."""
+    if references is None:
+        return None
+    last = {column.name: column.keys[-1] for column in columns}
+
+    def renamed(scores: Scores) -> dict[str, float]:
+        return {last[name]: value for name, value in scores.items()}
+
+    return {
+        "directions": {name: renamed(one) for name, one in references.directions.items()},
+        "averages": {
+            family: {group: renamed(one) for group, one in groups.items()}
+            for family, groups in references.averages.items()
+        },
+    }

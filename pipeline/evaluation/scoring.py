@@ -1,11 +1,11 @@
 """Scoring one direction at a time: what a worker does, and so free of slow imports."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
-from pipeline.evaluation.bleu_chrf import LineStatistics, corpus_bleu, corpus_chrf, line_statistics
-from pipeline.evaluation.language_accuracy import Detection, LanguageHits, accuracy
+from pipeline.evaluation.score_slot import LineStatistics, Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import DirectionScores, Scores
 
 
@@ -17,17 +17,16 @@ class ScoringTask:
     corpus: Artifact
     translations: Artifact
     direction: Direction
-    tokenizer: str
-    detection: Detection | None
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
 class ReferenceTask:
-    """The references of one direction, whose language is to be detected."""
+    """The references of one direction, to be scored as if they were translations."""
 
     corpus: Artifact
     direction: Direction
-    detection: Detection
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True)
@@ -35,35 +34,58 @@ class ScoredDirection:
     """What a worker sends back."""
 
     scores: DirectionScores
-    statistics: LineStatistics
-    hits: LanguageHits | None
+    statistics: Mapping[str, Rows]
+    """Name of a column → statistics of every line."""
 
 
 def score_direction(task: ScoringTask) -> ScoredDirection:
     """Score one direction of one system."""
-    target = task.direction.target
     hypotheses = read_hypotheses(task.translations, task.direction)
     texts = [hypothesis.text for hypothesis in hypotheses]
-    references = read_lines(task.corpus, "test", task.direction.pair, target)
-    statistics = line_statistics(texts, references, tokenizer=task.tokenizer)
-    hits = None if task.detection is None else task.detection.hits(texts, target=target)
+    references = _read_side(task.corpus, task.direction, task.direction.target)
+    lines = TranslatedLines(
+        task.direction,
+        texts,
+        references,
+        lambda: _read_side(task.corpus, task.direction, task.direction.source),
+    )
+    found = _statistics(task.scores, lines)
     scores = DirectionScores(
-        scores=Scores(
-            bleu=corpus_bleu(statistics.bleu),
-            chrf=corpus_chrf(statistics.chrf),
-            language_accuracy=None if hits is None else accuracy(hits),
-        ),
+        scores=_values(task.scores, found),
         lines=len(texts),
         empty=sum(not text.strip() for text in texts),
         truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
-        bleu_signature=statistics.bleu_signature,
-        chrf_signature=statistics.chrf_signature,
+        signatures={name: one.signature for name, one in found.items() if one.signature},
     )
-    return ScoredDirection(scores=scores, statistics=statistics, hits=hits)
+    return ScoredDirection(scores, {name: one.rows for name, one in found.items()})
 
 
-def detect_references(task: ReferenceTask) -> LanguageHits | None:
-    """Detect the language of the references of one direction."""
-    target = task.direction.target
-    references = read_lines(task.corpus, "test", task.direction.pair, target)
-    return task.detection.hits(references, target=target)
+def score_references(task: ReferenceTask) -> Scores:
+    """Score the references of one direction."""
+    references = _read_side(task.corpus, task.direction, task.direction.target)
+    lines = TranslatedLines(
+        task.direction,
+        references,
+        references,
+        lambda: _read_side(task.corpus, task.direction, task.direction.source),
+    )
+    return _values(task.scores, _statistics(task.scores, lines))
+
+
+def _read_side(corpus: Artifact, direction: Direction, language: str) -> list[str]:
+    return read_lines(corpus, "test", direction.pair, language)
+
+
+def _statistics(scores: tuple[Score, ...], lines: TranslatedLines) -> dict[str, LineStatistics]:
+    assert len(lines.hypotheses) == len(lines.references) > 0
+    return {
+        one.column.name: one.line_statistics(lines) for one in scores if one.covers(lines.direction)
+    }
+
+
+def _values(scores: tuple[Score, ...], found: Mapping[str, LineStatistics]) -> Scores:
+    return {
+        one.column.name: one.of_corpus(found[one.column.name].rows)
+        for one in scores
+        if one.column.name in found
+    }

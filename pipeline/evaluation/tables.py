@@ -6,28 +6,13 @@ Pure functions from scores and history to values; ``markdown`` and ``page`` lay 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
 
 from pipeline.evaluation.directions import FAMILIES, GROUPS, DirectionProfile, Family, Group
-from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.scores import Comparison, Evaluation, Interval, Metric, Scores
+from pipeline.evaluation.score_slot import Column, Section
+from pipeline.evaluation.scores import Comparison, Evaluation, Interval, Scores
 from pipeline.evaluation.significance import MIN_LINES
 
 NO_VALUE = "–"
-
-SCORES: Mapping[str, tuple[Metric, Callable[[Scores], float]]] = {
-    "BLEU": ("bleu", lambda scores: scores.bleu),
-    "chrF++": ("chrf", lambda scores: scores.chrf),
-}
-PRIORS: Mapping[str, tuple[Metric, Callable[[LanguageAccuracy], float]]] = {
-    "langdetect as it is, %": ("language", lambda found: found.plain),
-    "langdetect restricted to the languages at hand, %": (
-        "language_restricted",
-        lambda found: found.restricted,
-    ),
-}
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -72,6 +57,8 @@ class Row:
     name: str
     values: tuple[float | None, ...]
     intervals: tuple[Interval | None, ...]
+    decimals: tuple[int, ...]
+    """Of each value, as printed."""
     best: frozenset[int] = frozenset()
     ceiling: bool = False
     """Not a system: what the references themselves reach."""
@@ -127,95 +114,102 @@ def average_columns(
 
 
 def score_tables(evaluation: Evaluation) -> list[AverageTable]:
-    """BLEU, then chrF++."""
-    columns = average_columns(evaluation)
-    return [
-        AverageTable(title, columns, tuple(_system_rows(evaluation, columns, metric, value)))
-        for title, (metric, value) in SCORES.items()
-    ]
+    """One table per main score."""
+    return _average_tables(evaluation, evaluation.main_columns)
 
 
-def accuracy_tables(evaluation: Evaluation) -> list[AverageTable]:
-    """Language accuracy, the references first; none where it was not measured at all."""
-    references = evaluation.references
-    if references is None:
-        return []
-    columns = average_columns(
-        evaluation, measured=lambda one: str(one.direction) in references.directions
-    )
+def section_tables(evaluation: Evaluation) -> dict[Section, list[AverageTable]]:
+    """The tables of scores that stand apart; sections without any measured score are left out."""
+    tables = {
+        section: _average_tables(evaluation, columns)
+        for section, columns in evaluation.sections.items()
+    }
+    return {section: found for section, found in tables.items() if found}
+
+
+def _average_tables(evaluation: Evaluation, columns: Sequence[Column]) -> list[AverageTable]:
+    """One per score that was measured anywhere; the references first, where they have it."""
     tables = []
-    for title, (metric, value) in PRIORS.items():
-        ceiling = Row(
-            "References",
-            _column_values(columns, references.averages, value),
-            tuple(None for _ in columns),
-            ceiling=True,
-        )
-        rows = _system_rows(evaluation, columns, metric, _of_accuracy(value))
-        tables.append(AverageTable(title, columns, (ceiling, *rows)))
+    for column in columns:
+        averages = average_columns(evaluation, measured=_measures(evaluation, column))
+        if averages:
+            rows = (*_ceiling(evaluation, averages, column), *_rows(evaluation, averages, column))
+            tables.append(AverageTable(column.heading, averages, rows))
     return tables
 
 
-def _of_accuracy(value: Callable[[LanguageAccuracy], float]) -> Callable[[Scores], float | None]:
-    def of_scores(scores: Scores) -> float | None:
-        return None if scores.language_accuracy is None else value(scores.language_accuracy)
-
-    return of_scores
+def _measures(evaluation: Evaluation, column: Column) -> Callable[[DirectionProfile], bool]:
+    return lambda profile: evaluation.is_measured(column, str(profile.direction))
 
 
-def _system_rows(
-    evaluation: Evaluation,
-    columns: Sequence[AverageColumn],
-    metric: Metric,
-    value: Callable[[Scores], float | None],
+def _ceiling(
+    evaluation: Evaluation, averages: Sequence[AverageColumn], column: Column
 ) -> list[Row]:
-    compared = [comparison_of_average(evaluation, one, metric) for one in columns]
+    if evaluation.references is None or not column.ceiling:
+        return []
+    values = _column_values(averages, evaluation.references.averages, column)
+    compared = [None for _ in averages]
+    return [_row("References", values, compared, [column] * len(averages), ceiling=True)]
+
+
+def _rows(evaluation: Evaluation, averages: Sequence[AverageColumn], column: Column) -> list[Row]:
+    compared = [comparison_of_average(evaluation, one, column) for one in averages]
+    shown = [column] * len(averages)
     return [
-        _row(system.name, _column_values(columns, system.averages, value), compared)
-        for system in evaluation.systems
+        _row(one.name, _column_values(averages, one.averages, column), compared, shown)
+        for one in evaluation.systems
     ]
 
 
-def _row(name: str, values: tuple[float | None, ...], compared: Sequence[Comparison | None]) -> Row:
+def _row(
+    name: str,
+    values: tuple[float | None, ...],
+    compared: Sequence[Comparison | None],
+    columns: Sequence[Column],
+    *,
+    ceiling: bool = False,
+) -> Row:
     return Row(
         name=name,
         values=values,
         intervals=tuple(None if one is None else one.intervals[name] for one in compared),
+        decimals=tuple(column.decimals for column in columns),
         best=frozenset(
             place for place, one in enumerate(compared) if one is not None and one.best == name
         ),
+        ceiling=ceiling,
     )
 
 
 def comparison_of_average(
-    evaluation: Evaluation, column: AverageColumn, metric: Metric
+    evaluation: Evaluation, average: AverageColumn, column: Column
 ) -> Comparison | None:
-    """How the systems compare in a column; None where its test sets are too small to tell."""
+    """How the systems compare in an average; None where its test sets are too small to tell."""
     if evaluation.significance is None:
         return None
-    family = evaluation.significance.averages.get(column.family, {})
-    return family.get(column.group, {}).get(metric)
+    family = evaluation.significance.averages.get(average.family, {})
+    return family.get(average.group, {}).get(column.name)
 
 
 def _column_values(
-    columns: Sequence[AverageColumn],
-    averages: Mapping[Family, Mapping[Group, Value]],
-    value: Callable[[Value], float | None],
+    averages: Sequence[AverageColumn],
+    scores: Mapping[Family, Mapping[Group, Scores]],
+    column: Column,
 ) -> tuple[float | None, ...]:
-    cells = [averages.get(column.family, {}).get(column.group) for column in columns]
-    return tuple(None if cell is None else value(cell) for cell in cells)
+    return tuple(scores.get(one.family, {}).get(one.group, {}).get(column.name) for one in averages)
 
 
 def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
-    """BLEU and chrF++ of every system in turn."""
-    name = str(profile.direction)
+    """The main scores of every system in turn."""
+    name, columns = str(profile.direction), evaluation.main_columns
     significance = evaluation.significance
     compared = {} if significance is None else significance.directions.get(name, {})
     cells = [
         _row(
             system.name,
-            tuple(value(system.directions[name].scores) for _, value in SCORES.values()),
-            [compared.get(metric) for metric, _ in SCORES.values()],
+            tuple(system.directions[name].scores.get(column.name) for column in columns),
+            [compared.get(column.name) for column in columns],
+            columns,
         )
         for system in evaluation.systems
     ]
@@ -223,8 +217,11 @@ def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
         name=name,
         values=tuple(value for cell in cells for value in cell.values),
         intervals=tuple(interval for cell in cells for interval in cell.intervals),
+        decimals=tuple(decimals for cell in cells for decimals in cell.decimals),
         best=frozenset(
-            len(SCORES) * number + place for number, cell in enumerate(cells) for place in cell.best
+            len(columns) * number + place
+            for number, cell in enumerate(cells)
+            for place in cell.best
         ),
     )
 
@@ -233,12 +230,15 @@ def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
 
 
 def signatures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """sacreBLEU's signatures and what each applies to."""
+    """The scores' signatures and what each applies to."""
     targets: dict[str, set[str]] = {}
     for system in evaluation.systems:
         for direction, one in system.directions.items():
-            targets.setdefault(f"BLEU|{one.bleu_signature}", set()).add(direction.split("-")[1])
-            targets.setdefault(f"chrF++|{one.chrf_signature}", set()).add("all")
+            for column in evaluation.columns:
+                if column.name in one.signatures:
+                    signature = f"{column.title}|{one.signatures[column.name]}"
+                    target = direction.split("-")[1] if column.by_target else "all"
+                    targets.setdefault(signature, set()).add(target)
     return [
         (signature, "all targets" if "all" in codes else f"into {', '.join(sorted(codes))}")
         for signature, codes in sorted(targets.items())
@@ -260,12 +260,7 @@ def notes(evaluation: Evaluation, *, missing: Sequence[str]) -> list[str]:
     ]
     if evaluation.significance is not None:
         found.append(significance_note(evaluation.significance.resamples))
-    if evaluation.references is not None:
-        found.append(
-            "Language accuracy is the share of lines that langdetect assigns to the target "
-            "language, plain and with its prior restricted to the languages at hand; its "
-            "accuracy on the references is what a perfect system could expect."
-        )
+    found += [section.note for section in section_tables(evaluation)]
     if evaluation.undetectable:
         found.append(
             "langdetect does not know these target languages, which language accuracy leaves out: "
@@ -293,14 +288,14 @@ def significance_note(resamples: int) -> str:
 # Figures
 
 
-def format_score(value: float | None) -> str:
+def format_score(value: float | None, *, decimals: int) -> str:
     """A score as printed."""
-    return NO_VALUE if value is None else f"{value:.1f}"
+    return NO_VALUE if value is None else f"{value:.{decimals}f}"
 
 
-def format_interval(interval: Interval) -> str:
+def format_interval(interval: Interval, *, decimals: int) -> str:
     """An interval as printed: ``29.8–31.2``."""
-    return f"{interval.low:.1f}–{interval.high:.1f}"
+    return f"{interval.low:.{decimals}f}–{interval.high:.{decimals}f}"
 
 
 def format_duration(seconds: float) -> str:

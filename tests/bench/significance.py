@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 
 from ratios import compare, interleaved, parse_options, report
 
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.significance import BootstrapTask, resampled_scores
 
 LINES, SYSTEMS, RESAMPLES, DIRECTIONS = 2000, 4, 1000, 188
@@ -44,7 +46,7 @@ def main() -> None:
         paths = [Path(folder) / f"{system}.npz" for system in range(SYSTEMS)]
         for path, of_bleu, of_chrf in zip(paths, bleu, chrf, strict=True):
             np.savez_compressed(path, bleu=of_bleu, chrf=of_chrf)
-        task = BootstrapTask(paths=paths, seed=1, resamples=resamples)
+        task = BootstrapTask(paths, (Bleu("13a", {}), Chrf()), seed=1, resamples=resamples)
         timed = {"ours": lambda: resampled_scores(task), "sacreBLEU's bootstrap": theirs}
         seconds = interleaved(timed, rounds=options.rounds, warm_up=1)
     case = f"{SYSTEMS} systems, {lines} lines, {resamples} resamples"

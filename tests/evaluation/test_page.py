@@ -21,7 +21,6 @@ from pipeline.evaluation.history import History
 from pipeline.evaluation.html_parts import SERIES_COLOURS
 from pipeline.evaluation.markdown import markdown_report
 from pipeline.evaluation.page import html_report
-from pipeline.evaluation.scores import Evaluation
 
 
 def page(system_name: str = "experts") -> str:
@@ -85,9 +84,8 @@ def test_empty_translations_are_shown_as_such_and_scripts_choose_their_direction
 
 
 def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out() -> None:
-    bare = Evaluation(
-        **{**vars(evaluation()), "references": None, "undetectable": (), "warnings": ()}
-    )
+    found = evaluation()
+    bare = replace(found, columns=found.main_columns, references=None, undetectable=(), warnings=())
     text = html_report(bare, History(), [], imprint=IMPRINT)
     titles = [element.text for element in body(text).iter("h2")]
     assert titles == ["At a glance", "Averages by resource", "All directions", "How to read this"]

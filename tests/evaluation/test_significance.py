@@ -16,17 +16,27 @@ from sacrebleu.significance import PairedTest, estimate_ci
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation import significance
-from pipeline.evaluation.bleu_chrf import LineStatistics, corpus_bleu, corpus_chrf, line_statistics
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAccuracy
+from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
 from pipeline.evaluation.significance import (
     BootstrapTask,
-    bleu_of_sums,
-    chrf_of_sums,
     compare,
     compare_all,
     draw_counts,
     middle_95,
     resampled_scores,
+)
+
+BLEU_INTO, CHRF_PLUS = Bleu("13a", {"en": "13a"}), Chrf()
+KNOWN = frozenset({"en"})
+SCORES: tuple[Score, ...] = (
+    BLEU_INTO,
+    CHRF_PLUS,
+    LanguageAccuracy(PLAIN, KNOWN, None, seed=1),
+    LanguageAccuracy(RESTRICTED, KNOWN, KNOWN, seed=1),
 )
 
 WORDS = "a cat the dog sat on mat . , 12 houses were built near rivers".split()
@@ -49,9 +59,13 @@ def damaged(references: Sequence[str], *, share: float, seed: int) -> list[str]:
     ]
 
 
-def stored(path: Path, statistics: LineStatistics, **more: npt.NDArray[np.bool_]) -> Path:
-    arrays: dict[str, npt.NDArray[Any]] = {"bleu": statistics.bleu, "chrf": statistics.chrf}
-    np.savez_compressed(path, **arrays, **more)
+def line_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Rows]:
+    lines = TranslatedLines(Direction("de", "en"), hypotheses, references, lambda: [])
+    return {one.column.name: one.line_statistics(lines).rows for one in (BLEU_INTO, CHRF_PLUS)}
+
+
+def stored(path: Path, statistics: dict[str, Rows], **more: npt.NDArray[np.bool_]) -> Path:
+    np.savez_compressed(path, **statistics, **more)
     return path.with_suffix(".npz")
 
 
@@ -61,11 +75,11 @@ words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=6))
 def test_scores_of_sums_are_sacrebleus(pairs: list[tuple[str, str]]) -> None:
-    rows = line_statistics([one for one, _ in pairs], [two for _, two in pairs], tokenizer="13a")
-    bleu = bleu_of_sums(rows.bleu.sum(axis=0, dtype=np.float64)[None])
-    chrf = chrf_of_sums(rows.chrf.sum(axis=0, dtype=np.float64)[None])
-    assert bleu[0] == pytest.approx(corpus_bleu(rows.bleu), abs=1e-9)
-    assert chrf[0] == pytest.approx(corpus_chrf(rows.chrf), abs=1e-9)
+    rows = line_statistics([one for one, _ in pairs], [two for _, two in pairs])
+    for score in (BLEU_INTO, CHRF_PLUS):
+        found = rows[score.column.name]
+        of_sums = Score.of_corpus(score, found)
+        assert of_sums == pytest.approx(score.of_corpus(found), abs=1e-9)
 
 
 def test_draws_means_and_intervals_are_those_of_sacrebleus_paired_bootstrap(
@@ -86,16 +100,16 @@ def test_draws_means_and_intervals_are_those_of_sacrebleus_paired_bootstrap(
     )
     expected: Any = peer()[1]
     paths = [
-        stored(tmp_path / name, line_statistics(texts, references, tokenizer="13a"))
+        stored(tmp_path / name, line_statistics(texts, references))
         for name, texts in systems.items()
     ]
-    found = resampled_scores(BootstrapTask(paths=paths, seed=77, resamples=400))
+    found = resampled_scores(BootstrapTask(paths=paths, scores=SCORES, seed=77, resamples=400))
     for metric, title in (("bleu", "BLEU"), ("chrf", "chrF2++")):
         for place in range(len(systems)):
-            mean, half = estimate_ci(found[metric][place])  # type: ignore[index]
+            mean, half = estimate_ci(found[metric][place])
             assert mean == pytest.approx(expected[title][place].mean, abs=1e-3)
             assert half == pytest.approx(expected[title][place].ci, abs=1e-3)
-            low, high = middle_95(found[metric][place])  # type: ignore[index]
+            low, high = middle_95(found[metric][place])
             assert (high - low) / 2 == pytest.approx(half, abs=1e-9)
 
 
@@ -119,6 +133,7 @@ def test_only_a_lead_over_every_other_system_makes_a_best_one() -> None:
     assert compare(["b", "c"], [31.0, 31.5], draws[1:]).best is None
     assert compare(["a", "b", "c"], [30.0, 31.0, 31.5], draws).best is None
     assert compare(["a"], [30.0], draws[:1]).best is None
+    assert compare(["a", "b"], [30.0, 31.0], draws[:2], larger_is_better=False).best == "a"
     assert compare(["a", "twin"], [30.0, 30.0], draws[[0, 0]]).best is None
 
 
@@ -134,10 +149,10 @@ def test_two_systems_alike_are_not_told_apart_and_two_unlike_ones_are(
             damaged(references, share=0.40, seed=trial),
             damaged(references, share=share, seed=1000 + trial),
         ]
-        rows = [line_statistics(one, references, tokenizer="13a") for one in texts]
+        rows = [line_statistics(one, references) for one in texts]
         paths = [stored(tmp_path / f"{trial}-{i}", one) for i, one in enumerate(rows)]
-        draws = resampled_scores(BootstrapTask(paths=paths, seed=trial, resamples=200))
-        points = [corpus_bleu(one.bleu) for one in rows]
+        draws = resampled_scores(BootstrapTask(paths, SCORES, seed=trial, resamples=200))
+        points = [BLEU_INTO.of_corpus(one["bleu"]) for one in rows]
         found += compare(["a", "b"], points, draws["bleu"]).best is not None
     assert found >= 18 if separated else found <= 4
 
@@ -151,13 +166,13 @@ def test_an_average_is_resampled_within_its_directions_and_needs_all_of_them() -
     generator = np.random.default_rng(1)
     draws = {str(one.direction): {"bleu": generator.normal(30, 1, (2, 1000))} for one in profiles}
     scores = {name: {"bleu": [30.0, 30.0]} for name in draws}
-    found = compare_all(scores, draws, systems=["a", "b"], profiles=profiles)  # type: ignore[arg-type]
+    found = compare_all(scores, draws, columns=[Bleu.column], systems=["a", "b"], profiles=profiles)
     interval = found.averages["zero_shot"]["all"]["bleu"].intervals["a"]
     mean = (draws["de-fr"]["bleu"][0] + draws["fr-de"]["bleu"][0]) / 2
     assert (interval.low, interval.high) == middle_95(mean)
     assert interval.high - interval.low == pytest.approx(2 * 1.96 / np.sqrt(2), rel=0.1)
     del draws["fr-de"]
-    found = compare_all(scores, draws, systems=["a", "b"], profiles=profiles)  # type: ignore[arg-type]
+    found = compare_all(scores, draws, columns=[Bleu.column], systems=["a", "b"], profiles=profiles)
     assert found.averages["zero_shot"]["all"] == {}
     assert list(found.directions["de-fr"]) == ["bleu"]
     assert found.directions["fr-de"] == {}
@@ -165,15 +180,15 @@ def test_an_average_is_resampled_within_its_directions_and_needs_all_of_them() -
 
 def test_language_accuracies_are_resampled_where_they_were_measured(tmp_path: Path) -> None:
     references = sentences(40, seed=9)
-    rows = line_statistics(references, references, tokenizer="13a")
+    rows = line_statistics(references, references)
     hits = np.arange(40) % 4 > 0
     path = stored(tmp_path / "a", rows, language=hits, language_restricted=np.ones(40, dtype=bool))
-    found = resampled_scores(BootstrapTask(paths=[path], seed=1, resamples=300))
+    found = resampled_scores(BootstrapTask(paths=[path], scores=SCORES, seed=1, resamples=300))
     assert found["language"].mean() == pytest.approx(75.0, abs=2.0)
     assert (found["language_restricted"] == 100.0).all()
     assert found["bleu"] == pytest.approx(100.0)
     bare = stored(tmp_path / "b", rows)
-    assert list(resampled_scores(BootstrapTask(paths=[bare], seed=1, resamples=2))) == [
+    assert list(resampled_scores(BootstrapTask([bare], SCORES, seed=1, resamples=2))) == [
         "bleu",
         "chrf",
     ]

@@ -1,22 +1,28 @@
 """Figures read as they should, and columns count what they are over."""
 
+from dataclasses import replace
+
 import pytest
 from support.example_evaluation import evaluation
 
+from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.scores import Evaluation
 from pipeline.evaluation.tables import (
-    accuracy_tables,
     average_columns,
     direction_row,
     format_duration,
     format_large,
+    format_score,
     score_tables,
+    section_tables,
 )
 
 
 def test_accuracy_has_the_columns_and_counts_of_the_directions_it_was_measured_in() -> None:
     found = evaluation()
-    for table in accuracy_tables(found):
+    (tables,) = section_tables(found).values()
+    assert len(tables) == 2
+    for table in tables:
         assert [(one.family, one.group, one.directions) for one in table.columns] == [
             ("into_pivot", "all", 1),
             ("into_pivot", "high", 1),
@@ -30,13 +36,28 @@ def test_accuracy_has_the_columns_and_counts_of_the_directions_it_was_measured_i
 
 def test_a_family_without_any_measured_direction_has_no_column_of_language_accuracy() -> None:
     found = evaluation()
-    assert found.references is not None
-    only = {"de-en": found.references.directions["de-en"]}
-    changed = type(found.references)(only, {"into_pivot": found.references.averages["into_pivot"]})
-    bare = Evaluation(**{**vars(found), "references": changed})
-    assert {one.family for table in accuracy_tables(bare) for one in table.columns} == {
-        "into_pivot"
-    }
+    changed = tuple(
+        replace(
+            system,
+            directions={
+                name: one if name == "de-en" else replace(one, scores={"bleu": 1.0, "chrf": 2.0})
+                for name, one in system.directions.items()
+            },
+        )
+        for system in found.systems
+    )
+    (tables,) = section_tables(replace(found, systems=changed)).values()
+    assert {one.family for table in tables for one in table.columns} == {"into_pivot"}
+
+
+def test_a_score_is_headed_and_printed_as_its_column_says() -> None:
+    found = evaluation()
+    rate = replace(Bleu.column, title="Error rate", larger_is_better=False, decimals=3)
+    changed = replace(found, columns=(rate, *found.columns[1:]))
+    table = score_tables(changed)[0]
+    assert table.title == "Error rate (less is better)"
+    row = table.rows[0]
+    assert format_score(row.values[0], decimals=row.decimals[0]) == "30.000"
 
 
 def test_a_direction_is_bold_where_the_bootstrap_separates_it() -> None:

@@ -1,0 +1,111 @@
+"""BLEU, which is sacreBLEU's own.
+
+Its sufficient statistics are kept per line, and the score of a corpus is what sacreBLEU computes
+from their sum. The tokenizer follows the target language; one that cannot be loaded has a named
+fallback.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+from sacrebleu.metrics.bleu import BLEU
+
+from pipeline.errors import ConfigError
+from pipeline.evaluation.score_slot import (
+    Column,
+    Floats,
+    LineStatistics,
+    Rows,
+    Score,
+    TranslatedLines,
+)
+
+BleuTokenizerOption = Literal["per-language", "13a", "flores200"]
+
+LANGUAGE_TOKENIZERS = {
+    "zh": ("zh",),
+    "ja": ("ja-mecab", "char"),
+    "ko": ("ko-mecab", "char"),
+}
+"""Target language, in any script → sacreBLEU tokenizers, the first that loads is taken; all others:
+13a."""
+
+
+def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
+    """Name of the sacreBLEU tokenizer for a target language, the fallback where it is needed.
+
+    Raises:
+        ConfigError: none of the tokenizers can be loaded.
+    """
+    wanted = _usual_tokenizers(language) if option == "per-language" else (option,)
+    failure: Exception | None = None
+    for name in wanted:
+        try:
+            BLEU(tokenize=name)
+        except Exception as error:  # sacreBLEU raises whatever its tokenizers' loaders raise
+            failure = error
+        else:
+            return name
+    raise ConfigError(
+        f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({failure}): run once where it can "
+        "be downloaded, point SACREBLEU to a folder that holds it, or set "
+        "evaluation.bleu_tokenizer to 'per-language'."
+    ) from failure
+
+
+def _usual_tokenizers(language: str) -> tuple[str, ...]:
+    return LANGUAGE_TOKENIZERS.get(language.split("_")[0], ("13a",))
+
+
+@dataclass(frozen=True)
+class Bleu(Score):
+    """BLEU in 0–100."""
+
+    option: BleuTokenizerOption
+    tokenizers: Mapping[str, str]
+    """Target language → sacreBLEU's name of the tokenizer."""
+
+    column = Column("bleu", "BLEU", out_of_100=True, by_target=True)
+
+    @classmethod
+    def into(cls, targets: Iterable[str], *, option: BleuTokenizerOption) -> Self:
+        """With the tokenizers of the target languages; ConfigError where one cannot be loaded."""
+        return cls(option, {code: bleu_tokenizer(code, option=option) for code in targets})
+
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """(lines, 10): lengths of hypothesis and reference, matches of order 1–4, totals of 1–4."""
+        # The per-sentence statistics have no public name in sacreBLEU 2.x; its own significance
+        # tests call the same method.
+        bleu = BLEU(tokenize=self.tokenizers[lines.direction.target], force=True)
+        rows = bleu._extract_corpus_statistics(lines.hypotheses, [lines.references])
+        return LineStatistics(np.array(rows, dtype=np.int32), str(bleu.get_signature()))
+
+    def of_corpus(self, rows: Rows) -> float:
+        """As sacreBLEU computes it, to the last digit."""
+        totals = rows.sum(axis=0, dtype=np.int64).tolist()
+        return float(BLEU()._compute_score_from_stats(totals).score)
+
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
+        """sacreBLEU's BLEU with its exponential smoothing, (draws, 10) → (draws,)."""
+        hypothesis, reference = sums[:, 0], sums[:, 1]
+        correct, total = sums[:, 2:6], sums[:, 6:10]
+        zeros = np.cumsum((correct == 0) & (total > 0), axis=1)
+        numerators = np.where(correct == 0, 0.5**zeros, correct)
+        # Without any n-gram of an order sacreBLEU leaves its precision at 0, and so the score.
+        scored = (total > 0).all(axis=1) & (correct > 0).any(axis=1)
+        logarithms = np.log(100.0 * numerators / np.maximum(total, 1.0)).mean(axis=1)
+        brevity = np.minimum(1.0 - reference / np.maximum(hypothesis, 1.0), 0.0)
+        return np.where(scored, np.exp(brevity + logarithms), 0.0)
+
+    def caveats(self) -> list[str]:
+        """The tokenizers that stand in for others."""
+        if self.option != "per-language":
+            return []
+        return [
+            f"BLEU into {code}: tokenizer {tokenizer} stands in for {_usual_tokenizers(code)[0]}, "
+            "which cannot be loaded here."
+            for code, tokenizer in self.tokenizers.items()
+            if tokenizer != _usual_tokenizers(code)[0]
+        ]

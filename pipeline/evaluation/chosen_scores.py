@@ -1,0 +1,52 @@
+"""Which scores an evaluation computes: the recipe's choice, one ``case`` per score."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config import EvaluationConfig, ScoreName
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.score_slot import Score
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What is to be scored, as far as scores depend on it."""
+
+    targets: Sequence[str]
+    """Target languages of the directions, sorted."""
+    languages: Sequence[str]
+    """All languages of the corpus and of the one that was trained on."""
+
+
+def chosen_scores(settings: EvaluationConfig, *, scored: Scored) -> tuple[Score, ...]:
+    """The scores of a recipe in their order.
+
+    Raises:
+        ConfigError: a score cannot be computed here.
+    """
+    return tuple(_score(name, settings, scored) for name in settings.computed_scores)
+
+
+def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score:
+    match name:
+        case "bleu":
+            return Bleu.into(scored.targets, option=settings.bleu_tokenizer)
+        case "chrf":
+            return Chrf()
+        case "language":
+            return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
+        case "language_restricted":
+            return LanguageAccuracy.restricted(scored.languages, seed=settings.seed)
+
+
+def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:
+    """Target language → tokenizer of BLEU, if that is among the scores."""
+    return next((one.tokenizers for one in scores if isinstance(one, Bleu)), {})
+
+
+def undetectable(scores: Sequence[Score], targets: Sequence[str]) -> list[str]:
+    """The target languages that language accuracy, if it is among the scores, leaves out."""
+    known = [one.detectable for one in scores if isinstance(one, LanguageAccuracy)]
+    return [code for code in targets if any(code not in found for found in known)]

@@ -1,0 +1,45 @@
+"""chrF++ is sacreBLEU's, from statistics that are kept per line."""
+
+import pytest
+import sacrebleu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts.corpus import Direction
+from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.score_slot import TranslatedLines
+
+DIRECTION = Direction("de", "en")
+
+
+def test_the_score_from_line_statistics_equals_sacrebleus_corpus_score() -> None:
+    hypotheses = ["The cat sat on the mat.", "", "It's 5,000 km away!", "我们明天去。"]
+    references = [
+        "The cat is on the mat.",
+        "Not empty.",
+        "It is 5,000 km away!",
+        "我们后天去北京。",
+    ]
+    lines = TranslatedLines(DIRECTION, hypotheses, references, lambda: [])
+    found = Chrf().line_statistics(lines)
+    expected = sacrebleu.corpus_chrf(hypotheses, [references], word_order=2)
+    assert Chrf().of_corpus(found.rows) == expected.score
+    assert "|nc:6|nw:2|" in found.signature
+
+
+words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=6), st.data())
+def test_any_selection_of_lines_can_be_scored_from_its_statistics(
+    pairs: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(pairs))), min_size=1, max_size=8))
+    hypotheses, references = [one for one, _ in pairs], [two for _, two in pairs]
+    lines = TranslatedLines(DIRECTION, hypotheses, references, lambda: [])
+    rows = Chrf().line_statistics(lines).rows[chosen]
+    expected = sacrebleu.corpus_chrf(
+        [hypotheses[line] for line in chosen], [[references[line] for line in chosen]], word_order=2
+    )
+    assert Chrf().of_corpus(rows) == pytest.approx(expected.score, abs=1e-9)

@@ -1,0 +1,178 @@
+"""A new score is one new file, one name in the recipe and one ``case``.
+
+The additions are made, as text, to a copy of ``pipeline``, and the stage is run from there.
+"""
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
+from pipeline.artifacts.corpus import text_name as name_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LENGTH_RATIO = '''"""Characters of the translations per hundred of their sources."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.artifacts.corpus import Direction
+from pipeline.evaluation.score_slot import Column, Floats, LineStatistics, Score, TranslatedLines
+
+
+@dataclass(frozen=True)
+class LengthRatio(Score):
+    """In percent; not into French, so that there is a direction it does not cover."""
+
+    column = Column("length_ratio", "Length ratio", larger_is_better=False, decimals=2)
+
+    def covers(self, direction: Direction) -> bool:
+        return direction.target != "fr"
+
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        pairs = zip(lines.hypotheses, lines.sources, strict=True)
+        return LineStatistics(np.array([[len(text), len(source)] for text, source in pairs]))
+
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+        return 100.0 * sums[:, 0] / sums[:, 1]
+'''
+NEW_FILE = "evaluation/length_ratio.py"
+ADDITIONS = (
+    ("config.py", 'ScoreName = Literal["bleu",', 'ScoreName = Literal["length_ratio", "bleu",'),
+    (
+        "evaluation/chosen_scores.py",
+        "from pipeline.evaluation.score_slot import",
+        "from pipeline.evaluation.length_ratio import LengthRatio\n"
+        "from pipeline.evaluation.score_slot import",
+    ),
+    (
+        "evaluation/chosen_scores.py",
+        '        case "chrf":\n',
+        '        case "length_ratio":\n            return LengthRatio()\n        case "chrf":\n',
+    ),
+)
+"""File, the text that is replaced in it, and by what."""
+
+RECIPE = 'name = "test"\n[evaluation]\nscores = ["bleu", "length_ratio", "chrf"]\n'
+WORDS = {"de": "Haus", "en": "house by the sea", "fr": "maison"}
+TRAINING_LINES = {"de-en": 50, "de-fr": 0, "en-fr": 50}
+LINES = 24
+
+
+@pytest.fixture
+def extended(tmp_path: Path) -> Path:
+    """A folder with a copy of ``pipeline`` that has one more score."""
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "pipeline", copy / "pipeline", ignore=ignored)
+    (copy / "pipeline" / NEW_FILE).write_text(LENGTH_RATIO, encoding="utf-8")
+    for name, old, new in ADDITIONS:
+        path = copy / "pipeline" / name
+        text = path.read_text(encoding="utf-8")
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new), encoding="utf-8")
+    return copy
+
+
+def differing_files(copy: Path) -> set[str]:
+    """Files of a copy that the original lacks or has with other contents."""
+    paths = [path for path in (copy / "pipeline").rglob("*.*") if path.suffix != ".pyc"]
+    names = [path.relative_to(copy / "pipeline").as_posix() for path in paths]
+    _, *other = filecmp.cmpfiles(ROOT / "pipeline", copy / "pipeline", names, shallow=False)
+    return {name for found in other for name in found}
+
+
+def lines_of(code: str) -> list[str]:
+    return [f"{WORDS[code]} {number * number}." for number in range(LINES)]
+
+
+def write_corpus(path: Path) -> Path:
+    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for pair in TRAINING_LINES:
+            for code in pair.split("-"):
+                text = "".join(f"{line}\n" for line in lines_of(code))
+                writer.path(name_of("test", pair, code)).write_text(text, encoding="utf-8")
+        writer.statistics["pairs"] = {
+            pair: {"train": count, "test": LINES} for pair, count in TRAINING_LINES.items()
+        }
+    return path
+
+
+def write_translations(path: Path, *, perfect: bool) -> Path:
+    """The references, or copies of the sources."""
+    settings: dict[str, Any] = {"kind": "translations", "stage": "translate", "config": {}}
+    with new_artifact(path, inputs={}, **settings) as writer:
+        for pair in TRAINING_LINES:
+            one, other = pair.split("-")
+            for direction in (Direction(one, other), Direction(other, one)):
+                side = direction.target if perfect else direction.source
+                found = [Hypothesis(text) for text in lines_of(side)]
+                write_hypotheses(writer.path(hypotheses_name(direction)), found)
+    return path
+
+
+def evaluate(extended: Path, folder: Path) -> Path:
+    """An evaluation of two systems by the extended pipeline."""
+    copied = write_translations(folder / "a", perfect=False)
+    perfect = write_translations(folder / "b", perfect=True)
+    (folder / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    arguments = [
+        *("--recipe", "recipe.toml", "--corpus", str(write_corpus(folder / "corpus"))),
+        *("--systems", f"copied={copied}", f"perfect={perfect}", "--out", str(folder / "out")),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "evaluate", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(extended)},
+        check=True,
+        timeout=120,
+    )
+    return folder / "out"
+
+
+def expected_ratio(source: str, target: str) -> float:
+    """Of the references."""
+    return 100 * len("".join(lines_of(target))) / len("".join(lines_of(source)))
+
+
+def test_a_score_is_added_as_a_slot_and_reaches_every_report(
+    extended: Path, tmp_path: Path
+) -> None:
+    out = evaluate(extended, tmp_path)
+    assert differing_files(extended) == {NEW_FILE, "config.py", "evaluation/chosen_scores.py"}
+
+    document = json.loads((out / "scores.json").read_text("utf-8"))
+    copied, perfect = document["systems"]
+    ratios = {name: one["scores"]["length_ratio"] for name, one in perfect["directions"].items()}
+    assert ratios["de-en"] == pytest.approx(expected_ratio("de", "en")), "of the sources"
+    assert ratios["de-fr"] is None
+    assert copied["directions"]["de-en"]["scores"]["length_ratio"] == 100.0
+    with np.load(out / "sentences/perfect/de-en.npz", allow_pickle=False) as arrays:
+        assert arrays.files == ["bleu", "length_ratio", "chrf"]
+
+    mean = perfect["averages"]["into_pivot"]["all"]["length_ratio"]
+    assert mean == pytest.approx((ratios["de-en"] + ratios["fr-en"]) / 2)
+    compared = document["significance"]["directions"]["de-en"]["length_ratio"]
+    assert compared["best"] == "copied", "less is better"
+    interval = compared["intervals"]["perfect"]
+    assert interval["low"] < ratios["de-en"] < interval["high"]
+
+    report = (out / "report.md").read_text("utf-8")
+    table = report.split("Length ratio (less is better), averages over directions")[1]
+    assert f"| perfect | no training | {mean:.2f} (" in table
+    assert "Zero-shot all (1)" in table.split("chrF++")[0], "one of the two is into French"
+    assert "perfect Length ratio (less is better)" in table
+    page = (out / "report.html").read_text("utf-8")
+    assert "<h3>Length ratio (less is better)</h3>" in page
+    assert "Mean chrF++ and BLEU over" in page, "what is not out of 100 makes no bar"
