@@ -13,9 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
@@ -425,17 +423,6 @@ class EvaluationConfig(Settings):
                 "language_accuracy to true if it is to be a language accuracy"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _dump(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without ``scores`` where they are the default ones.
-
-        Evaluations made before there was this setting stay up to date.
-        """
-        dumped: dict[str, Any] = handler(self)
-        if self.scores == type(self).model_fields["scores"].default:
-            dumped.pop("scores", None)
-        return dumped
 
 
 class Recipe(Settings):

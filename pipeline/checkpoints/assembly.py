@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.checkpoint import TensorFiles
-from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.names import dense_name, tensor_shapes
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.initial_values import initialize
@@ -90,12 +90,6 @@ def _assign(
         f"{files.artifact.directory} has nothing for {target}: name a checkpoint whose {part} has "
         "that layer, or change the recipe's [model]."
     )
-
-
-def dense_name(name: str) -> str | None:
-    """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others."""
-    before, found, after = name.partition(".experts.")
-    return f"{before}.{after.partition('.')[2]}" if found else None
 
 
 def _refuse_unused(plan: list[Assignment], sources: Mapping[Part, TensorFiles | None]) -> None:

@@ -22,19 +22,27 @@ class NamedSlice:
     """One tensor of an artifact and where it lives in memory.
 
     ``value`` is a view: the whole parameter, or one expert's slice of a stacked one.
-    ``offset`` is where the view begins in its flattened parameter.
+    ``offset`` is where the view begins in its flattened parameter, ``expert`` the global id of
+    the expert that the tensor belongs to.
     """
 
     name: str
     parameter: nn.Parameter
     value: Tensor
     offset: int
+    expert: int | None = None
 
 
 def expert_name(stacked_name: str, expert: int) -> str:
     """``a.experts.up.weight``, 7 → ``a.experts.7.up.weight``."""
     before, _, after = stacked_name.rpartition(".experts.")
     return f"{before}.experts.{expert}.{after}"
+
+
+def dense_name(name: str) -> str | None:
+    """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others."""
+    before, found, after = name.partition(".experts.")
+    return f"{before}.{after.partition('.')[2]}" if found else None
 
 
 def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
@@ -56,6 +64,7 @@ def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
                 parameter=parameter,
                 value=value,
                 offset=index * value.numel(),
+                expert=experts.first_expert + index,
             )
 
 

@@ -1,8 +1,9 @@
 """How many parameters a model has: in all, active per token, and per part."""
 
 from pipeline.config import ModelConfig
+from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.transformer import shape_of_model
+from pipeline.model.transformer import Transformer, shape_of_model
 
 
 def count_parameters(
@@ -14,8 +15,10 @@ def count_parameters(
     """
     spec = placeholder_spec(model, vocabulary_size=vocabulary_size, num_groups=num_groups)
     parts = dict.fromkeys(("embeddings", "encoder", "decoder", "experts", "routers"), 0)
-    for name, parameter in shape_of_model(spec).named_parameters():
-        parts[_part(name)] += parameter.numel()
+    transformer = shape_of_model(spec)
+    within = _parts_within_layers(transformer)
+    for name, parameter in transformer.named_parameters():
+        parts[within.get(id(parameter)) or _part(name)] += parameter.numel()
     total = sum(parts.values())
     idle = 0
     if model.moe is not None:
@@ -24,10 +27,15 @@ def count_parameters(
     return {"total": total, "active": total - idle, **parts}
 
 
+def _parts_within_layers(model: Transformer) -> dict[int, str]:
+    """Parameters of experts and of routers, which are told from those of other layers by type."""
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    experts = {id(p): "experts" for layer in layers for p in layer.experts.parameters()}
+    routers = {id(p): "routers" for layer in layers for p in layer.router.parameters()}
+    return experts | routers
+
+
 def _part(name: str) -> str:
-    if ".experts." in name:
-        return "experts"
-    if ".router." in name:
-        return "routers"
+    """Of a parameter of the whole model, by the first word of its name."""
     first = name.split(".")[0]
     return {"embedding": "embeddings", "front": "encoder"}.get(first, first)

@@ -292,7 +292,7 @@ class TrainingRun:
         tensors = (
             (entry.name, entry.value.detach().cpu())
             for index, entry in enumerate(named_slices(self.engine.model))
-            if self._writes(index, is_expert=".experts." in entry.name)
+            if self._writes(index, is_expert=entry.expert is not None)
         )
         write_weights(writer.directory / "weights", tensors, part=self.world.rank)
         if self.world.rank == 0:
