@@ -10,13 +10,11 @@ import importlib
 import json
 import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import (
@@ -49,7 +47,8 @@ from pipeline.config import (
     recipe_names,
 )
 from pipeline.decoding.incoming_lines import IncomingLines
-from pipeline.distributed.world import default_signal, is_launched, leave, rank_of
+from pipeline.distributed.signals import interruptible
+from pipeline.distributed.world import is_launched, leave, rank_of
 from pipeline.ds_config import ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -406,7 +405,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
             processes=call.processes,
             threads=_threads(call.processes),
         )
-    with _stop_by_signal(), _alone(call.out_dir) if _rank() == 0 else nullcontext():
+    with interruptible(), _alone(call.out_dir) if _rank() == 0 else nullcontext():
         importlib.import_module(stage.module).run(call)
     if _rank() == 0:
         _say_summary(call)
@@ -523,27 +522,6 @@ def _threads(processes: int) -> int:
         return _count(MAX_PROCESSES)(os.environ.get("OMP_NUM_THREADS", ""))
     except argparse.ArgumentTypeError:
         return max((os.cpu_count() or 1) // processes, 1)
-
-
-@contextmanager
-def _stop_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGUSR1 end the stage by Interrupted, until it handles them itself.
-
-    So an artifact under construction is removed; a forked worker just ends.
-    """
-    process_id = os.getpid()
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != process_id:
-            default_signal(number)
-        raise Interrupted(f"stopped by {signal.Signals(number).name}")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- translate as a filter
@@ -702,7 +680,7 @@ def _checkpoint_command(options: argparse.Namespace) -> int:
         case "average":
             _average(options)
         case "prune-experts":
-            with _stop_by_signal(), _alone(options.out):
+            with interruptible(), _alone(options.out):
                 plan = pruning.prune_experts(
                     options.directory,
                     languages=options.languages,
@@ -721,7 +699,7 @@ def _average(options: argparse.Namespace) -> None:
     of_run = options.run is not None
     if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
         raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
-    with _stop_by_signal(), _alone(options.out):
+    with interruptible(), _alone(options.out):
         if of_run:
             averaging.average_states(
                 options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite

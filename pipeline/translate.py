@@ -30,14 +30,9 @@ from pipeline.artifacts.settings_diff import describe_change
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.world import (
-    StopFlag,
-    World,
-    distributed_world,
-    from_rank_zero,
-    leave,
-    wait_for_all,
-)
+from pipeline.distributed.collectives import from_rank_zero, wait_for_all
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed

@@ -1,4 +1,4 @@
-"""Tests of pipeline/distributed/world.py."""
+"""Tests of pipeline/distributed/: the world, its collectives, signals to stop."""
 
 import importlib.util
 import json
@@ -13,19 +13,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.distributed.world import (
-    StopFlag,
-    World,
+from pipeline.distributed.collectives import (
     all_max,
     all_sum,
+    from_rank_zero,
+    gather_objects,
+    world_size,
+)
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import (
+    World,
     discover,
     distributed_world,
     free_port,
-    from_rank_zero,
-    gather_objects,
     is_launched,
     rank_of,
-    world_size,
 )
 from pipeline.errors import ConfigError
 from pipeline.jobs.launch import launch
@@ -45,8 +47,9 @@ SLURM = {
 RANK_SCRIPT = """
 import json, os, signal, sys
 import torch
-from pipeline.distributed.world import (
-    StopFlag, all_max, all_sum, distributed_world, from_rank_zero, gather_objects)
+from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero, gather_objects
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import distributed_world
 
 before = dict(os.environ)
 with distributed_world(timeout_seconds=60) as world, StopFlag() as flag:
