@@ -58,19 +58,12 @@ from pipeline.errors import (
     Interrupted,
     UserError,
 )
+from pipeline.jobs.freshness import why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
-from pipeline.jobs.plan import (
-    dry_run,
-    load_plan,
-    place_plan,
-    plan_names,
-    run_plan,
-    show_status,
-    stage_config,
-    why_not_done,
-)
+from pipeline.jobs.plan import load_plan, place_plan, plan_names
+from pipeline.jobs.runner import dry_run, run_plan, show_status
 from pipeline.settings import shown
-from pipeline.stages import STAGES, Stage, StageCall
+from pipeline.stages import STAGES, Stage, StageCall, stage_config
 from pipeline.terminal import text_table
 
 EXIT_KEYBOARD = 130

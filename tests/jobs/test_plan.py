@@ -1,4 +1,4 @@
-"""Tests of pipeline/jobs/plan.py, with three tiny stages in place of the real ones."""
+"""Tests of pipeline/jobs/: plan, freshness, runner; three tiny stages stand in for real ones."""
 
 import json
 import os
@@ -19,20 +19,9 @@ from pipeline.artifacts.locks import exclusive
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import (
-    MAX_RERUNS,
-    PlacedPlan,
-    dry_run,
-    load_plan,
-    place_plan,
-    plan_names,
-    run_plan,
-    show_status,
-    stage_arguments,
-    stage_config,
-    stage_order,
-)
-from pipeline.stages import Input, Stage
+from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
+from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
+from pipeline.stages import Input, Stage, stage_config
 
 TABLE = {
     "read": Stage(
@@ -685,7 +674,8 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
-from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.runner import run_plan
 placed = place_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
 sys.exit(run_plan(placed, program=("driver.py",)))
