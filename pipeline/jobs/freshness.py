@@ -2,7 +2,7 @@
 
 A stage runs when its key (settings and digests of its inputs, see ``artifacts.stage_key``) differs
 from that of the finished artifact; a stage that is rebuilt with the same result leaves what follows
-alone.
+alone. A setting that did not exist when the artifact was made counts as at its default.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.digests import changed_files
 from pipeline.artifacts.places import why_not_ours
-from pipeline.artifacts.settings_diff import setting_changes
+from pipeline.artifacts.settings_diff import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages import Stage
@@ -40,7 +40,18 @@ def why_not_done(
     key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
     if manifest.key == key:
         return None
+    manifest = _as_of_today(manifest, stage)
+    if manifest.key == key and manifest.format_version == FORMAT_VERSION[stage.makes]:
+        return None
     return describe_changes(manifest, stage=stage, config=config, digests=digests)
+
+
+def _as_of_today(manifest: Manifest, stage: Stage) -> Manifest:
+    """The manifest of an artifact had it been made with all the settings there are today."""
+    config = with_defaults(manifest.config, sections=stage.sections)
+    inputs = {name: record.digest for name, record in manifest.inputs.items()}
+    key = stage_key(stage=manifest.stage, kind=manifest.kind, config=config, inputs=inputs)
+    return manifest.model_copy(update={"config": config, "key": key})
 
 
 def describe_changes(
