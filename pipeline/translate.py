@@ -6,6 +6,11 @@ and dealt out to the ranks; what is done is kept in ``OUT.run`` and not done aga
 interruption. (Lines of standard input: ``line_filter.py``.)
 """
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 import json
 import math
 import time

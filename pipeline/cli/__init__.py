@@ -18,6 +18,7 @@ from pipeline.cli.recipe_verbs import RECIPE_VERBS
 from pipeline.cli.stage_verbs import stage_main
 from pipeline.cli.verb import Verb
 from pipeline.distributed.world import leave
+from pipeline.entry import prepare_process
 from pipeline.stages import STAGES
 
 __all__ = ["command", "main", "stage_main"]
@@ -25,6 +26,7 @@ __all__ = ["command", "main", "stage_main"]
 
 def command() -> NoReturn:
     """The command ``mmnmt``."""
+    prepare_process()
     leave(main())
 
 

@@ -33,6 +33,7 @@ from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
 from pipeline.ds_config import ds_config_path
+from pipeline.entry import prepare_process
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
@@ -45,6 +46,7 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     0 done or already done; EXIT_USER_ERROR with one line on standard error; EXIT_RUN_AGAIN when
     stopped by a signal; 130 after Ctrl-C. Any other exception is a bug and keeps its traceback.
     """
+    prepare_process()
     stage = STAGES[name]
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = stage_parser(stage)

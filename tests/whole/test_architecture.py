@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
-        *("scripts", "summary", "languages", "ds_config", "kernels"),
+        *("scripts", "summary", "languages", "ds_config", "kernels", "entry"),
     ),
     ("distributed",),
     ("artifacts",),
