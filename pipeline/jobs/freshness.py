@@ -43,7 +43,7 @@ def why_not_done(
     manifest = _as_of_today(manifest, stage)
     if manifest.key == key and manifest.format_version == FORMAT_VERSION[stage.makes]:
         return None
-    return describe_changes(manifest, stage=stage, config=config, digests=digests)
+    return _describe_changes(manifest, stage=stage, config=config, digests=digests)
 
 
 def _as_of_today(manifest: Manifest, stage: Stage) -> Manifest:
@@ -54,7 +54,7 @@ def _as_of_today(manifest: Manifest, stage: Stage) -> Manifest:
     return manifest.model_copy(update={"config": config, "key": key})
 
 
-def describe_changes(
+def _describe_changes(
     manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
 ) -> str:
     """What differs between an artifact and what the stage would make now."""

@@ -96,8 +96,8 @@ def finished(path: Path, kind: Kind) -> str:
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     """A command line of ``pretrain`` that is right as far as it is read before torch is loaded."""
-    inputs = [("shards", "shards"), ("mixture", "mixture")]
-    shards, mixture = (finished(tmp_path / name, kind) for name, kind in inputs)
+    shards = finished(tmp_path / "shards", "shards")
+    mixture = finished(tmp_path / "mixture", "mixture")
     given = ["--recipe", "demo_dense", "--shards", shards, "--mixture", mixture]
     return [*given, "--out", str(tmp_path / "out")]
 
