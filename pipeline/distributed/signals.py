@@ -1,6 +1,6 @@
 """How a process is asked to stop: the signals that ask, and who is told.
 
-A loop polls a flag (``StopFlag``), a short piece of work is interrupted (``interruptible``), and a
+A loop polls a flag (``StopFlag``), what can be begun anew is interrupted (``interruptible``), and a
 launcher passes the signal on to its children (``handled_by`` with a handler of its own).
 """
 
