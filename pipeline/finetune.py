@@ -4,6 +4,11 @@ Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The 
 the checkpoint's; the recipe decides how it is trained.
 """
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 from pipeline.artifacts.settings_diff import describe_change
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import (

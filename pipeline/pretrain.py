@@ -4,6 +4,11 @@ Reads shards, mixture and, for a language-group router, groups; makes a checkpoi
 per rank, by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
 """
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights

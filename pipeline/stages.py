@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
 from pipeline.config import Recipe
+from pipeline.ds_config import load_ds_config
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class Stage:
     def keeps_work(self) -> bool:
         """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
         return self.parallel == "ranks"
+
+
+def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
+    """The settings that decide a stage's result, as they stand in its manifest."""
+    config = recipe.sections(stage.sections)
+    return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,11 @@ and dealt out to the ranks; what is done is kept in ``OUT.run`` and not done aga
 interruption. (Lines of standard input: ``line_filter.py``.)
 """
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 import json
 import math
 import time
@@ -30,14 +35,9 @@ from pipeline.artifacts.settings_diff import describe_change
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.world import (
-    StopFlag,
-    World,
-    distributed_world,
-    from_rank_zero,
-    leave,
-    wait_for_all,
-)
+from pipeline.distributed.collectives import from_rank_zero, wait_for_all
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed

@@ -4,6 +4,11 @@ Reads one checkpoint for the embeddings and, unless they start fresh, one each f
 decoder; makes a checkpoint and its receipt (``receipt.json``).
 """
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 import sys
 from collections import Counter
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
 from pipeline.decoding.beam_search import Source, Translation, beam_search
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.world import StopFlag
+from pipeline.distributed.signals import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model

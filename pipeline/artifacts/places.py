@@ -17,9 +17,11 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
+from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
 from pipeline.errors import ArtifactError, ConfigError
 
@@ -56,6 +58,11 @@ def verified_path(directory: Path) -> Path:
 
 def plan_lock_path(plan_dir: Path) -> Path:
     return plan_dir / ".lock"
+
+
+def sole_writer(out_dir: Path) -> AbstractContextManager[None]:
+    """Hold the lock of an output folder: no other process makes it meanwhile."""
+    return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
 # ---------------------------------------------------------------- what is ours

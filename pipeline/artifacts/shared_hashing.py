@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.digests import Check, Chunk, Stamp, remembered
-from pipeline.distributed.world import from_rank_zero, gather_objects, rank
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
 from pipeline.errors import ArtifactError
 
 

@@ -2,14 +2,13 @@
 
 Whatever started the processes (our launcher, torchrun, deepspeed, srun, mpirun, or nothing),
 ``discover`` maps what it left in the environment to a ``World``, and ``distributed_world`` opens
-the process group for it. torch is imported only where a collective is needed, because the command
-line asks this module for its rank and has to start fast.
+the process group for it. torch is imported only where a process group is opened, because the
+command line asks this module for its rank and has to start fast.
 """
 
 import atexit
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,18 +16,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import NoReturn
 
+from pipeline.distributed.collectives import wait_for_all
 from pipeline.errors import ConfigError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-T = TypeVar("T")
-
 LOOPBACK = "127.0.0.1"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -273,107 +266,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def world_size() -> int:
-    """Number of ranks in the open process group; 1 where none is open."""
-    import torch
-
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process's rank in the open process group; 0 where none is open."""
-    import torch
-
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-
-
-def all_sum(tensor: "Tensor") -> "Tensor":
-    """Sum over ranks, in place; the tensor itself at world size 1."""
-    import torch
-
-    if world_size() > 1:
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.SUM)
-    return tensor
-
-
-def all_max(tensor: "Tensor") -> "Tensor":
-    """Maximum over ranks, in place; the tensor itself at world size 1."""
-    import torch
-
-    if world_size() > 1:
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-    return tensor
-
-
-def gather_objects(value: T) -> list[T]:
-    """Every rank's value, in order of rank, on every rank (pickled between our own processes)."""
-    import torch
-
-    values: list[Any] = [value] * world_size()
-    if world_size() > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def from_rank_zero(value: T) -> T:
-    """Rank 0's value on every rank (pickled between our own processes)."""
-    import torch
-
-    values: list[Any] = [value]
-    if world_size() > 1:
-        torch.distributed.broadcast_object_list(values, src=0)
-    received: T = values[0]
-    return received
-
-
-def wait_for_all() -> None:
-    """Return once every rank is here and the device's work is done; a barrier over gloo."""
-    import torch
-
-    if world_size() > 1:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        torch.distributed.all_reduce(torch.zeros(1))
-
-
-class StopFlag:
-    """Asks a loop to stop: SIGTERM, SIGUSR1 or SIGINT only raise a flag that the loop polls.
-
-    A context manager that puts the old handlers back. A worker forked meanwhile inherits the
-    handler but not the flag's purpose: in it the signal does what it does by default.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        """Whether this process was asked; ranks can differ, so decide by ``agreed``."""
-        self._process_id = os.getpid()
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._raise) for number in STOP_SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def agreed(self) -> bool:
-        """Whether any rank was asked to stop: all ranks call this, and get the same answer."""
-        import torch
-
-        if world_size() == 1:
-            return self.requested
-        return bool(all_max(torch.tensor(int(self.requested))).item())
-
-    def _raise(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process_id:
-            default_signal(number)
-        self.requested = True
-
-
-def default_signal(number: int) -> None:
-    """Let a signal that was caught do what it does by default."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, Self
+from typing import Self
 
-from pipeline.distributed.world import LOOPBACK, STOP_SIGNALS, World, free_port
+from pipeline.distributed.signals import handled_by
+from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
 
 GRACE_SECONDS = 15.0
@@ -38,15 +38,14 @@ class StopRequests:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._children: list[subprocess.Popen[bytes]] = []
-        self._before: dict[signal.Signals, Any] = {}
+        self._handling = handled_by(self._forward)
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+        self._handling.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.__exit__(None, None, None)
 
     def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
         """Pass signals on to these children from now on, the one already received included."""
@@ -54,9 +53,9 @@ class StopRequests:
         if self.received is not None:
             _signal_all(children, self.received)
 
-    def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self.received = self.received or signal.Signals(number)
-        _signal_all(self._children, signal.Signals(number))
+    def _forward(self, number: signal.Signals) -> None:
+        self.received = self.received or number
+        _signal_all(self._children, number)
 
 
 def launch(

@@ -1,60 +1,27 @@
-"""Plans: a graph of stages, what of it is up to date, and running the rest on this machine.
+"""Plans: a graph of stages, read, checked, and laid out in a folder.
 
 A plan is a TOML file: ``[inputs]`` names the raw data it wants, ``[stages.NAME]`` says which stage
-to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``. A stage runs when
-its key (settings and digests of its inputs, see ``artifacts.stage_key``) differs from that of the
-finished artifact; a stage that is rebuilt with the same result leaves what follows alone.
+to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``.
 """
 
 import graphlib
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.artifacts.artifact import (
-    FORMAT_VERSION,
-    MANIFEST_NAME,
-    Manifest,
-    open_artifact,
-    raw_digest,
-    read_manifest,
-    refuse_changed,
-    stage_key,
-)
-from pipeline.artifacts.digests import changed_files
-from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.places import (
-    files_below,
-    plan_lock_path,
-    refuse_inputs,
-    restore,
-    run_dir,
-    unfinished_dir,
-    why_not_ours,
-)
-from pipeline.artifacts.settings_diff import setting_changes
+from pipeline.artifacts.artifact import open_artifact, raw_digest, read_manifest
+from pipeline.artifacts.places import refuse_inputs
 from pipeline.config import Recipe, load_recipe
 from pipeline.documents import read_toml
-from pipeline.ds_config import load_ds_config
-from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.errors import ConfigError
 from pipeline.hints import hint
-from pipeline.jobs.launch import MAX_PROCESSES, StopRequests, describe_exit, launch
+from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.settings import Settings, describe_validation, whole
-from pipeline.stages import STAGES, Input, Stage
-from pipeline.terminal import text_table
-
-MAX_RERUNS = 3
-"""How often a stage that asks to be run again is, while each run saves something new."""
-
-EXIT_FAILED = 1
-"""The stage did not say so itself, but running it again as it is would not help."""
-
-_SHOWN_CHANGES = 3
+from pipeline.stages import STAGES, Input, Stage, stage_config
 
 
 class PlanStage(Settings):
@@ -213,53 +180,6 @@ def _check_kind(
         )
 
 
-# ---------------------------------------------------------------- what decides a stage's result
-
-
-def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
-    """The settings that decide a stage's result, as they stand in its manifest."""
-    config = recipe.sections(stage.sections)
-    return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
-
-
-def why_not_done(
-    out_dir: Path, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
-) -> str | None:
-    """None if ``out_dir`` holds what the stage would make, else the reason in a few words."""
-    try:
-        manifest = read_manifest(out_dir)
-    except ArtifactError:
-        return "its manifest cannot be read"
-    if manifest is None:
-        problem = why_not_ours(out_dir) if out_dir.exists() else None
-        return f"its folder {problem}" if problem else "missing"
-    key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
-    if manifest.key == key:
-        return None
-    return describe_changes(manifest, stage=stage, config=config, digests=digests)
-
-
-def describe_changes(
-    manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
-) -> str:
-    """What differs between an artifact and what the stage would make now."""
-    if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
-        return f"it holds a {manifest.kind} made by {manifest.stage}"
-    changes = setting_changes(manifest.config, config)
-    for name in sorted({*manifest.inputs, *digests}):
-        if name not in manifest.inputs:
-            changes.append(f"input {name} is new")
-        elif name not in digests:
-            changes.append(f"input {name} is gone")
-        elif manifest.inputs[name].digest != digests[name]:
-            changes.append(f"input {name} changed")
-    if manifest.format_version != FORMAT_VERSION[stage.makes]:
-        changes.append(f"format version: {manifest.format_version} → {FORMAT_VERSION[stage.makes]}")
-    more = len(changes) - _SHOWN_CHANGES
-    shown = "; ".join(changes[:_SHOWN_CHANGES]) or "its key differs"
-    return shown + (f"; and {more} more" if more > 0 else "")
-
-
 # ---------------------------------------------------------------- a plan in a place
 
 
@@ -303,35 +223,6 @@ class PlacedPlan:
         return {
             key: self._digest(task, key, source) for key, source in task.planned.sources().items()
         }
-
-    def reason(self, task: Task) -> str | None:
-        """Why the task must run, or None if its artifact is up to date."""
-        return why_not_done(
-            task.out_dir, stage=task.stage, config=task.config, digests=self.digests(task)
-        )
-
-    def changed(self, task: Task) -> str | None:
-        """Which file of its finished artifact is not as it was made, by its status alone."""
-        try:
-            manifest = read_manifest(task.out_dir)
-            changes = changed_files(task.out_dir, manifest) if manifest else {}
-        except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
-            return None
-        return next((f"its file {name} {change}" for name, change in changes.items()), None)
-
-    def forecast(self) -> dict[str, str | None]:
-        """Stage → why it would run, or None; a stage runs too when one it reads from will."""
-        reasons: dict[str, str | None] = {}
-        for task in self.tasks:
-            causes = [name for name in task.planned.dependencies() if reasons[name] is not None]
-            absent = not (task.out_dir / MANIFEST_NAME).is_file()
-            if causes and not absent:
-                reasons[task.name] = f"because {causes[0]} will run"
-            elif causes:
-                reasons[task.name] = "missing"
-            else:
-                reasons[task.name] = self.reason(task)
-        return reasons
 
     def _digest(self, task: Task, key: str, source: str) -> str:
         kind = task.stage.inputs[key.partition("/")[0]].kind
@@ -389,212 +280,3 @@ def place_plan(
             place / name, inputs=given, run_folder=stage.keeps_work, what=f"Stage {name}'s folder"
         )
     return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)
-
-
-# ---------------------------------------------------------------- running
-
-
-class Launcher(Protocol):
-    """``launch.launch``, or what stands in for it."""
-
-    def __call__(
-        self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-    ) -> int: ...
-
-
-@dataclass
-class Outcome:
-    """What became of one stage, for the summary."""
-
-    name: str
-    state: str
-    seconds: float = 0.0
-
-
-def run_plan(
-    placed: PlacedPlan,
-    *,
-    launcher: Launcher = launch,
-    program: Sequence[str] = ("-m", "pipeline.cli"),
-    say: Callable[[str], None] = print,
-) -> int:
-    """Run every stage that is not up to date, in order, and print a summary.
-
-    ``program`` is what python runs as the command line.
-
-    Returns:
-        0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
-
-    Raises:
-        ConfigError: an input of the plan is not given.
-        ArtifactError: another run holds the folder.
-    """
-    placed.require_inputs()
-    lock_path = plan_lock_path(placed.out_dir)
-    with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        run = _Run(placed, launcher=launcher, program=program, say=say, requests=requests)
-        code = run.all_stages()
-    say(text_table(["stage", "", "seconds"], [_row(outcome) for outcome in run.outcomes]))
-    return code
-
-
-def _row(outcome: Outcome) -> list[str]:
-    return [outcome.name, outcome.state, f"{outcome.seconds:.1f}" if outcome.seconds else ""]
-
-
-class _Run:
-    """One run of a plan."""
-
-    def __init__(
-        self,
-        placed: PlacedPlan,
-        *,
-        launcher: Launcher,
-        program: Sequence[str],
-        say: Callable[[str], None],
-        requests: StopRequests,
-    ) -> None:
-        self.outcomes: list[Outcome] = []
-        self._placed, self._launcher, self._program = placed, launcher, program
-        self._say, self._requests = say, requests
-
-    def all_stages(self) -> int:
-        for task in self._placed.tasks:
-            code = self._up_to_date(task)
-            if self._requests.received is not None and code != 0:
-                self._say(
-                    f"mmnmt run: stopped as asked ({self._requests.received.name}) in {task.name}; "
-                    "run the same command again to go on."
-                )
-                return EXIT_RUN_AGAIN
-            if code != 0:
-                self._say(
-                    f"mmnmt run: stage {task.name} failed ({describe_exit(code)}); no stage after "
-                    "it was started: mend the cause and run the same command again."
-                )
-                return code
-        return 0
-
-    def _up_to_date(self, task: Task) -> int:
-        """Run the task if it must; 0 when its artifact is there."""
-        if self._requests.received is not None:
-            return EXIT_RUN_AGAIN
-        restore(task.out_dir)
-        reason = self._placed.reason(task)
-        _refuse_changed(task)
-        if reason is None:
-            self._say(f"{task.name}: already done")
-            self.outcomes.append(Outcome(task.name, "already done"))
-            return 0
-        self._say(f"{task.name}: running {task.stage.name} ({reason})")
-        started = time.monotonic()
-        code = self._run_until_done(task)
-        state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
-        self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
-        return code
-
-    def _run_until_done(self, task: Task) -> int:
-        """Run again while the stage asks for it and saved something new, MAX_RERUNS times."""
-        for rerun in range(MAX_RERUNS + 1):
-            saved = saved_files(task.out_dir)
-            code = self._launch(task)
-            if code == 0 and read_manifest(task.out_dir) is None:
-                self._say(f"{task.name}: ended without an error but left no finished artifact")
-                return EXIT_FAILED
-            if code != EXIT_RUN_AGAIN or self._requests.received is not None:
-                return code
-            if saved_files(task.out_dir) == saved:
-                self._say(f"{task.name}: asks to be run again but saved nothing new")
-                return EXIT_FAILED
-            self._say(f"{task.name}: asks to be run again ({rerun} of {MAX_RERUNS} times so far)")
-        return EXIT_FAILED
-
-    def _launch(self, task: Task) -> int:
-        as_ranks = task.stage.parallel == "ranks"
-        return self._launcher(
-            [*self._program, *stage_arguments(self._placed, task)],
-            processes=task.planned.processes if as_ranks else 1,
-            threads=task.planned.threads,
-            requests=self._requests,
-        )
-
-
-def _refuse_changed(task: Task) -> None:
-    """Raises ArtifactError where edits of a stage's artifact would be lost or passed on."""
-    try:
-        read_manifest(task.out_dir)
-    except ArtifactError:
-        return  # the stage refuses such a folder itself
-    refuse_changed(task.out_dir)
-
-
-def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
-    """The command line of one stage of a plan: the verb and its options.
-
-    What lies at its output is stale, or is an unfinished run: of the same settings it is resumed,
-    of others it is replaced.
-    """
-    arguments = [task.stage.name]
-    if task.stage.sections and task.recipe:
-        arguments.append(f"--recipe={task.recipe}")
-    for name, source in task.planned.inputs.items():
-        option = f"--{name}"
-        if isinstance(source, str):
-            arguments.append(f"{option}={placed.path(source)}")
-        else:
-            named = [f"{entry}={placed.path(value)}" for entry, value in source.items()]
-            arguments += [option, *named]
-    if task.stage.parallel == "workers":
-        arguments.append(f"--processes={task.planned.processes}")
-    if task.stage.trains:
-        arguments.append(f"--ds-config={task.planned.ds_config}")
-    return [*arguments, f"--out={task.out_dir}", "--overwrite"]
-
-
-def saved_files(out_dir: Path) -> set[str]:
-    """Names of the files an unfinished stage keeps beside its output for the next run.
-
-    A log that grew is no progress; a training state or a batch of translations more is.
-    """
-    folders = (run_dir(out_dir), unfinished_dir(out_dir))
-    return {
-        str(path.relative_to(out_dir.parent)) for folder in folders for path in files_below(folder)
-    }
-
-
-# ---------------------------------------------------------------- looking
-
-
-def dry_run(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
-    """Print per stage whether it would run, and why; nothing is started."""
-    placed.require_inputs()
-    reasons = placed.forecast()
-    for task in placed.tasks:
-        reason, change = reasons[task.name], placed.changed(task)
-        if reason is not None:
-            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change)))})")
-        else:
-            say(f"{task.name}: would be checked ({change})" if change else f"{task.name}: done")
-
-
-def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
-    """Print a table of the plan's stages; raw data that is not given passes as unchanged."""
-    reasons = placed.forecast()
-    rows = [
-        _status_row(task, reasons[task.name], change=placed.changed(task)) for task in placed.tasks
-    ]
-    say(text_table(["stage", "state", ""], rows))
-
-
-def _status_row(task: Task, reason: str | None, *, change: str | None) -> list[str]:
-    if change is not None:
-        return [task.name, "changed", "; ".join(filter(None, (change, reason)))]
-    if reason is None:
-        manifest = read_manifest(task.out_dir)
-        assert manifest is not None, "a stage without a reason to run has a manifest"
-        return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
-    if unfinished_dir(task.out_dir).exists() or run_dir(task.out_dir).exists():
-        return [task.name, "in progress", "" if reason == "missing" else reason]
-    if reason == "missing":
-        return [task.name, reason, ""]
-    return [task.name, "stale", reason]

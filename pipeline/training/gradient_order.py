@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.distributed.world import all_max
+from pipeline.distributed.collectives import all_max
 from pipeline.errors import TrainingError
 
 REMEDY = (

@@ -26,7 +26,9 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.checkpoints.names import named_slices
 from pipeline.config import Recipe
-from pipeline.distributed.world import StopFlag, World, all_max, all_sum
+from pipeline.distributed.collectives import all_max, all_sum
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import World
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import CheckpointError, Interrupted
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter

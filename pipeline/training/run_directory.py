@@ -50,7 +50,8 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.settings_diff import describe_change
 from pipeline.checkpoints.checkpoint import PART_FOLDERS, part_prefix
-from pipeline.distributed.world import World, all_max, from_rank_zero, gather_objects
+from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
+from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 
 LOCK_PATIENCE_SECONDS = 5.0

@@ -34,7 +34,8 @@ from pipeline.artifacts.places import (
 )
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
-from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.runner import run_plan
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipeline.artifacts.settings_diff import describe_change, setting_changes
+from pipeline.artifacts.settings_diff import describe_change, setting_changes, with_defaults
+from pipeline.config import Recipe
 
 
 def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> None:
@@ -31,3 +32,19 @@ def test_the_first_difference_of_two_settings_is_described_by_its_path(
     old: dict[str, object], new: dict[str, object], expected: str | None
 ) -> None:
     assert describe_change(old, new) == expected
+
+
+def test_settings_that_there_were_not_yet_are_at_their_defaults() -> None:
+    sections = ("mixture", "training")
+    today = Recipe(name="defaults").sections(sections)
+    noted = {"training": {"updates": 10}, "ds_config": {"zero": 1}}
+    training = {**today["training"], "updates": 10}
+    filled = {"mixture": today["mixture"], "training": training, "ds_config": {"zero": 1}}
+    assert with_defaults(noted, sections=sections) == filled
+    assert with_defaults(filled, sections=sections) == filled
+
+
+@pytest.mark.parametrize("section", [{"up_dates": 10}, {"updates": "ten"}, ["updates"], None])
+def test_settings_that_cannot_be_read_any_more_stay_as_noted(section: object) -> None:
+    noted = {"training": section}
+    assert with_defaults(noted, sections=("mixture", "training")) == noted

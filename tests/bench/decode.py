@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pipeline  # noqa: F401 (first: how threads wait and memory is kept)
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
 
-# isort: split
+    prepare_process()  # before torch is loaded
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share

@@ -20,6 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share

@@ -18,9 +18,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import pipeline  # noqa: F401 (first: how threads wait and memory is kept)
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
 
-# isort: split
+    prepare_process()  # before torch is loaded
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Tests of pipeline/cli.py and pipeline/ds_config.py."""
+"""Tests of pipeline/cli/ and pipeline/ds_config.py."""
 
 import io
 import json
@@ -17,6 +17,8 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
+from pipeline.cli.ending import EXIT_BROKEN_PIPE
+from pipeline.cli.stage_options import stage_parser
 from pipeline.config import DecodingConfig, ModelConfig, Recipe
 from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
@@ -135,7 +137,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         name: " ".join(
             sorted(
                 option
-                for action in cli.stage_parser(stage)._actions
+                for action in stage_parser(stage)._actions
                 for option in action.option_strings
                 if option not in ("-h", "--help")
             )
@@ -373,7 +375,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, int]
         launches.append((list(arguments), processes, threads))
         return EXIT_RUN_AGAIN
 
-    monkeypatch.setattr(cli, "launch", remember)
+    monkeypatch.setattr("pipeline.cli.stage_verbs.launch", remember)
     return launches
 
 
@@ -581,7 +583,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
         )
     finally:
         os.close(writing)
-    assert (done.returncode, done.stderr) == (cli.EXIT_BROKEN_PIPE, b"")
+    assert (done.returncode, done.stderr) == (EXIT_BROKEN_PIPE, b"")
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(

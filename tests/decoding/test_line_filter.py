@@ -19,6 +19,7 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.artifacts.tokenizer import ByteVocabulary
+from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_KEYBOARD
 from pipeline.config import DecodingConfig
 from pipeline.decoding import line_filter
 from pipeline.decoding.line_filter import BATCH_LINES, find_direction
@@ -329,7 +330,7 @@ def test_whoever_writes_a_line_and_waits_is_answered(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, cli.EXIT_KEYBOARD)]
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, EXIT_KEYBOARD)]
 )
 def test_a_signal_ends_it_at_once_and_what_was_answered_stays(
     checkpoint: Artifact, translated: Callable[[str], str], number: int, code: int
@@ -351,4 +352,4 @@ def test_it_ends_when_nobody_reads_any_more(checkpoint: Artifact) -> None:
         talk.process.stdout = None
         talk.write(b"Nein\n")
         ended, said = talk.end()
-    assert (ended, said) == (cli.EXIT_BROKEN_PIPE, "")
+    assert (ended, said) == (EXIT_BROKEN_PIPE, "")

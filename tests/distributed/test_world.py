@@ -1,9 +1,8 @@
-"""Tests of pipeline/distributed/world.py."""
+"""Tests of pipeline/distributed/world.py and its collectives."""
 
 import importlib.util
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -13,19 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.distributed.world import (
-    StopFlag,
-    World,
+from pipeline.distributed.collectives import (
     all_max,
     all_sum,
+    from_rank_zero,
+    gather_objects,
+    world_size,
+)
+from pipeline.distributed.world import (
+    World,
     discover,
     distributed_world,
     free_port,
-    from_rank_zero,
-    gather_objects,
     is_launched,
     rank_of,
-    world_size,
 )
 from pipeline.errors import ConfigError
 from pipeline.jobs.launch import launch
@@ -45,8 +45,9 @@ SLURM = {
 RANK_SCRIPT = """
 import json, os, signal, sys
 import torch
-from pipeline.distributed.world import (
-    StopFlag, all_max, all_sum, distributed_world, from_rank_zero, gather_objects)
+from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero, gather_objects
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import distributed_world
 
 before = dict(os.environ)
 with distributed_world(timeout_seconds=60) as world, StopFlag() as flag:
@@ -226,30 +227,6 @@ def test_without_a_process_group_every_collective_is_the_identity() -> None:
     assert all_max(tensor) is tensor
     assert gather_objects("a") == ["a"]
     assert from_rank_zero("a") == "a"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_only_raises_the_flag_and_the_old_handler_comes_back(
-    number: signal.Signals,
-) -> None:
-    before = signal.getsignal(number)
-    with StopFlag() as flag:
-        assert not flag.agreed()
-        os.kill(os.getpid(), number)
-        assert flag.requested
-        assert flag.agreed()
-    assert signal.getsignal(number) == before
-
-
-def test_a_forked_worker_dies_of_the_signal_and_leaves_the_parents_flag_alone() -> None:
-    with StopFlag() as flag:
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
-        assert not flag.requested
 
 
 @pytest.mark.parametrize(

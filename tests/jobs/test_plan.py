@@ -1,4 +1,4 @@
-"""Tests of pipeline/jobs/plan.py, with three tiny stages in place of the real ones."""
+"""Tests of pipeline/jobs/: plan, freshness, runner; three tiny stages stand in for real ones."""
 
 import json
 import os
@@ -14,25 +14,21 @@ from typing import Any
 import pytest
 from support.folder_listing import names_in
 
-from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.artifact import (
+    MANIFEST_NAME,
+    InputRecord,
+    new_artifact,
+    open_artifact,
+    raw_digest,
+    stage_key,
+)
 from pipeline.artifacts.locks import exclusive
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import (
-    MAX_RERUNS,
-    PlacedPlan,
-    dry_run,
-    load_plan,
-    place_plan,
-    plan_names,
-    run_plan,
-    show_status,
-    stage_arguments,
-    stage_config,
-    stage_order,
-)
-from pipeline.stages import Input, Stage
+from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
+from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
+from pipeline.stages import Input, Stage, stage_config
 
 TABLE = {
     "read": Stage(
@@ -320,6 +316,44 @@ def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_t
     assert setup.workshop.started == ["model"]
     assert "model: running train (training.updates: 10 → 20)" in said
     assert "--overwrite" in setup.workshop.commands[-1]
+
+
+def _made_before(path: Path, section: str, setting: str) -> None:
+    """Have an artifact's manifest say nothing of a setting, as before there was one."""
+    manifest = json.loads((path / MANIFEST_NAME).read_text())
+    del manifest["config"][section][setting]
+    manifest["key"] = stage_key(
+        stage=manifest["stage"],
+        kind=manifest["kind"],
+        config=manifest["config"],
+        inputs={name: record["digest"] for name, record in manifest["inputs"].items()},
+    )
+    (path / MANIFEST_NAME).write_text(json.dumps(manifest))
+
+
+def test_a_setting_that_is_new_and_at_its_default_makes_no_artifact_stale(setup: Setup) -> None:
+    setup.run()
+    _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
+    assert setup.forecast()[-1] == "model: done"
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+
+
+def test_a_setting_that_is_new_and_not_at_its_default_is_named_beside_it(setup: Setup) -> None:
+    setup.run()
+    _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
+    setup.recipe_path.write_text(f"{RECIPE}expert_parallel_size = 2\n")
+    change = "training.expert_parallel_size: 1 → 2"
+    assert setup.forecast()[-1] == f"model: would run ({change})"
+
+
+def test_where_a_setting_is_no_more_the_artifact_is_stale(setup: Setup) -> None:
+    setup.run()
+    path = setup.out_dir / "model" / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"updates"', '"up_dates"'))
+    _made_before(path.parent, "training", "expert_parallel_size")
+    reason = setup.forecast()[-1]
+    assert "training.expert_parallel_size: unset → 1; training.up_dates: 10 → unset" in reason
 
 
 def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup) -> None:
@@ -685,7 +719,8 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
-from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.runner import run_plan
 placed = place_plan(
     load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
 sys.exit(run_plan(placed, program=("driver.py",)))

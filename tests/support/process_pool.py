@@ -20,6 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port
+from pipeline.entry import prepare_process
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,6 +143,7 @@ def _one_thread() -> Iterator[None]:
 
 def _serve(world: World, connection: Connection) -> None:
     """One rank: do the jobs that arrive until the connection is closed."""
+    prepare_process()
     torch.set_num_threads(1)
     os.environ.update(world.environment())
     with distributed_world(timeout_seconds=60):

@@ -15,7 +15,8 @@ from support.process_pool import ProcessPool
 
 from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
 from pipeline.checkpoints.checkpoint import part_prefix
-from pipeline.distributed.world import LOOPBACK, World, wait_for_all
+from pipeline.distributed.collectives import wait_for_all
+from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.training.run_directory import RunDirectory, link_or_copy
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
-        *("scripts", "summary", "languages", "ds_config", "kernels"),
+        *("scripts", "summary", "languages", "ds_config", "kernels", "entry"),
     ),
     ("distributed",),
     ("artifacts",),
@@ -111,6 +111,7 @@ def layer(name: str) -> int:
 LANGUAGE_ACCURACY = {"pipeline.evaluation.language_accuracy"}
 """Who says which language a text is in, of translations and of raw text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
+COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
 TEXT_ALONE = {"data_prep.folding"}
 """Modules of ``data_prep`` that know of nothing but text."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
@@ -143,11 +144,12 @@ def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
 
 
 def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
-    at_once = own_imports("pipeline.cli", at_once=True)
-    assert max(layer(target) for target in at_once - READ_AHEAD) <= LAYER_OF["jobs"]
-    assert not {f"pipeline.{name}" for name in LAYERS[VERBS]} & own_imports("pipeline.cli")
+    for name in COMMAND:
+        below = own_imports(name, at_once=True) - {*COMMAND} - READ_AHEAD
+        assert max(map(layer, below), default=0) <= LAYER_OF["jobs"]
+        assert not {f"pipeline.{verb}" for verb in LAYERS[VERBS]} & own_imports(name)
     loaded = modules_after("import pipeline.cli")
-    assert "pipeline.cli" in loaded
+    assert set(COMMAND) - {"pipeline.cli.__main__"} <= loaded
     assert not {"torch", "deepspeed", "numpy"} & loaded
 
 
@@ -198,7 +200,10 @@ def test_whatever_had_a_process_group_ends_by_leaving() -> None:
     assert scripts["scripts"] == {"mmnmt": "pipeline.cli:command"}
     stages = [stage.module for stage in STAGES.values() if stage.parallel == "ranks"]
     assert len(stages) >= 3
-    for name, ending in [("pipeline.cli", "command()"), *((name, "leave(") for name in stages)]:
+    for name, ending in [
+        ("pipeline.cli.__main__", "command()"),
+        *((name, "leave(") for name in stages),
+    ]:
         last = PACKAGES[name].read_text(encoding="utf-8").splitlines()[-1]
         assert last.strip().startswith(ending)
 

@@ -19,7 +19,8 @@ from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
-from pipeline.jobs.plan import load_plan, place_plan, run_plan
+from pipeline.jobs.plan import load_plan, place_plan
+from pipeline.jobs.runner import run_plan
 from pipeline.terminal import JsonLines
 from pipeline.training.run_directory import RunDirectory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli import stage_parser
+from pipeline.cli.stage_options import stage_parser
 from pipeline.config import recipe_names
 from pipeline.stages import STAGES
 

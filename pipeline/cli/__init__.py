@@ -1,0 +1,60 @@
+"""The command line ``mmnmt``: one verb per stage, and verbs for plans, recipes and checkpoints.
+
+A stage's options follow from its entry in ``stages.py``: a recipe, one folder per input, an output
+folder. This package imports neither torch nor a stage until one is to run, so that help, errors in
+options and "already done" come at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from pipeline.cli.checkpoint_verbs import add_checkpoint_verbs
+from pipeline.cli.ending import guarded
+from pipeline.cli.plan_verbs import PLAN_VERBS
+from pipeline.cli.recipe_verbs import RECIPE_VERBS
+from pipeline.cli.stage_verbs import stage_main
+from pipeline.cli.verb import Verb
+from pipeline.distributed.world import leave
+from pipeline.entry import prepare_process
+from pipeline.stages import STAGES
+
+__all__ = ["command", "main", "stage_main"]
+
+
+def command() -> NoReturn:
+    """The command ``mmnmt``."""
+    prepare_process()
+    leave(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """What the command does with its arguments; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in STAGES:
+        return stage_main(arguments[0], arguments[1:])
+    options = _parser().parse_args(arguments)
+    verb: Verb = options.chosen
+    return guarded(verb.command, lambda: verb.action(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mmnmt",
+        description="Massively multilingual translation with mixtures of experts, in stages.",
+        epilog="mmnmt STAGE --help lists a stage's options.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"mmnmt {metadata.version('mmnmt')}")
+    verbs = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
+    for verb in (*PLAN_VERBS, *RECIPE_VERBS):
+        verb.describe_in(verbs.add_parser(verb.command, help=verb.about, description=verb.about))
+    about = "look into checkpoints and other artifacts, and make new ones of them"
+    add_checkpoint_verbs(verbs.add_parser("checkpoint", help=about, description=about))
+    for stage in STAGES.values():
+        verbs.add_parser(stage.name, help=stage.help)
+    return parser

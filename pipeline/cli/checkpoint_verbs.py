@@ -1,0 +1,162 @@
+"""Checkpoints from the command line: look into them, and make new ones of them."""
+
+import argparse
+import json
+from pathlib import Path
+
+from pipeline.artifacts.places import sole_writer
+from pipeline.cli.option_types import share, whole_number
+from pipeline.cli.verb import Verb
+from pipeline.config import MAX_EXPERTS, MAX_STATES
+from pipeline.distributed.signals import interruptible
+from pipeline.errors import ConfigError
+
+
+def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
+    """Verbs of their own below ``mmnmt checkpoint``."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
+    for verb in _VERBS:
+        name = verb.command.removeprefix("checkpoint ")
+        verb.describe_in(
+            verbs.add_parser(name, help=verb.about, description=verb.about, allow_abbrev=False)
+        )
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import inspect, inspection_text
+
+    found = inspect(options.directory, tensors=options.tensors)
+    as_json = json.dumps(found, indent=1, ensure_ascii=False)
+    print(as_json if options.json else inspection_text(found))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import verify
+
+    print(verify(options.directory))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import diff
+
+    print("\n".join(diff(options.first, options.second).lines()))
+    return 0
+
+
+def _average(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints import averaging
+
+    of_run = options.run is not None
+    if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
+        raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
+    with interruptible(), sole_writer(options.out):
+        if of_run:
+            averaging.average_states(
+                options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite
+            )
+        else:
+            averaging.average_checkpoints(
+                options.checkpoints, out_dir=options.out, overwrite=options.overwrite
+            )
+    what = "training states" if of_run else "checkpoints"
+    print(f"{options.out}: the mean of {options.last or len(options.checkpoints)} {what}")
+    return 0
+
+
+def _prune_experts(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.pruning import prune_experts
+
+    with interruptible(), sole_writer(options.out):
+        plan = prune_experts(
+            options.directory,
+            languages=options.languages,
+            experts=options.experts,
+            keep_mass=options.keep_mass,
+            out_dir=options.out,
+            overwrite=options.overwrite,
+        )
+    print("\n".join(plan.lines()))
+    return 0
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR")
+
+
+def _add_inspection_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_two_directories(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path, metavar="A")
+    parser.add_argument("second", type=Path, metavar="B")
+
+
+def _add_average_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
+    parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
+    parser.add_argument(
+        "--last", type=whole_number(MAX_STATES), metavar="N", help="how many of its states"
+    )
+    _add_output_options(parser)
+
+
+def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument(
+        "--languages", nargs="+", required=True, metavar="CODE", help="target languages to keep"
+    )
+    number = parser.add_mutually_exclusive_group(required=True)
+    number.add_argument(
+        "--experts", type=whole_number(MAX_EXPERTS), metavar="K", help="experts kept per layer"
+    )
+    number.add_argument(
+        "--keep-mass",
+        type=share,
+        metavar="SHARE",
+        help="as few experts as keep this share of the routes of every layer",
+    )
+    _add_output_options(parser)
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+_VERBS = (
+    Verb(
+        "checkpoint inspect",
+        "show what an artifact says of itself: model, parameters, update, files",
+        _add_inspection_options,
+        _inspect,
+    ),
+    Verb(
+        "checkpoint verify",
+        "compare every file of an artifact, of any kind, with its digest",
+        _add_directory,
+        _verify,
+    ),
+    Verb(
+        "checkpoint diff",
+        "show in which settings and tensors two checkpoints differ",
+        _add_two_directories,
+        _diff,
+    ),
+    Verb(
+        "checkpoint average",
+        "make a checkpoint of the mean of checkpoints, or of a run's training states",
+        _add_average_options,
+        _average,
+    ),
+    Verb(
+        "checkpoint prune-experts",
+        "make a checkpoint of the experts that serve the given target languages",
+        _add_pruning_options,
+        _prune_experts,
+    ),
+)

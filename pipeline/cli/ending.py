@@ -1,0 +1,91 @@
+"""How a command ends: an exit code, and one line for what a user can mend; and what it says."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from pipeline.artifacts.artifact import UNWRITABLE
+from pipeline.distributed.world import rank_of
+from pipeline.errors import (
+    EXIT_RUN_AGAIN,
+    EXIT_USER_ERROR,
+    ArtifactError,
+    ConfigError,
+    Interrupted,
+    UserError,
+)
+
+EXIT_KEYBOARD = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def guarded(name: str, action: Callable[[], int]) -> int:
+    """Run a command; errors that a user can mend become one line and an exit code."""
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader had enough: leave nothing to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Interrupted as error:
+        reason = str(error) or "stopped as asked"
+        say_once(f"mmnmt {name}: {reason}: run the same command again to go on.")
+        return EXIT_RUN_AGAIN
+    except UserError as error:
+        _report(name, error)
+        return EXIT_USER_ERROR
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _give_up_output()
+        _report(name, _describe_os_error(error))
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        say_once(f"mmnmt {name}: stopped by Ctrl-C.")
+        return EXIT_KEYBOARD
+
+
+def _describe_os_error(error: OSError) -> ArtifactError:
+    """What no stage had a sentence of its own for: a full disk, a folder that is not the user's."""
+    return ArtifactError(
+        f"{error.filename or 'A file'} could not be read or written "
+        f"({error.strerror or error}): make room, or see to it that it can be; then run the same "
+        "command again."
+    )
+
+
+def _give_up_output() -> None:
+    """Leave nothing to flush at exit where standard output is what cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(name: str, error: UserError) -> None:
+    """One line: a wrong setting is the same on every rank, other errors can be one rank's own."""
+    rank = own_rank()
+    if rank == 0:
+        print(f"mmnmt {name}: {error}", file=sys.stderr, flush=True)
+    elif not isinstance(error, ConfigError):
+        print(f"mmnmt {name}: rank {rank}: {error}", file=sys.stderr, flush=True)
+
+
+def say_once(text: str) -> None:
+    """A line on standard error, from rank 0 alone."""
+    if own_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """A line on standard output, at once, so that it stands before what a child prints."""
+    print(text, flush=True)
+
+
+def own_rank() -> int:
+    """This process's rank as its launcher says; 0 where there is none."""
+    try:
+        return rank_of(os.environ)
+    except ConfigError:  # a rank that cannot be read: it will be reported where it is used
+        return 0

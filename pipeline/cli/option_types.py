@@ -1,0 +1,68 @@
+"""What several commands ask for alike: numbers within a range, named folders, a ds_config."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.ds_config import ds_config_names
+from pipeline.errors import ConfigError
+from pipeline.settings import shown
+
+_DIGITS = 20
+"""Longer numbers are out of every range."""
+
+
+def whole_number(most: int) -> Callable[[str], int]:
+    """A type of options: whole numbers from 1 to ``most``."""
+
+    def read(text: str) -> int:
+        digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "0"
+        if not 1 <= int(digits) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)!r} is not a whole number from 1 to {most:,}"
+            )
+        return int(digits)
+
+    return read
+
+
+def share(text: str) -> float:
+    """A type of options: numbers of more than 0 and at most 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)!r} is not a number of more than 0 and at most 1"
+        )
+    return number
+
+
+def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
+    """``NAME=PATH`` for each of several folders.
+
+    Raises:
+        ConfigError: one is not of that form, or a name is there twice.
+    """
+    paths: dict[str, Path] = {}
+    for pair in pairs:
+        name, separator, path = pair.partition("=")
+        if not separator or not name or not path or "/" in name:
+            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+        if name in paths:
+            raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
+        paths[name] = Path(path)
+    return paths
+
+
+def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
+    """The option that says how a run is fitted onto a machine."""
+    parser.add_argument(
+        "--ds-config",
+        default="cpu_fp32",
+        metavar="NAME",
+        help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
+        "(default: %(default)s)",
+    )

@@ -1,0 +1,78 @@
+"""Plans from the command line: run them, and look at them."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.cli.ending import say
+from pipeline.cli.option_types import named_paths, whole_number
+from pipeline.cli.verb import Verb
+from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.jobs.plan import load_plan, place_plan, plan_names
+from pipeline.jobs.runner import dry_run, run_plan, show_status
+
+
+def _run(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        given=named_paths(options.input, "--input"),
+        processes=options.processes,
+    )
+    if options.dry_run:
+        dry_run(placed)
+        return 0
+    return run_plan(placed, say=say)
+
+
+def _status(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        given=named_paths(options.input, "--input"),
+    )
+    show_status(placed)
+    return 0
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_plan_options(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would run and why, and start nothing"
+    )
+    parser.add_argument(
+        "--processes",
+        type=whole_number(MAX_PROCESSES),
+        metavar="N",
+        help="overrule the plan's, for every stage",
+    )
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of all stages (default: runs/PLAN)"
+    )
+    parser.add_argument(
+        "--with", dest="overlay", default="", metavar="OVERLAY", help="lay this over every recipe"
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="data from outside that the plan wants",
+    )
+
+
+PLAN_VERBS = (
+    Verb("run", "run what is not up to date of a plan", _add_run_options, _run),
+    Verb(
+        "status",
+        "show which stages of a plan are done, stale or missing, and why",
+        _add_plan_options,
+        _status,
+    ),
+)

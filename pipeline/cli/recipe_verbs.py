@@ -1,0 +1,150 @@
+"""Recipes from the command line: which there are, and what a model of one takes."""
+
+import argparse
+import json
+
+from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.cli.verb import Verb
+from pipeline.config import MAX_GROUPS, MAX_VOCABULARY, Recipe, load_recipe, recipe_names
+from pipeline.ds_config import load_ds_config
+from pipeline.errors import ConfigError
+from pipeline.terminal import text_table
+
+MAX_RANKS = 10**5
+"""Ranks of an estimate, which run elsewhere."""
+
+
+def _describe(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    vocabulary_size = options.vocabulary or recipe.tokenizer.vocabulary_size
+    from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
+
+    parameters = count_parameters(
+        recipe.model,
+        vocabulary_size=vocabulary_size,
+        num_groups=_num_groups(recipe, options.groups),
+    )
+    if options.json:
+        described = {
+            "recipe": recipe.model_dump(mode="json"),
+            "vocabulary_size": vocabulary_size,
+            "parameters": parameters,
+        }
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+    else:
+        _print_recipe(recipe)
+        print(f"\nParameters with a vocabulary of {vocabulary_size:,}:")
+        rows = [[part, f"{count:,}"] for part, count in parameters.items()]
+        print(text_table(["part", "parameters"], rows))
+    return 0
+
+
+def _print_recipe(recipe: Recipe) -> None:
+    print(f"{recipe.name}: {recipe.description}")
+    for section, values in recipe.model_dump(mode="json").items():
+        if isinstance(values, dict):
+            print(f"\n[{section}]")
+            print("\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()))
+
+
+def _num_groups(recipe: Recipe, asked: int | None) -> int:
+    """Language groups of the model's router, as asked for or the recipe's; 0 where it has none.
+
+    Raises:
+        ConfigError: the recipe has none and some were asked for, or leaves the number to the
+            groups artifact and none was asked for.
+    """
+    moe = recipe.model.moe
+    if moe is None or moe.decoder_router != "language_group":
+        if asked is not None:
+            raise ConfigError(
+                f"Recipe {recipe.name!r} does not route by language group: leave --groups out."
+            )
+        return 0
+    if asked is not None:
+        return asked
+    if moe.num_groups is None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
+            "pass --groups N."
+        )
+    return moe.num_groups
+
+
+def _list(_options: argparse.Namespace) -> int:
+    rows = [[name, load_recipe(name).description] for name in recipe_names()]
+    print(text_table(["recipe", "description"], rows))
+    return 0
+
+
+def _estimate_memory(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    from pipeline.estimates.memory import estimate  # once the recipe is known to be good
+
+    estimated = estimate(
+        recipe,
+        vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
+        num_groups=_num_groups(recipe, options.groups),
+        processes=options.processes,
+        ds_config=load_ds_config(options.ds_config),
+        device=options.device,
+    )
+    if options.json:
+        print(json.dumps(estimated.to_json(), indent=1, ensure_ascii=False))
+        return 0
+    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in estimated.table()]
+    print(text_table(["part", "bytes per rank", "GiB"], rows))
+    return 0
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
+    parser.add_argument(
+        "--vocabulary",
+        type=whole_number(MAX_VOCABULARY),
+        metavar="V",
+        help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
+    )
+    parser.add_argument(
+        "--groups",
+        type=whole_number(MAX_GROUPS),
+        metavar="G",
+        help="language groups of the router (default: the recipe's num_groups)",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--processes",
+        type=whole_number(MAX_RANKS),
+        required=True,
+        metavar="N",
+        help="ranks of the run",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
+    )
+    add_ds_config_option(parser)
+
+
+def _add_no_options(_parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+RECIPE_VERBS = (
+    Verb(
+        "describe",
+        "show a recipe's resolved settings and its number of parameters",
+        _add_size_options,
+        _describe,
+    ),
+    Verb("recipes", "list the recipes that ship", _add_no_options, _list),
+    Verb(
+        "memory",
+        "estimate the memory of a training rank, part by part",
+        _add_memory_options,
+        _estimate_memory,
+    ),
+)

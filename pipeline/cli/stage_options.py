@@ -1,0 +1,89 @@
+"""The options of a stage, as they follow from its entry in the table of stages."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.stages import Stage
+
+DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
+"""What ``mmnmt translate`` as a filter uses when no checkpoint is named."""
+
+
+def stage_parser(stage: Stage) -> argparse.ArgumentParser:
+    """The options of one stage."""
+    parser = argparse.ArgumentParser(
+        prog=f"mmnmt {stage.name}",
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes a {stage.makes} artifact.",
+        allow_abbrev=False,
+    )
+    if stage.sections:
+        parser.add_argument(
+            "--recipe",
+            metavar="NAME",
+            help=f"settings: a name of `mmnmt recipes`, or PATH.toml, with overlays NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)})",
+        )
+    for name, wanted in stage.inputs.items():
+        about = wanted.help + ("" if wanted.required else " (optional)")
+        if wanted.many:
+            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", help=about)
+        else:
+            parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=about)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the new artifact")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="build again, and replace what --out holds"
+    )
+    _add_process_options(parser, stage)
+    if stage.name == "translate":
+        _add_filter_options(parser)
+    return parser
+
+
+def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
+    if stage.parallel != "no":
+        parser.add_argument(
+            "--processes",
+            type=whole_number(MAX_PROCESSES),
+            default=1,
+            metavar="N",
+            help="processes on this machine (a launcher's own ranks come first)",
+        )
+    if stage.parallel == "ranks":
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    if stage.trains:
+        add_ds_config_option(parser)
+
+
+def _add_filter_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "as a filter",
+        "With --from and --to, and neither --corpus nor --out: lines of standard input are "
+        f"translated to standard output. The checkpoint is {DEMO_CHECKPOINT} unless named.",
+    )
+    group.add_argument("--from", dest="source", metavar="CODE", help="language of the input, en")
+    group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
+
+
+def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether ``translate`` is asked for lines of standard input; stops with the usage at half."""
+    if options.source is None and options.target is None:
+        return False
+    if options.source is None or options.target is None:
+        parser.error("a filter needs both --from and --to")
+    if options.corpus or options.out:
+        parser.error("--from and --to translate standard input: leave out --corpus and --out")
+    return True
+
+
+def check_required(
+    stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Stop with the usage where a needed option is missing (a filter needs fewer of them)."""
+    given = vars(options)
+    wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
+    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
+    missing = [f"--{name}" for name in wanted if not given[name]]
+    if missing:
+        parser.error(f"the following options are required: {', '.join(missing)}")

@@ -1,0 +1,179 @@
+"""One stage: what its options name is opened, and its code is run here or as several processes."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from pipeline.artifacts.artifact import (
+    Artifact,
+    InputRecord,
+    open_artifact,
+    raw_digest,
+    read_manifest,
+    refuse_changed,
+    refuse_to_overwrite,
+)
+from pipeline.artifacts.places import (
+    refuse_inputs,
+    refuse_run_folder,
+    replaced_dir,
+    restore,
+    run_dir,
+    sole_writer,
+)
+from pipeline.cli.ending import guarded, own_rank, say, say_once
+from pipeline.cli.line_filter import filter_command
+from pipeline.cli.option_types import named_paths, whole_number
+from pipeline.cli.stage_options import check_required, is_filter, stage_parser
+from pipeline.config import Recipe, load_recipe
+from pipeline.distributed.signals import interruptible
+from pipeline.distributed.world import is_launched
+from pipeline.ds_config import ds_config_path
+from pipeline.entry import prepare_process
+from pipeline.errors import ArtifactError
+from pipeline.jobs.freshness import why_not_done
+from pipeline.jobs.launch import MAX_PROCESSES, launch
+from pipeline.stages import STAGES, Stage, StageCall, stage_config
+
+
+def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one stage as its command line says; returns the exit code.
+
+    0 done or already done; EXIT_USER_ERROR with one line on standard error; EXIT_RUN_AGAIN when
+    stopped by a signal; 130 after Ctrl-C. Any other exception is a bug and keeps its traceback.
+    """
+    prepare_process()
+    stage = STAGES[name]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = stage_parser(stage)
+    options = parser.parse_args(arguments)
+    if name == "translate" and is_filter(options, parser):
+        return guarded(name, lambda: filter_command(options))
+    check_required(stage, options, parser)
+    return guarded(name, lambda: _stage_command(stage, options, arguments))
+
+
+def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
+    """Check everything that can be checked, then run the stage here or as several processes."""
+    call = make_call(stage, options)
+    _prepare_output(call)
+    if not call.overwrite and _already_done(call):
+        say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
+        return 0
+    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
+    if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
+        return launch(
+            ["-m", "pipeline.cli", stage.name, *arguments],
+            processes=call.processes,
+            threads=_threads(call.processes),
+        )
+    with interruptible(), sole_writer(call.out_dir) if own_rank() == 0 else nullcontext():
+        _code_of(stage)(call)
+    if own_rank() == 0:
+        _say_summary(call)
+    return 0
+
+
+def _code_of(stage: Stage) -> Callable[[StageCall], None]:
+    """The function that does a stage's work; with its module comes all that the stage needs."""
+    run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
+    return run
+
+
+def _prepare_output(call: StageCall) -> None:
+    """Put back what a killed stage left aside, and refuse working folders that are not ours."""
+    if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
+        with sole_writer(call.out_dir):
+            restore(call.out_dir)
+    if call.stage.trains:
+        refuse_run_folder(run_dir(call.out_dir), work="training")
+    elif call.stage.keeps_work:
+        refuse_run_folder(run_dir(call.out_dir), work="translation")
+
+
+def _say_summary(call: StageCall) -> None:
+    """What the stage says of its result, on standard output."""
+    manifest = read_manifest(call.out_dir)
+    for line in manifest.summary if manifest else ():
+        say(f"mmnmt {call.stage.name}: {line}")
+
+
+def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
+    """Open what the options name.
+
+    Raises:
+        UserError: a recipe, ds_config or input that cannot be used.
+    """
+    given = vars(options)
+    named = stage.sections and options.recipe
+    recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
+    artifacts: dict[str, Artifact] = {}
+    raw: dict[str, Path] = {}
+    for name, wanted in stage.inputs.items():
+        inputs = _named_inputs(name, given[name])
+        refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
+        for key, path in inputs.items():
+            if wanted.kind == "raw":
+                raw[key] = path
+            else:
+                artifacts[key] = open_artifact(path, kind=wanted.kind)
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw=raw,
+        out_dir=options.out,
+        records=_records(artifacts, raw),
+        config=stage_config(
+            stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
+        ),
+        processes=options.processes if stage.parallel != "no" else 1,
+        ds_config=ds_config_path(options.ds_config) if stage.trains else None,
+        overwrite=options.overwrite,
+    )
+
+
+def _named_inputs(name: str, value: Path | list[str] | None) -> dict[str, Path]:
+    if isinstance(value, list):
+        return {f"{name}/{key}": path for key, path in named_paths(value, f"--{name}").items()}
+    return {} if value is None else {name: value}
+
+
+def _records(artifacts: Mapping[str, Artifact], raw: Mapping[str, Path]) -> dict[str, InputRecord]:
+    opened = {name: artifact.as_input for name, artifact in artifacts.items()}
+    read = {
+        name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
+        for name, path in raw.items()
+    }
+    return opened | read
+
+
+def _already_done(call: StageCall) -> bool:
+    """Whether --out holds what this call would make.
+
+    Raises:
+        ArtifactError: it holds something finished that this call would not make.
+    """
+    if read_manifest(call.out_dir) is None:
+        return False
+    digests = {name: record.digest for name, record in call.records.items()}
+    reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
+    if reason is None:
+        refuse_changed(call.out_dir)
+        return True
+    raise ArtifactError(
+        f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
+        "to replace it."
+    )
+
+
+def _threads(processes: int) -> int:
+    """OMP_NUM_THREADS where it is set to a number, else an equal share of the cores."""
+    try:
+        return whole_number(MAX_PROCESSES)(os.environ.get("OMP_NUM_THREADS", ""))
+    except argparse.ArgumentTypeError:
+        return max((os.cpu_count() or 1) // processes, 1)

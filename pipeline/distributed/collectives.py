@@ -1,0 +1,74 @@
+"""What all ranks of the open process group do together; alone, where none is open.
+
+torch is imported where a collective is called: what the command line loads leads here.
+"""
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    """Number of ranks in the open process group; 1 where none is open."""
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the open process group; 0 where none is open."""
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def all_sum(tensor: "Tensor") -> "Tensor":
+    """Sum over ranks, in place; the tensor itself at world size 1."""
+    import torch
+
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.SUM)
+    return tensor
+
+
+def all_max(tensor: "Tensor") -> "Tensor":
+    """Maximum over ranks, in place; the tensor itself at world size 1."""
+    import torch
+
+    if world_size() > 1:
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+    return tensor
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's value, in order of rank, on every rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value] * world_size()
+    if world_size() > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: T) -> T:
+    """Rank 0's value on every rank (pickled between our own processes)."""
+    import torch
+
+    values: list[Any] = [value]
+    if world_size() > 1:
+        torch.distributed.broadcast_object_list(values, src=0)
+    received: T = values[0]
+    return received
+
+
+def wait_for_all() -> None:
+    """Return once every rank is here and the device's work is done; a barrier over gloo."""
+    import torch
+
+    if world_size() > 1:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        torch.distributed.all_reduce(torch.zeros(1))

@@ -1,0 +1,107 @@
+"""Why a stage of a plan must run again, or that it need not.
+
+A stage runs when its key (settings and digests of its inputs, see ``artifacts.stage_key``) differs
+from that of the finished artifact; a stage that is rebuilt with the same result leaves what follows
+alone. A setting that did not exist when the artifact was made counts as at its default.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.artifact import (
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    read_manifest,
+    stage_key,
+)
+from pipeline.artifacts.digests import changed_files
+from pipeline.artifacts.places import why_not_ours
+from pipeline.artifacts.settings_diff import setting_changes, with_defaults
+from pipeline.errors import ArtifactError
+from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.stages import Stage
+
+_SHOWN_CHANGES = 3
+
+
+def why_not_done(
+    out_dir: Path, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
+) -> str | None:
+    """None if ``out_dir`` holds what the stage would make, else the reason in a few words."""
+    try:
+        manifest = read_manifest(out_dir)
+    except ArtifactError:
+        return "its manifest cannot be read"
+    if manifest is None:
+        problem = why_not_ours(out_dir) if out_dir.exists() else None
+        return f"its folder {problem}" if problem else "missing"
+    key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
+    if manifest.key == key:
+        return None
+    manifest = _as_of_today(manifest, stage)
+    if manifest.key == key and manifest.format_version == FORMAT_VERSION[stage.makes]:
+        return None
+    return _describe_changes(manifest, stage=stage, config=config, digests=digests)
+
+
+def _as_of_today(manifest: Manifest, stage: Stage) -> Manifest:
+    """The manifest of an artifact had it been made with all the settings there are today."""
+    config = with_defaults(manifest.config, sections=stage.sections)
+    inputs = {name: record.digest for name, record in manifest.inputs.items()}
+    key = stage_key(stage=manifest.stage, kind=manifest.kind, config=config, inputs=inputs)
+    return manifest.model_copy(update={"config": config, "key": key})
+
+
+def _describe_changes(
+    manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
+) -> str:
+    """What differs between an artifact and what the stage would make now."""
+    if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
+        return f"it holds a {manifest.kind} made by {manifest.stage}"
+    changes = setting_changes(manifest.config, config)
+    for name in sorted({*manifest.inputs, *digests}):
+        if name not in manifest.inputs:
+            changes.append(f"input {name} is new")
+        elif name not in digests:
+            changes.append(f"input {name} is gone")
+        elif manifest.inputs[name].digest != digests[name]:
+            changes.append(f"input {name} changed")
+    if manifest.format_version != FORMAT_VERSION[stage.makes]:
+        changes.append(f"format version: {manifest.format_version} → {FORMAT_VERSION[stage.makes]}")
+    more = len(changes) - _SHOWN_CHANGES
+    shown = "; ".join(changes[:_SHOWN_CHANGES]) or "its key differs"
+    return shown + (f"; and {more} more" if more > 0 else "")
+
+
+def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
+    """Why the task must run, or None if its artifact is up to date."""
+    return why_not_done(
+        task.out_dir, stage=task.stage, config=task.config, digests=placed.digests(task)
+    )
+
+
+def change_of_files(task: Task) -> str | None:
+    """Which file of its finished artifact is not as it was made, by its status alone."""
+    try:
+        manifest = read_manifest(task.out_dir)
+        changes = changed_files(task.out_dir, manifest) if manifest else {}
+    except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
+        return None
+    return next((f"its file {name} {change}" for name, change in changes.items()), None)
+
+
+def forecast(placed: PlacedPlan) -> dict[str, str | None]:
+    """Stage → why it would run, or None; a stage runs too when one it reads from will."""
+    reasons: dict[str, str | None] = {}
+    for task in placed.tasks:
+        causes = [name for name in task.planned.dependencies() if reasons[name] is not None]
+        absent = not (task.out_dir / MANIFEST_NAME).is_file()
+        if causes and not absent:
+            reasons[task.name] = f"because {causes[0]} will run"
+        elif causes:
+            reasons[task.name] = "missing"
+        else:
+            reasons[task.name] = reason_to_run(placed, task)
+    return reasons

@@ -1,0 +1,57 @@
+"""Tests of pipeline/distributed/signals.py."""
+
+import os
+import signal
+
+import pytest
+
+from pipeline.distributed.signals import StopFlag, handled_by, interruptible
+from pipeline.errors import Interrupted
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_only_raises_the_flag_and_the_old_handler_comes_back(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
+    with StopFlag() as flag:
+        assert not flag.agreed()
+        os.kill(os.getpid(), number)
+        assert flag.requested
+        assert flag.agreed()
+    assert signal.getsignal(number) == before
+
+
+def test_a_forked_worker_dies_of_the_signal_and_leaves_the_parents_flag_alone() -> None:
+    with StopFlag() as flag:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+        assert not flag.requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_what_can_be_interrupted_is_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=f"stopped by {number.name}"), interruptible():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+def test_ctrl_c_stays_what_it_is_where_work_can_be_interrupted() -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_within_another_a_handler_has_the_signals_to_itself() -> None:
+    told: list[str] = []
+    with (
+        handled_by(lambda number: told.append(f"outer {number.name}")),
+        handled_by(lambda number: told.append(f"inner {number.name}"), signals=[signal.SIGUSR1]),
+    ):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert told == ["inner SIGUSR1", "outer SIGTERM"]

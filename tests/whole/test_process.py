@@ -1,0 +1,137 @@
+"""What is set in a process: by an entry point before torch is loaded, by an import nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.manifest import Kind
+from pipeline.entry import SPIN_COUNT
+
+NOTE_WHEN_TORCH_IS_LOADED = """
+import os, sys
+
+class Notes:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            loaded = "pipeline.kernels.allocator" in sys.modules
+            with open(os.environ["NOTES"], "w") as stream:
+                print(os.environ.get("GOMP_SPINCOUNT"), loaded, file=stream)
+            os._exit(0)
+
+sys.meta_path.insert(0, Notes())
+"""
+
+IMPORTS = """
+import importlib, logging, os, pkgutil, random, signal, sys, warnings
+import numpy, torch
+
+def state():
+    return {
+        "environment": dict(os.environ),
+        "handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "warnings": list(warnings.filters),
+        "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        "hooks": (sys.excepthook, sys.displayhook, sys.getrecursionlimit(), list(sys.path)),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "arithmetic": (torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+                       torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()),
+        "random": (random.getstate(), str(numpy.random.get_state()),
+                   torch.get_rng_state().tolist()),
+    }
+
+before = state()
+import pipeline, pipeline.model, data_prep
+assert "pipeline.kernels.allocator" not in sys.modules, "malloc might have been set"
+names = [module.name for package in (pipeline, data_prep)
+         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+for name in names:
+    if name not in sys.argv[1:]:
+        importlib.import_module(name)
+after = state()
+assert len(names) > 60
+assert "deepspeed" not in sys.modules
+print([name for name in before if before[name] != after[name]])
+"""
+
+LOAD_DEEPSPEED = (
+    *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
+    *("pipeline.pretrain", "pipeline.finetune"),
+)
+"""What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""
+
+
+def test_importing_any_of_it_changes_nothing_in_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *LOAD_DEEPSPEED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a process notes, and ends, at the moment it would load torch."""
+    (tmp_path / "sitecustomize.py").write_text(NOTE_WHEN_TORCH_IS_LOADED)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "notes"
+
+
+def finished(path: Path, kind: Kind) -> str:
+    """An artifact that can be opened, which is all that is asked of it before torch is loaded."""
+    with new_artifact(path, kind=kind, stage="made", config={}, inputs={}) as writer:
+        writer.write_json("made.json", kind)
+    return str(path)
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A command line of ``pretrain`` that is right as far as it is read before torch is loaded."""
+    shards = finished(tmp_path / "shards", "shards")
+    mixture = finished(tmp_path / "mixture", "mixture")
+    given = ["--recipe", "demo_dense", "--shards", shards, "--mixture", mixture]
+    return [*given, "--out", str(tmp_path / "out")]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "pipeline.pretrain"],
+        ["-m", "pipeline.cli", "pretrain"],
+        ["-c", "from pipeline.cli import command; command()", "pretrain"],
+        ["-m", "pipeline.cli", "pretrain", "--processes", "2"],
+    ],
+    ids=["module", "package", "mmnmt", "ranks"],
+)
+def test_an_entry_point_says_how_threads_wait_before_torch_is_loaded(
+    notes: Path, arguments: list[str], program: list[str]
+) -> None:
+    subprocess.run([sys.executable, *program, *arguments], check=False, timeout=60)
+    assert notes.read_text() == f"{SPIN_COUNT} True\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "noted"),
+    [("GOMP_SPINCOUNT", "7", "7"), ("OMP_WAIT_POLICY", "passive", "None")],
+)
+def test_what_the_environment_says_of_threads_stays(
+    notes: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, noted: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    subprocess.run([sys.executable, "-m", "pipeline.pretrain"], check=False, timeout=60)
+    assert notes.read_text() == f"{noted} True\n"
+
+
+@pytest.mark.parametrize("stage", ["finetune", "translate", "upcycle"])
+def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str) -> None:
+    subprocess.run([sys.executable, "-m", f"pipeline.{stage}"], check=False, timeout=60)
+    assert notes.read_text() == f"{SPIN_COUNT} True\n"
