@@ -231,8 +231,8 @@ class ModelConfig(Settings):
     """Multiply embeddings by sqrt(width)."""
     embedding_norm: bool = False
     embedding: EmbeddingConfig = EmbeddingConfig()
-    front: FrontConfig = FrontConfig()
-    feed_forward: FeedForwardConfig = FeedForwardConfig()
+    front: FrontConfig = SubwordsConfig()
+    feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
 
     @model_validator(mode="after")

@@ -14,11 +14,16 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.checkpoint import TensorFiles
-from pipeline.checkpoints.names import dense_name, tensor_shapes
+from pipeline.checkpoints.names import (
+    dense_name,
+    initial_value,
+    named_slices,
+    tensor_shapes,
+)
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
-from pipeline.model.initial_values import initialize
 from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import shape_of_model
 from pipeline.seeds import named_generator
 
 Part = Literal["embeddings", "encoder", "decoder"]
@@ -81,6 +86,8 @@ def _assign(
         if shared in names and config.graft_group_routers == "copy":
             return Assignment(target, part, shared, "group router of token router")
         return Assignment(target, part, None, "fresh")
+    if target.startswith("front."):
+        return Assignment(target, part, None, "fresh")
     layer, is_router, _ = target.partition(".router.")
     if is_router and f"{layer}.up.weight" in names:
         return Assignment(target, part, None, "fresh")
@@ -116,12 +123,13 @@ def assemble(
     Raises:
         CheckpointError: a source tensor has another shape than its target.
     """
-    shapes = tensor_shapes(spec)
+    targets = {target.name: target for target in named_slices(shape_of_model(spec))}
     for entry in plan:
         files = sources[entry.part]
-        shape = shapes[entry.target]
+        target = targets[entry.target]
+        shape = target.value.shape
         if entry.source is None or files is None:
-            yield entry.target, initialize(entry.target, shape, spec=spec, seed=config.seed)
+            yield entry.target, initial_value(target, spec, seed=config.seed)
             continue
         value = files.read(entry.source).float()
         match entry.rule:

@@ -22,11 +22,12 @@ class NamedSlice:
     """One tensor of an artifact and where it lives in memory.
 
     ``value`` is a view: the whole parameter, or one expert's slice of a stacked one.
-    ``offset`` is where the view begins in its flattened parameter, ``expert`` the global id of
-    the expert that the tensor belongs to.
+    ``offset`` is where the view begins in its flattened parameter, ``owner`` the module that has
+    the parameter, ``expert`` the global id of the expert that the tensor belongs to.
     """
 
     name: str
+    owner: nn.Module
     parameter: nn.Parameter
     value: Tensor
     offset: int
@@ -54,13 +55,15 @@ def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
         for name, _ in module.named_parameters()
     }
     for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
         experts = stacked.get(name)
         if experts is None:
-            yield NamedSlice(name, parameter, parameter.data, 0)
+            yield NamedSlice(name, owner, parameter, parameter.data, 0)
             continue
         for index, value in enumerate(parameter.data.unbind(0)):
             yield NamedSlice(
                 name=expert_name(name, experts.first_expert + index),
+                owner=owner,
                 parameter=parameter,
                 value=value,
                 offset=index * value.numel(),
@@ -81,5 +84,9 @@ def num_parameters(spec: ModelSpec) -> int:
 def initialize_weights(model: Transformer, *, seed: int) -> None:
     """Set every parameter of this rank to its initial value, which depends on its name alone."""
     for entry in named_slices(model):
-        value = initialize(entry.name, entry.value.shape, spec=model.spec, seed=seed)
-        entry.value.copy_(value)
+        entry.value.copy_(initial_value(entry, model.spec, seed=seed))
+
+
+def initial_value(entry: NamedSlice, spec: ModelSpec, *, seed: int) -> Tensor:
+    """What a tensor of an artifact starts from."""
+    return initialize(entry.name, entry.value.shape, owner=entry.owner, spec=spec, seed=seed)

@@ -15,7 +15,7 @@ from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Output, Transformer
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,16 @@ def training_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossT
 
 
 def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
-    """Cross entropy over real target tokens + number of labels · weighted router losses.
+    """Cross entropy over real target tokens + number of labels · weighted router losses."""
+    return loss_terms(model(batch), batch, config)
+
+
+def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
+    """Of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
     after division by the global count, weighted means over micro-batches.
     """
-    output = model(batch)
     smoothed, cross_entropy = label_smoothed_cross_entropy(
         output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
     )

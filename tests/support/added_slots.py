@@ -1,0 +1,80 @@
+"""Copies of the house in which a slot has one more variant.
+
+A variant is new files and replaced texts; whatever else it would need is a fault of the slot. The
+copy is used by processes of its own, with ``PYTHONPATH`` set to it.
+"""
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("data_prep", "pipeline", "ds_configs")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What adds a variant to a slot.
+
+    Attributes:
+        files: path → contents of new files.
+        edits: path → (text, what replaces it) in files that are there; each text occurs once.
+    """
+
+    files: Mapping[str, str]
+    edits: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+
+    @property
+    def touched(self) -> set[str]:
+        return {*self.files, *self.edits}
+
+
+def copy_of_the_house(folder: Path, variants: Sequence[Variant]) -> Path:
+    """The packages with all of the variants."""
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    for variant in variants:
+        for name, contents in variant.files.items():
+            assert not (folder / name).exists()
+            (folder / name).write_text(contents, encoding="utf-8")
+        for name, edits in variant.edits.items():
+            text = (folder / name).read_text(encoding="utf-8")
+            for old, new in edits:
+                assert text.count(old) == 1, (name, old)
+                text = text.replace(old, new)
+            (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def touched_files(house: Path) -> set[str]:
+    """Files of a copy that the original lacks or has with other contents."""
+    paths = [
+        path.relative_to(house).as_posix()
+        for package in PACKAGES
+        for path in (house / package).rglob("*.*")
+        if path.suffix != ".pyc"
+    ]
+    _, *other = filecmp.cmpfiles(ROOT, house, paths, shallow=False)
+    return {name for names in other for name in names}
+
+
+def run_in(
+    house: Path, arguments: Sequence[str], *, cwd: Path, check: bool = True, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A command of the copied house."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(house), "OMP_NUM_THREADS": "1"},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=check,
+        timeout=240,
+    )
