@@ -222,7 +222,8 @@ def test_a_write_no_stage_has_a_sentence_for_is_one_sentence_too(
 ) -> None:
     disk.fails_at = 1  # the folder is there already: making it is number 0
     lines = JsonLines(Path(disk.root) / "metrics.jsonl")
-    monkeypatch.setattr(cli, "_recipes_command", lambda _: lines.write({"update": 1}))
+    names = "pipeline.cli.recipe_verbs.recipe_names"
+    monkeypatch.setattr(names, lambda: lines.write({"update": 1}))
     assert cli.main(["recipes"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
     assert "metrics.jsonl could not be read or written (No space left on device)" in said
