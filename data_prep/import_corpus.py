@@ -1,6 +1,6 @@
 """Stage import_corpus: raw pair folders, or phrases made from Unicode CLDR, become a corpus.
 
-Files used: a tree as ``raw_tree.py`` describes it. Files built: the corpus layout of
+Files used: a tree as ``readers/tree.py`` describes it. Files built: the corpus layout of
 ``pipeline/artifacts/corpus.py``, and ``quarantine.jsonl`` with every line that is no text. A tree
 is read in constant memory. Characters that some tools take for line ends become spaces.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from data_prep.cldr import Phrase, check_languages, make_phrases
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
-from data_prep.raw_tree import LAYOUT, SPLITS, PairFolder, find_pairs, require_languages
+from data_prep.readers.cldr import Phrase, check_languages, make_phrases
+from data_prep.readers.tree import LAYOUT, SPLITS, PairFolder, find_pairs, require_languages
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name

@@ -1,9 +1,9 @@
 """Stage import_tests: test sets from outside become a corpus of valid and test lines.
 
-Files used: a folder in one of the layouts of ``outside_tests.py``. Files built: the corpus layout
-of ``pipeline/artifacts/corpus.py``, without training lines, and ``quarantine.jsonl``. Files of one
-language each are joined into pairs, with the pivot or each with each; a line that is no text in one
-file is left out of all files that are aligned with it.
+Files used: a folder in one of the layouts of ``readers/outside_tests.py``. Files built: the corpus
+layout of ``pipeline/artifacts/corpus.py``, without training lines, and ``quarantine.jsonl``. Files
+of one language each are joined into pairs, with the pivot or each with each; a line that is no text
+in one file is left out of all files that are aligned with it.
 """
 
 import shutil
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TextIO
 
 from data_prep.import_corpus import QUARANTINE_NAME
-from data_prep.outside_tests import AlignedFiles, OutsideTests, find_tests
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
-from data_prep.raw_tree import SPLITS
+from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
+from data_prep.readers.tree import SPLITS
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError

@@ -38,7 +38,7 @@ MAX_POSITION_VALUES = 2**30
 
 
 class CldrConfig(Settings):
-    """How many localised phrases to make from Unicode CLDR (``data_prep/cldr.py``)."""
+    """How many localised phrases to make from Unicode CLDR (``data_prep/readers/cldr.py``)."""
 
     pivot: str = "en"
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)

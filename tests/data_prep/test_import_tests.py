@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep import import_tests
-from data_prep.outside_tests import describe_file
+from data_prep.readers.outside_tests import describe_file
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions, line_counts, read_lines

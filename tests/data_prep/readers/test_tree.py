@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.raw_tree import PairFolder, find_pairs
+from data_prep.readers.tree import PairFolder, find_pairs
 from pipeline.errors import ConfigError, DataError
 
 
