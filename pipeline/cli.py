@@ -24,7 +24,6 @@ from pipeline.artifacts.artifact import (
     Artifact,
     InputRecord,
     open_artifact,
-    raw_digest,
     read_manifest,
     refuse_changed,
     refuse_to_overwrite,
@@ -38,6 +37,7 @@ from pipeline.artifacts.places import (
     restore,
     run_dir,
 )
+from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.config import (
     MAX_EXPERTS,
     MAX_GROUPS,
@@ -165,6 +165,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         about = wanted.help + ("" if wanted.required else " (optional)")
         if wanted.many:
             parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", help=about)
+        elif wanted.kind == "raw":
+            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", help=about)
         else:
             parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=about)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the new artifact")
@@ -446,15 +448,18 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
     named = stage.sections and options.recipe
     recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
     artifacts: dict[str, Artifact] = {}
-    raw: dict[str, Path] = {}
+    raw: dict[str, RawInput] = {}
     for name, wanted in stage.inputs.items():
+        if wanted.kind == "raw":
+            if given[name]:
+                raw[name] = raw_input(given[name])
+                inputs = raw[name].named(name)
+                refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
+            continue
         inputs = _named_inputs(name, given[name])
         refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
         for key, path in inputs.items():
-            if wanted.kind == "raw":
-                raw[key] = path
-            else:
-                artifacts[key] = open_artifact(path, kind=wanted.kind)
+            artifacts[key] = open_artifact(path, kind=wanted.kind)
     return StageCall(
         stage=stage,
         recipe=recipe,
@@ -489,13 +494,22 @@ def _named_paths(pairs: list[str], option: str) -> dict[str, Path]:
     return paths
 
 
-def _records(artifacts: Mapping[str, Artifact], raw: Mapping[str, Path]) -> dict[str, InputRecord]:
-    opened = {name: artifact.as_input for name, artifact in artifacts.items()}
-    read = {
-        name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
-        for name, path in raw.items()
-    }
-    return opened | read
+def _records(
+    artifacts: Mapping[str, Artifact], raw: Mapping[str, RawInput]
+) -> dict[str, InputRecord]:
+    records = {name: artifact.as_input for name, artifact in artifacts.items()}
+    for name, source in raw.items():
+        records |= source.records(name)
+    return records
+
+
+def _given(pairs: list[str]) -> dict[str, RawInput]:
+    """Input of a plan → what is named for it; several paths are named one by one."""
+    values: dict[str, list[str]] = {}
+    for pair in pairs:
+        for name, path in _named_paths([pair], "--input").items():
+            values.setdefault(name, []).append(str(path))
+    return {name: raw_input(of_name) for name, of_name in values.items()}
 
 
 def _already_done(call: StageCall) -> bool:
@@ -586,7 +600,7 @@ def _run_command(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
-        given=_named_paths(options.input, "--input"),
+        given=_given(options.input),
         processes=options.processes,
     )
     if options.dry_run:
@@ -600,7 +614,7 @@ def _status_command(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
-        given=_named_paths(options.input, "--input"),
+        given=_given(options.input),
     )
     show_status(placed)
     return 0

@@ -53,7 +53,9 @@ class CldrConfig(Settings):
 class CorpusConfig(Settings):
     """import_corpus: where raw text comes from."""
 
-    source: Literal["tree", "cldr"] = "tree"
+    source: Literal["tree", "cldr", "hub"] = "tree"
+    """``tree``: folders of pairs as OPUS-100 has them; ``cldr``: phrases made here; ``hub``: a data
+    set of the Hugging Face hub. Where they lie is said on the command line."""
     cldr: CldrConfig = CldrConfig()
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""

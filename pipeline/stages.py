@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import Recipe
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a stage: an artifact of a kind, or a raw folder."""
+    """One input of a stage: an artifact of a kind, or raw text."""
 
     kind: Kind | Literal["raw"]
     help: str
@@ -59,8 +60,8 @@ class StageCall:
     recipe: Recipe
     artifacts: Mapping[str, Artifact]
     """Input name → artifact; for inputs that take many, ``input/name`` → artifact."""
-    raw: Mapping[str, Path]
-    """Input name → raw folder."""
+    raw: Mapping[str, RawInput]
+    """Input name → raw text."""
     out_dir: Path
     records: Mapping[str, InputRecord]
     config: Mapping[str, object]
@@ -113,9 +114,15 @@ STAGES: dict[str, Stage] = {
             name="import_corpus",
             module="data_prep.import_corpus",
             makes="corpus",
-            help="raw pair folders, or CLDR phrases, into a corpus",
+            help="raw text, or CLDR phrases, into a corpus",
             sections=("corpus",),
-            inputs={"raw": Input("raw", "OPUS-100-like tree of pair folders", required=False)},
+            inputs={
+                "raw": Input(
+                    "raw",
+                    "OPUS-100-like trees of pair folders, or hub:OWNER/NAME@REVISION",
+                    required=False,
+                )
+            },
         ),
         Stage(
             name="import_tests",

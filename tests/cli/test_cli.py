@@ -17,6 +17,7 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import DecodingConfig, ModelConfig, Recipe
 from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
@@ -189,7 +190,7 @@ def test_a_stage_is_told_its_settings_inputs_and_place(bench: Bench) -> None:
     others = ["--others", f"b={bench.at('second')}", f"a={bench.at('corpus')}"]
     assert bench.train(*others, "--ds-config", "cpu_bf16", "--local_rank=0") == 0
     reading, _, training = bench.calls
-    assert reading.raw == {"raw": raw}
+    assert reading.raw == {"raw": RawPaths((raw,))}
     assert reading.records["raw"].digest == raw_digest(raw)
     assert training.recipe.training.updates == 10
     assert list(training.many("others")) == ["b", "a"]

@@ -2,46 +2,26 @@
 
 import gzip
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.raw_trees import run_import, write
 
-from data_prep import import_corpus
 from pipeline import cli
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import CldrConfig, CorpusConfig, Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
-from pipeline.stages import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
-def imported(out_dir: Path, raw: Path | None, config: CorpusConfig | None = None) -> Artifact:
+def imported(
+    out_dir: Path, raw: Path | RawInput | None, config: CorpusConfig | None = None
+) -> Artifact:
     recipe = Recipe(name="test", corpus=config or CorpusConfig())
-    stage = STAGES["import_corpus"]
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts={},
-        raw={} if raw is None else {"raw": raw},
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-    )
-    import_corpus.run(call)
-    return open_artifact(out_dir, kind="corpus")
-
-
-def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Lay out a raw tree; names that end in .gz are compressed."""
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = content.encode() if isinstance(content, str) else content
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    return root
+    return run_import("import_corpus", out_dir, raw, recipe)
 
 
 @pytest.fixture

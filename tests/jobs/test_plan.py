@@ -16,6 +16,7 @@ from support.folder_listing import names_in
 
 from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
@@ -180,7 +181,7 @@ class Setup:
         self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
 
     def placed(self, **options: Any) -> PlacedPlan:
-        options = {"given": {"text": self.text_path.parent}, **options}
+        options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path), table=TABLE)
         return place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
 
@@ -295,7 +296,7 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
     with pytest.raises(ConfigError, match="wants a folder of text: pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
-        setup.placed(given={"txt": setup.folder})
+        setup.placed(given={"txt": RawPaths((setup.folder,))})
 
 
 # ---------------------------------------------------------------- what runs
@@ -399,7 +400,7 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
         hashed.append(path)
         return raw_digest(path)
 
-    monkeypatch.setattr("pipeline.jobs.plan.raw_digest", count)
+    monkeypatch.setattr("pipeline.artifacts.raw_input.raw_digest", count)
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
     assert hashed == [setup.text_path.parent]
@@ -685,9 +686,10 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.jobs.plan import load_plan, place_plan, run_plan
 placed = place_plan(
-    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
+    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
 sys.exit(run_plan(placed, program=("driver.py",)))
 """
 
