@@ -531,6 +531,25 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
     assert "pass --input text=PATH" in capsys.readouterr().err
 
 
+def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path = tmp_path / "tiny.toml"
+    plan_path.write_text(
+        f'[inputs]\ntext = "a file"\n[stages.corpus]\nrun = "read"\n'
+        f'recipe = "{bench.recipe_path}"\ninputs = {{ raw = "$text" }}\n'
+    )
+    given = [str(plan_path), "--out", bench.at("out"), "--input"]
+    bench.read("--raw", str(plan_path), str(bench.recipe_path), out="out/corpus")
+    capsys.readouterr()
+    assert cli.main(["run", *given, f"text={plan_path}", f"text={bench.recipe_path}"]) == 0
+    assert "corpus: already done" in capsys.readouterr().out
+    bench.read("--raw", f"hub:a/b@{'0' * 40}", "--overwrite", out="out/corpus")
+    assert cli.main(["run", *given, f"text=hub:a/b@{'0' * 40}"]) == 0
+    assert cli.main(["run", *given, "text=hub:a/b@main"]) == EXIT_USER_ERROR
+    assert "hub:a/b@main does not say which text it is" in capsys.readouterr().err
+
+
 def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

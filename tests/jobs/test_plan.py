@@ -16,7 +16,7 @@ from support.folder_listing import names_in
 
 from pipeline.artifacts.artifact import InputRecord, new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
@@ -404,6 +404,28 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
     assert hashed == [setup.text_path.parent]
+
+
+def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: Setup) -> None:
+    folders = setup.text_path.parent, setup.folder / "more"
+    folders[1].mkdir()
+    (folders[1] / "text").write_text("cherry")
+    given = {"text": RawPaths(folders)}
+    placed = setup.placed(given=given)
+    arguments = stage_arguments(placed, placed.tasks[0])
+    start = arguments.index("--raw")
+    assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
+    digests = {name: record.digest for name, record in given["text"].records("raw").items()}
+    assert placed.digests(placed.tasks[0]) == digests
+
+
+def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
+    setup: Setup,
+) -> None:
+    dataset = HubDataset("owner/pairs", "0" * 40)
+    placed = setup.placed(given={"text": dataset})
+    assert f"--raw={dataset}" in stage_arguments(placed, placed.tasks[0])
+    assert placed.digests(placed.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
 # ---------------------------------------------------------------- changed since they were made
