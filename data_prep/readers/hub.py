@@ -64,6 +64,7 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
         for pair in sorted(selected, key=lambda pair: sorted(pair.codes))
         for section in _sections(library, dataset, pair)
     ]
+    _refuse_repeated(sections)
     left_out = Counter(
         folders_ignored=len(names) - len(named), pairs_not_selected=len(named) - len(selected)
     )
@@ -119,6 +120,19 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
             lines=_lines(library, dataset, pair.name, name, spellings=spellings),
             to_the_end=False,
         )
+
+
+def _refuse_repeated(sections: list[Section]) -> None:
+    """Raises DataError where two splits, or ``de-en`` and ``en-de``, are the text of one pair."""
+    known: dict[tuple[str, str], Section] = {}
+    for section in sections:
+        first = known.setdefault((section.pair, section.split), section)
+        if first is not section:
+            raise DataError(
+                f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
+                f"text of the pair {section.pair}: name a data set that has it once, or leave "
+                "these languages out of corpus.languages."
+            )
 
 
 def _lines(

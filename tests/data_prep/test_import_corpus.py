@@ -374,9 +374,10 @@ def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
 
 
 def two_trees(folder: Path) -> RawPaths:
-    first = {"de-en/train.de": "a\nb\n", "de-en/train.en": "1\n2\n"}
+    first: dict[str, str | bytes] = {"de-en/train.de": "a\nb\n", "de-en/train.en": "1\n2\n"}
     first |= {"en-fr/test.en": "3\n", "en-fr/test.fr": "c\n"}
-    second = {"eng-deu/train.eng": b"4\n\xff\n5\n", "eng-deu/train.deu": "d\ne\nf\n"}
+    second: dict[str, str | bytes] = {"eng-deu/train.eng": b"4\n\xff\n5\n"}
+    second |= {"eng-deu/train.deu": "d\ne\nf\n"}
     second |= {"eng-deu/test.eng": "6\n", "eng-deu/test.deu": "g\n", "ids/x": ""}
     return RawPaths((write(folder / "first", first), write(folder / "second", second)))
 

@@ -178,6 +178,17 @@ def test_another_layout_is_refused(hub: FakeHub, tmp_path: Path) -> None:
         imported(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize("again", ["de-en", "en-de"])
+def test_text_of_one_pair_and_split_that_is_there_twice_is_refused(
+    hub: FakeHub, tmp_path: Path, again: str
+) -> None:
+    split = "dev" if again == "en-de" else "validation"
+    hub.configurations.setdefault(again, {})[split] = rows("en", "de", ("a", "b"))
+    with pytest.raises(DataError, match="are both valid text of the pair de-en"):
+        imported(tmp_path / "corpus")
+    assert not hub.opened
+
+
 def test_raw_text_of_another_source_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data set of the hub was given"):
         imported(tmp_path / "corpus", None)
