@@ -1,26 +1,29 @@
-"""Stage import_corpus: raw pair folders, or phrases made from Unicode CLDR, become a corpus.
+"""Stage import_corpus: raw text, wherever it comes from, becomes a corpus.
 
-Files used: a tree as ``raw_tree.py`` describes it. Files built: the corpus layout of
-``pipeline/artifacts/corpus.py``, and ``quarantine.jsonl`` with every line that is no text. A tree
-is read in constant memory. Characters that some tools take for line ends become spaces.
+Files used: what the reader of ``corpus.source`` reads; each is a file of ``readers/``, and one case
+of ``read_raw``. Files built: the corpus layout of ``pipeline/artifacts/corpus.py``, and
+``quarantine.jsonl`` with every line that is no text. Text is read in constant memory. Characters
+that some tools take for line ends become spaces.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
+from typing import TextIO
 
-from data_prep.cldr import Phrase, check_languages, make_phrases
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
-from data_prep.raw_tree import LAYOUT, SPLITS, PairFolder, find_pairs, require_languages
+from data_prep.readers.cldr import read_phrases
+from data_prep.readers.hub import read_hub
+from data_prep.readers.section import SPLITS, RawText, Section
+from data_prep.readers.tree import read_trees
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.config import CorpusConfig
-from pipeline.errors import ConfigError, DataError
-from pipeline.languages import canonical
+from pipeline.errors import DataError
 from pipeline.scripts import count_scripts
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed, tallied
@@ -36,32 +39,43 @@ class Tally:
     pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
     characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    emptied: set[str] = field(default_factory=set)
-    """Pairs that came with training files of which no line is left."""
+    trained: set[str] = field(default_factory=set)
+    """Pairs that came with training text, if only an empty file."""
     empty_sides: set[str] = field(default_factory=set)
     """``de-en train de``: sides that have lines but no text."""
     no_text: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(Reason, language) → lines that are no text."""
     swapped: list[str] = field(default_factory=list)
-    """``de-en train``: pairs of files that look swapped and were accepted."""
+    """``de-en train``: sections that look swapped and were accepted."""
     scripts: dict[str, Counter[str]] = field(default_factory=dict)
     """Language → script → letters of a sample."""
     spellings: dict[str, set[str]] = field(default_factory=dict)
-    """Language → how the raw folders spell it."""
+    """Language → how the raw text spells it."""
 
     def add(
         self, split: Split, languages: Sequence[str], *, lines: int, characters: Sequence[int]
     ) -> None:
-        """Record what one split of a pair holds; characters per side, without line ends."""
+        """Record lines of one split of a pair; characters per side, without line ends."""
         pair = pair_name(*languages)
-        self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))[split] = lines
-        sides = dict(zip(languages, characters, strict=True))
-        self.characters.setdefault(pair, {})[split] = sides
-        if split == "train" and not lines:
-            self.emptied.add(pair)
+        counts = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
+        counts[split] += lines
+        sides = self.characters.setdefault(pair, {}).setdefault(split, dict.fromkeys(languages, 0))
+        for code, number in zip(languages, characters, strict=True):
+            sides[code] += number
+        if split == "train":
+            self.trained.add(pair)
+
+    @property
+    def emptied(self) -> set[str]:
+        """Pairs that came with training text of which no line is left."""
+        return {pair for pair in self.trained if not self.pairs[pair]["train"]}
+
+    def lines(self, split: Split, languages: Sequence[str]) -> int:
+        """How many lines there are of a split of a pair so far."""
+        return self.pairs.get(pair_name(*languages), {}).get(split, 0)
 
     def add_lines(self, split: Split, languages: Sequence[str], found: LineCounts) -> None:
-        """Record what was found in the lines of two files."""
+        """Record what was found in the lines of a section."""
         self.counts += Counter(
             {
                 "lines_read": found.read,
@@ -82,10 +96,10 @@ class Tally:
             if found.kept and found.without_text[side] >= found.kept:
                 self.empty_sides.add(f"{pair_name(*languages)} {split} {code}")
 
-    def add_sample(self, sample: EvenSample, folder: PairFolder) -> None:
-        """Record the letters of a sample of two files."""
-        for side, code in enumerate(folder.languages):
-            self.spellings.setdefault(code, set()).add(folder.spellings[side])
+    def add_sample(self, sample: EvenSample, section: Section) -> None:
+        """Record the letters of a sample of a section."""
+        for side, code in enumerate(section.languages):
+            self.spellings.setdefault(code, set()).add(section.spellings[side])
             letters = self.scripts.setdefault(code, Counter())
             letters.update(count_scripts("".join(sample.side(side))))
 
@@ -93,70 +107,59 @@ class Tally:
 def run(call: StageCall) -> None:
     """Bring raw text into the layout that all later stages read."""
     config = call.recipe.corpus
-    tally = Tally()
     with call.new_artifact() as writer:
-        if config.source == "cldr":
-            import_phrases(config, writer, tally=tally)
-        else:
-            import_tree(raw_dir(call), config, writer, tally=tally)
+        raw = read_raw(call)
+        tally = Tally(counts=Counter(raw.left_out))
+        with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
+            quarantine = Quarantine(stream)
+            for section in track(raw.sections, label="import"):
+                sample = import_section(
+                    section, writer, config=config, quarantine=quarantine, tally=tally
+                )
+                if raw.is_found:
+                    look_at_sides(section, sample, config=config, tally=tally)
         writer.statistics |= statistics(tally)
         writer.summary += summary(tally)
 
 
-def raw_dir(call: StageCall) -> Path:
-    """The raw folder; ConfigError where none was given."""
-    if "raw" not in call.raw:
-        raise ConfigError(
-            "corpus.source is 'tree', but no raw folder was given: pass --raw DIR, a tree with "
-            f"{LAYOUT}, or set corpus.source to 'cldr'."
-        )
-    root = call.raw["raw"]
-    if not root.is_dir():
-        raise DataError(f"{root} is a file where a tree of pair folders is wanted: {LAYOUT}.")
-    return root
+def read_raw(call: StageCall) -> RawText:
+    """What the reader of the recipe's source finds; a new reader is one more case."""
+    config, raw = call.recipe.corpus, call.raw.get("raw")
+    match config.source:
+        case "tree":
+            return read_trees(raw, config)
+        case "cldr":
+            return read_phrases(config)
+        case "hub":
+            return read_hub(raw, config)
 
 
-def import_tree(root: Path, config: CorpusConfig, writer: ArtifactWriter, *, tally: Tally) -> None:
-    """Read every pair of files once, in step, and write the lines that are text."""
-    folders = find_pairs(
-        root, wanted=config.languages, max_line_bytes=config.max_line_bytes, counts=tally.counts
-    )
-    with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as stream:
-        quarantine = Quarantine(stream, root)
-        for folder in track(folders, label="import"):
-            for split in folder.files:
-                import_files(
-                    folder, split, writer, config=config, quarantine=quarantine, tally=tally
-                )
-
-
-def import_files(
-    folder: PairFolder,
-    split: Split,
+def import_section(
+    section: Section,
     writer: ArtifactWriter,
     *,
     config: CorpusConfig,
     quarantine: Quarantine,
     tally: Tally,
-) -> None:
-    """Write the lines of two files that are text.
+) -> EvenSample:
+    """Add the lines that are text to those of the same split and pair; returns a sample of them.
 
     Raises:
-        DataError: the files cannot be read in step, are damaged, or look swapped.
+        DataError: the lines cannot be read, or too many are no text.
     """
-    paths, languages = folder.files[split], folder.languages
-    first, second = (
-        writer.path(text_name(split, folder.pair, code)).open("w", encoding="utf-8", newline="\n")
-        for code in languages
-    )
+    split, languages = section.split, section.languages
+    first, second = (_open_text(writer, split, languages, code) for code in languages)
     found, sample, characters = LineCounts(), EvenSample(), [0, 0]
+    limit = _limit(config, split)
     with first, second:
         for one, other in good_lines(
-            paths,
-            limit=_limit(config, split),
+            section.lines,
+            section.sources,
+            limit=None if limit is None else limit - tally.lines(split, languages),
             max_line_bytes=config.max_line_bytes,
             quarantine=quarantine,
             counts=found,
+            to_the_end=section.to_the_end,
         ):
             first.write(one + "\n")
             second.write(other + "\n")
@@ -165,37 +168,18 @@ def import_files(
             sample.offer(one, other)
     tally.add(split, languages, lines=found.kept, characters=characters)
     tally.add_lines(split, languages, found)
-    tally.add_sample(sample, folder)
-    if are_swapped(sample, folder.spellings):
+    return sample
+
+
+def look_at_sides(
+    section: Section, sample: EvenSample, *, config: CorpusConfig, tally: Tally
+) -> None:
+    """Record the letters of both sides; DataError where each side reads as the other's language."""
+    tally.add_sample(sample, section)
+    if are_swapped(sample, section.spellings):
         if config.swapped_sides == "refuse":
-            raise DataError(_swapped(paths, folder))
-        tally.swapped.append(f"{folder.pair} {split}")
-
-
-def import_phrases(config: CorpusConfig, writer: ArtifactWriter, *, tally: Tally) -> None:
-    """Write CLDR phrases: all splits for pairs with the pivot, test alone for zero-shot pairs."""
-    cldr = check_languages(config.cldr)
-    phrases = make_phrases(cldr)
-    known = {cldr.pivot, *cldr.train_pairs}
-    wanted = {canonical(code) for code in config.languages} or known
-    splits: dict[str, dict[Split, list[Phrase]]] = {
-        pair_name(cldr.pivot, code): {
-            "train": phrases.train[code],
-            "valid": phrases.valid,
-            "test": phrases.test,
-        }
-        for code in cldr.train_pairs
-    }
-    for first, second in combinations(cldr.zero_shot, 2):
-        splits[pair_name(first, second)] = {"test": phrases.test}
-    selected = {pair: of for pair, of in splits.items() if wanted.issuperset(pair.split("-"))}
-    require_languages(wanted, (pair.split("-") for pair in selected), present=known)
-    for pair, of_pair in sorted(selected.items()):
-        for split, listed_phrases in of_pair.items():
-            kept = listed_phrases[: _limit(config, split)]
-            tally.counts["lines_read"] += len(listed_phrases)
-            tally.counts["lines_over_limit"] += len(listed_phrases) - len(kept)
-            _write_phrases(kept, pair, split, writer, tally=tally)
+            raise DataError(_swapped(section))
+        tally.swapped.append(f"{section.pair} {section.split}")
 
 
 def statistics(tally: Tally) -> dict[str, object]:
@@ -304,25 +288,26 @@ def _looks_wrong(tally: Tally) -> str:
     return f"look at: {'; '.join(warnings)}" if warnings else ""
 
 
-def _swapped(paths: tuple[Path, Path], folder: PairFolder) -> str:
-    first, second = folder.spellings
+def _swapped(section: Section) -> str:
+    first, second = section.spellings
+    one, other = section.sources
     return (
-        f"{paths[0]} reads as {second} and {paths[1]} as {first}: exchange the names of the two "
-        "files, or set corpus.swapped_sides to 'accept' if they are right."
+        f"{one.place} reads as {second} and {other.place} as {first}: exchange the names of the "
+        "two files, or set corpus.swapped_sides to 'accept' if they are right."
     )
 
 
-def _write_phrases(
-    phrases: list[Phrase], pair: str, split: Split, writer: ArtifactWriter, *, tally: Tally
-) -> None:
-    languages = pair.split("-")
-    for code in languages:
-        with writer.path(text_name(split, pair, code)).open(
-            "w", encoding="utf-8", newline="\n"
-        ) as stream:
-            stream.writelines(f"{phrase[code]}\n" for phrase in phrases)
-    characters = [sum(len(phrase[code]) for phrase in phrases) for code in languages]
-    tally.add(split, languages, lines=len(phrases), characters=characters)
+def _quarantine_path(writer: ArtifactWriter, raw: RawText) -> Path:
+    """Text that is made here has no bad lines to be listed."""
+    return writer.path(QUARANTINE_NAME) if raw.is_found else Path(os.devnull)
+
+
+def _open_text(
+    writer: ArtifactWriter, split: Split, languages: tuple[str, str], code: str
+) -> TextIO:
+    """To write behind what earlier sections have of the split and the pair."""
+    path = writer.path(text_name(split, pair_name(*languages), code))
+    return path.open("a", encoding="utf-8", newline="\n")
 
 
 def _limit(config: CorpusConfig, split: Split) -> int | None:

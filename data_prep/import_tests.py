@@ -1,9 +1,9 @@
 """Stage import_tests: test sets from outside become a corpus of valid and test lines.
 
-Files used: a folder in one of the layouts of ``outside_tests.py``. Files built: the corpus layout
-of ``pipeline/artifacts/corpus.py``, without training lines, and ``quarantine.jsonl``. Files of one
-language each are joined into pairs, with the pivot or each with each; a line that is no text in one
-file is left out of all files that are aligned with it.
+Files used: a folder in one of the layouts of ``readers/outside_tests.py``. Files built: the corpus
+layout of ``pipeline/artifacts/corpus.py``, without training lines, and ``quarantine.jsonl``. Files
+of one language each are joined into pairs, with the pivot or each with each; a line that is no text
+in one file is left out of all files that are aligned with it.
 """
 
 import shutil
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TextIO
 
 from data_prep.import_corpus import QUARANTINE_NAME
-from data_prep.outside_tests import AlignedFiles, OutsideTests, find_tests
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
-from data_prep.raw_tree import SPLITS
+from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
+from data_prep.readers.section import SPLITS
+from data_prep.readers.text_files import in_step, source_of
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError
@@ -42,15 +43,16 @@ class Tally:
 
 def run(call: StageCall) -> None:
     """Write the lines of every language once per pair that it is in."""
-    root, config = call.raw["raw"], call.recipe.tests
+    root, config = call.raw["raw"].only_path(), call.recipe.tests
     tests = find_tests(root, config)
     tally = Tally()
     with call.new_artifact() as writer:
         with writer.path(QUARANTINE_NAME).open("w", encoding="utf-8", newline="\n") as stream:
-            quarantine = Quarantine(stream, root)
+            quarantine = Quarantine(stream)
             for files in track(tests.aligned, label="import"):
                 import_aligned(
                     files,
+                    root,
                     writer,
                     max_line_bytes=config.max_line_bytes,
                     quarantine=quarantine,
@@ -64,6 +66,7 @@ def run(call: StageCall) -> None:
 
 def import_aligned(
     files: AlignedFiles,
+    root: Path,
     writer: ArtifactWriter,
     *,
     max_line_bytes: int,
@@ -76,12 +79,14 @@ def import_aligned(
         DataError: the files have different numbers of lines, or are damaged.
     """
     languages = sorted({code for pair in files.pairs for code in pair})
+    paths = [files.paths[code] for code in languages]
     found, characters = LineCounts.for_sides(len(languages)), Counter[str]()
     with folder_for_now(writer.directory / "languages") as folder:
         with ExitStack() as stack:
             streams = [stack.enter_context(_open_text(folder / code)) for code in languages]
             for texts in good_lines(
-                [files.paths[code] for code in languages],
+                in_step(paths, max_line_bytes=max_line_bytes),
+                [source_of(path, root) for path in paths],
                 limit=None,
                 max_line_bytes=max_line_bytes,
                 quarantine=quarantine,

@@ -1,27 +1,16 @@
-"""Raw text line by line: what a line is, which are sentences, and where the others are listed.
-
-Files used: plain and gzip files of unknown origin. Whatever they hold, memory is bounded by
-``corpus.max_line_bytes`` and one block: a longer line is skipped to its end, a compressed file is
-unpacked block by block.
-"""
+"""Raw lines: which are sentences, what is mended in them, and where the others are listed."""
 
 import codecs
-import gzip
 import json
 import re
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import Self, TextIO
 
+from data_prep.readers.section import RawLine, Source
 from pipeline.errors import DataError
 from pipeline.summary import listed
-
-BLOCK_BYTES = 2**18
-"""Read at a time; a block of nothing but line ends is a list of as many empty lines."""
 
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
 """Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all."""
@@ -29,13 +18,14 @@ QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
 REASONS = ("too_long", "nul", "invalid_utf8")
 """Why a line is no text."""
 
-_SEPARATORS = re.compile("[\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-"""What some tools take for the end of a line, but the newline."""
+_SEPARATORS = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
+"""What some tools take for the end of a line. A newline is in no line of a text file, but may be
+in one of another source."""
 
 
 @dataclass
 class LineCounts:
-    """What was found in the lines of files that are read in step, a pair unless made for more."""
+    """What was found in lines with a pair of sides, unless made for more."""
 
     kept: int = 0
     quarantined: int = 0
@@ -54,7 +44,7 @@ class LineCounts:
 
     @classmethod
     def for_sides(cls, number: int) -> Self:
-        """Nothing yet, of so many files."""
+        """Nothing yet, of so many sides."""
         return cls(without_text=[0] * number, no_text=tuple(Counter() for _ in range(number)))
 
     @property
@@ -68,10 +58,9 @@ class Quarantine:
     """Where lines that are no text are listed: file, line number from 1, and the rule broken."""
 
     stream: TextIO
-    root: Path
 
-    def add(self, path: Path, *, line: int, reason: str) -> None:
-        record = {"file": path.relative_to(self.root).as_posix(), "line": line, "reason": reason}
+    def add(self, source: Source, *, line: int, reason: str) -> None:
+        record = {"file": source.name, "line": line, "reason": reason}
         self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -83,46 +72,30 @@ class _NotPlain(Exception):
     """A line that needs a second look."""
 
 
-def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
-    """Lines of a plain or gzip file without their ``\\n``; no other byte ends a line.
-
-    Of a line that is longer than ``max_line_bytes`` come its first ``max_line_bytes + 1`` bytes:
-    its length tells that it is one of these. Its rest is read over and not held.
-
-    Raises:
-        DataError: the file is cut off, damaged, or no gzip file.
-    """
-    try:
-        with _open_bytes(path) as stream:
-            yield from _lines_of(stream, longest=max_line_bytes + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path} is no complete gzip file ({error}): fetch it again, or unpack it and remove "
-            "the .gz from its name."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
-
-
 def good_lines(
-    paths: Sequence[Path],
+    lines: Iterable[RawLine],
+    sources: Sequence[Source],
     *,
     limit: int | None,
     max_line_bytes: int,
     quarantine: Quarantine,
     counts: LineCounts,
     setting: str = "corpus.max_line_bytes",
+    to_the_end: bool = True,
 ) -> Iterator[list[str]]:
-    """At most ``limit`` lines of every file, all of them text; files are read to their ends.
+    """At most ``limit`` lines, all sides of which are text.
 
-    A line that is no text in one file is left out of all. ``counts`` are for as many sides;
-    ``setting`` is where ``max_line_bytes`` comes from.
+    A line that is no text on one side is left out of all. ``counts`` are for as many sides;
+    ``setting`` is where ``max_line_bytes`` comes from; ``to_the_end``: lines beyond the limit are
+    read over and counted.
 
     Raises:
-        DataError: one file has more lines, or too many lines are no text.
+        DataError: the lines cannot be read, or too many are no text.
     """
-    for number, raws in enumerate(in_step(paths, max_line_bytes=max_line_bytes), start=1):
+    for number, raws in lines:
         if limit is not None and counts.kept >= limit:
+            if not to_the_end:
+                break
             counts.over_limit += 1
             continue
         try:
@@ -131,7 +104,7 @@ def good_lines(
         except (_NotPlain, UnicodeDecodeError):
             texts = _look_again(
                 raws,
-                paths,
+                sources,
                 number=number,
                 max_line_bytes=max_line_bytes,
                 quarantine=quarantine,
@@ -142,48 +115,7 @@ def good_lines(
             yield texts
         else:
             counts.quarantined += 1
-    _refuse_damaged(paths, counts, setting=setting)
-
-
-def in_step(paths: Sequence[Path], *, max_line_bytes: int) -> Iterator[tuple[bytes, ...]]:
-    """Lines of all files; DataError with the counts of two of them where one is longer."""
-    sides = [iterate_raw_lines(path, max_line_bytes=max_line_bytes) for path in paths]
-    for number, raws in enumerate(zip_longest(*sides), start=1):
-        if None in raws:
-            short = raws.index(None)
-            long = next(side for side, raw in enumerate(raws) if raw is not None)
-            found = {short: number - 1, long: number + sum(1 for _ in sides[long])}
-            first, second = sorted(found)
-            raise DataError(
-                f"{paths[first]} has {found[first]} lines and {paths[second]} has "
-                f"{found[second]}: line n of one must translate line n of the other, so fetch or "
-                "align them again."
-            )
-        yield raws
-
-
-def _open_bytes(path: Path) -> BinaryIO | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(path, "rb")
-    return path.open("rb")
-
-
-def _lines_of(stream: BinaryIO | gzip.GzipFile, *, longest: int) -> Iterator[bytes]:
-    """Lines of a stream, each cut to ``longest`` bytes; holds one such line and one block."""
-    begun = b""
-    while block := stream.read(BLOCK_BYTES):
-        first, *others = block.split(b"\n")
-        begun += first[: longest - len(begun)]
-        if others:
-            yield begun
-            *whole, begun = others
-            begun = begun[:longest]
-            if len(block) <= longest:
-                yield from whole
-            else:
-                yield from (line[:longest] for line in whole)
-    if begun:
-        yield begun
+    _refuse_damaged(sources, counts, setting=setting)
 
 
 def _plain(raw: bytes, *, max_line_bytes: int) -> str:
@@ -199,7 +131,7 @@ def _plain(raw: bytes, *, max_line_bytes: int) -> str:
 
 def _look_again(
     raws: Sequence[bytes],
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     *,
     number: int,
     max_line_bytes: int,
@@ -215,7 +147,7 @@ def _look_again(
             texts.append(_decode(raw, side=side, is_first=number == 1, counts=counts))
         except _NoText as error:
             counts.no_text[side][str(error)] += 1
-            quarantine.add(paths[side], line=number, reason=str(error))
+            quarantine.add(sources[side], line=number, reason=str(error))
     return texts
 
 
@@ -241,11 +173,11 @@ def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str
     return text
 
 
-def _refuse_damaged(paths: Sequence[Path], counts: LineCounts, *, setting: str) -> None:
+def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: str) -> None:
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
     if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines):
         return
-    damaged = [path for path, side in zip(paths, counts.no_text, strict=True) if side]
+    damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
     remedy = (
         f"raise {setting}, or split them into sentences"
@@ -253,6 +185,6 @@ def _refuse_damaged(paths: Sequence[Path], counts: LineCounts, *, setting: str) 
         else "convert the files to UTF-8 or fetch them again"
     )
     raise DataError(
-        f"{listed(str(path) for path in damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
+        f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
         f"most {setting} ({', '.join(reasons)}): {remedy}."
     )

@@ -45,7 +45,7 @@ MAX_POSITION_VALUES = 2**30
 
 
 class CldrConfig(Settings):
-    """How many localised phrases to make from Unicode CLDR (``data_prep/cldr.py``)."""
+    """How many localised phrases to make from Unicode CLDR (``data_prep/readers/cldr.py``)."""
 
     pivot: str = "en"
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
@@ -60,7 +60,9 @@ class CldrConfig(Settings):
 class CorpusConfig(Settings):
     """import_corpus: where raw text comes from."""
 
-    source: Literal["tree", "cldr"] = "tree"
+    source: Literal["tree", "cldr", "hub"] = "tree"
+    """``tree``: folders of pairs as OPUS-100 has them; ``cldr``: phrases made here; ``hub``: a data
+    set of the Hugging Face hub. Where they lie is said on the command line."""
     cldr: CldrConfig = CldrConfig()
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""

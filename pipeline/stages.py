@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import Recipe
 from pipeline.ds_config import load_ds_config
 
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a stage: an artifact of a kind, or a raw folder."""
+    """One input of a stage: an artifact of a kind, or raw text."""
 
     kind: Kind | Literal["raw"]
     help: str
@@ -66,17 +67,23 @@ class StageCall:
     recipe: Recipe
     artifacts: Mapping[str, Artifact]
     """Input name → artifact; for inputs that take many, ``input/name`` → artifact."""
-    raw: Mapping[str, Path]
-    """Input name → raw folder."""
+    raw: Mapping[str, RawInput]
+    """Input name → raw text."""
     out_dir: Path
     records: Mapping[str, InputRecord]
     config: Mapping[str, object]
     """The recipe's sections (and ds_config) as they stand in the manifest."""
     processes: int = 1
-    ds_config: Path | None = None
     overwrite: bool = False
     clock: float = field(default_factory=time.monotonic, compare=False)
     """When the stage began, in seconds of the monotonic clock."""
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        """Of a training stage: how the machine is used, read once, when the call was made."""
+        ds_config = self.config["ds_config"]
+        assert isinstance(ds_config, Mapping)
+        return ds_config
 
     def new_artifact(
         self, *, wall_seconds: float | None = None
@@ -120,9 +127,15 @@ STAGES: dict[str, Stage] = {
             name="import_corpus",
             module="data_prep.import_corpus",
             makes="corpus",
-            help="raw pair folders, or CLDR phrases, into a corpus",
+            help="raw text, or CLDR phrases, into a corpus",
             sections=("corpus",),
-            inputs={"raw": Input("raw", "OPUS-100-like tree of pair folders", required=False)},
+            inputs={
+                "raw": Input(
+                    "raw",
+                    "OPUS-100-like trees of pair folders, or hub:OWNER/NAME@REVISION",
+                    required=False,
+                )
+            },
         ),
         Stage(
             name="import_tests",

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.places import claim_run_folder, remove_files, run_dir
-from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.settings_diff import describe_change, with_defaults
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.decoding.translator import Job, Translator
@@ -157,10 +157,10 @@ class DoneLines:
         """Go on with what is there, if it was translated with the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
-        identity = _identity_of(text)
+        identity = _identity_of(text, sections=call.config)
         claim_run_folder(self.directory, work="translation")
         path = self.directory / "identity.json"
-        before = _identity_of(path.read_bytes()) if path.is_file() else {}
+        before = _identity_of(path.read_bytes(), sections=call.config) if path.is_file() else {}
         change = describe_change(before, identity)
         if change is None:
             return
@@ -242,13 +242,13 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     done.remove()
 
 
-def _identity_of(noted: str | bytes) -> dict[str, object]:
+def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
     """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
     try:
         settings, inputs = json.loads(noted)
     except (ValueError, TypeError, RecursionError):
         return {}
-    return {"settings": settings, "inputs": inputs}
+    return {"settings": with_defaults(settings, sections=sections), "inputs": inputs}
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:

@@ -38,11 +38,15 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
     """What an artifact notes of a recipe's sections, with the settings there were not yet.
 
     Those are at their defaults, since a new setting does by default what was done before. As noted
-    where a section cannot be read any more.
+    where a section cannot be read any more. Names that are no sections of a recipe are passed over.
     """
     kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
     try:
-        read = {name: kinds[name].model_validate(noted.get(name, {})) for name in sections}
+        read = {
+            name: kinds[name].model_validate(noted.get(name, {}))
+            for name in sections
+            if name in kinds
+        }
     except ValidationError:
         return dict(noted)
     return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import say
 from pipeline.cli.option_types import named_paths, whole_number
 from pipeline.cli.verb import Verb
@@ -16,7 +17,7 @@ def _run(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
-        given=named_paths(options.input, "--input"),
+        given=_given(options.input),
         processes=options.processes,
     )
     if options.dry_run:
@@ -30,7 +31,7 @@ def _status(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
-        given=named_paths(options.input, "--input"),
+        given=_given(options.input),
     )
     show_status(placed)
     return 0
@@ -76,3 +77,12 @@ PLAN_VERBS = (
         _status,
     ),
 )
+
+
+def _given(pairs: list[str]) -> dict[str, RawInput]:
+    """Input of a plan → what is named for it; several paths are named one by one."""
+    values: dict[str, list[str]] = {}
+    for pair in pairs:
+        for name, path in named_paths([pair], "--input").items():
+            values.setdefault(name, []).append(str(path))
+    return {name: raw_input(of_name) for name, of_name in values.items()}

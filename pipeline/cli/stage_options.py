@@ -29,6 +29,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         about = wanted.help + ("" if wanted.required else " (optional)")
         if wanted.many:
             parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", help=about)
+        elif wanted.kind == "raw":
+            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", help=about)
         else:
             parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=about)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the new artifact")

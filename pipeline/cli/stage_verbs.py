@@ -12,7 +12,6 @@ from pipeline.artifacts.artifact import (
     Artifact,
     InputRecord,
     open_artifact,
-    raw_digest,
     read_manifest,
     refuse_changed,
     refuse_to_overwrite,
@@ -25,6 +24,7 @@ from pipeline.artifacts.places import (
     run_dir,
     sole_writer,
 )
+from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import guarded, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
 from pipeline.cli.option_types import named_paths, whole_number
@@ -32,7 +32,6 @@ from pipeline.cli.stage_options import check_required, is_filter, stage_parser
 from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
-from pipeline.ds_config import ds_config_path
 from pipeline.entry import prepare_process
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import why_not_done
@@ -112,15 +111,17 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
     named = stage.sections and options.recipe
     recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
     artifacts: dict[str, Artifact] = {}
-    raw: dict[str, Path] = {}
+    raw: dict[str, RawInput] = {}
     for name, wanted in stage.inputs.items():
-        inputs = _named_inputs(name, given[name])
-        refuse_inputs(options.out, inputs=inputs, run_folder=stage.keeps_work)
-        for key, path in inputs.items():
-            if wanted.kind == "raw":
-                raw[key] = path
-            else:
-                artifacts[key] = open_artifact(path, kind=wanted.kind)
+        if not given[name]:
+            continue
+        if wanted.kind == "raw":
+            raw[name] = raw_input(given[name])
+            _refuse_inputs(raw[name].named(name), stage, options)
+            continue
+        paths = _named_inputs(name, given[name])
+        _refuse_inputs(paths, stage, options)
+        artifacts |= {key: open_artifact(path, kind=wanted.kind) for key, path in paths.items()}
     return StageCall(
         stage=stage,
         recipe=recipe,
@@ -132,24 +133,27 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
         processes=options.processes if stage.parallel != "no" else 1,
-        ds_config=ds_config_path(options.ds_config) if stage.trains else None,
         overwrite=options.overwrite,
     )
 
 
-def _named_inputs(name: str, value: Path | list[str] | None) -> dict[str, Path]:
+def _refuse_inputs(paths: Mapping[str, Path], stage: Stage, options: argparse.Namespace) -> None:
+    refuse_inputs(options.out, inputs=paths, run_folder=stage.keeps_work)
+
+
+def _named_inputs(name: str, value: Path | list[str]) -> dict[str, Path]:
     if isinstance(value, list):
         return {f"{name}/{key}": path for key, path in named_paths(value, f"--{name}").items()}
-    return {} if value is None else {name: value}
+    return {name: value}
 
 
-def _records(artifacts: Mapping[str, Artifact], raw: Mapping[str, Path]) -> dict[str, InputRecord]:
-    opened = {name: artifact.as_input for name, artifact in artifacts.items()}
-    read = {
-        name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
-        for name, path in raw.items()
-    }
-    return opened | read
+def _records(
+    artifacts: Mapping[str, Artifact], raw: Mapping[str, RawInput]
+) -> dict[str, InputRecord]:
+    records = {name: artifact.as_input for name, artifact in artifacts.items()}
+    for name, source in raw.items():
+        records |= source.records(name)
+    return records
 
 
 def _already_done(call: StageCall) -> bool:

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.artifacts.artifact import open_artifact, raw_digest, read_manifest
+from pipeline.artifacts.artifact import open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
+from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import Recipe, load_recipe
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
@@ -201,14 +202,22 @@ class PlacedPlan:
 
     plan: Plan
     out_dir: Path
-    given: Mapping[str, Path]
-    """Plan input → path."""
+    given: Mapping[str, RawInput]
+    """Plan input → data from outside."""
     tasks: list[Task]
-    _raw_digests: dict[str, str] = field(default_factory=dict)
+    _raw_digests: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
     def path(self, source: str) -> Path:
         """Where a source (``stage`` or ``$name``) lies."""
-        return self.given[source[1:]] if source.startswith("$") else self.out_dir / source
+        if source.startswith("$"):
+            return self.given[source[1:]].only_path()
+        return self.out_dir / source
+
+    def values(self, source: str) -> tuple[str, ...]:
+        """A source as the command line of a stage names it."""
+        if source.startswith("$"):
+            return self.given[source[1:]].values
+        return (str(self.path(source)),)
 
     def require_inputs(self) -> None:
         """Raises ConfigError where an input of the plan is not given."""
@@ -220,25 +229,30 @@ class PlacedPlan:
 
     def digests(self, task: Task) -> dict[str, str]:
         """Input → digest as it is now; raw data is read once, and unchanged where not given."""
-        return {
-            key: self._digest(task, key, source) for key, source in task.planned.sources().items()
-        }
+        found: dict[str, str] = {}
+        for key, source in task.planned.sources().items():
+            found |= self._digests(task, key, source)
+        return found
 
-    def _digest(self, task: Task, key: str, source: str) -> str:
+    def _digests(self, task: Task, key: str, source: str) -> dict[str, str]:
+        """Of one source: several where it is raw text of several paths."""
         kind = task.stage.inputs[key.partition("/")[0]].kind
         if source.startswith("$") and source[1:] not in self.given:
-            return _recorded_digest(task.out_dir, key)
+            return _recorded_digests(task.out_dir, key)
         if kind == "raw":
-            if source not in self._raw_digests:
-                self._raw_digests[source] = raw_digest(self.path(source))
-            return self._raw_digests[source]
-        return open_artifact(self.path(source), kind=kind).digest
+            if (source, key) not in self._raw_digests:
+                records = self.given[source[1:]].records(key)
+                digests = {name: record.digest for name, record in records.items()}
+                self._raw_digests[source, key] = digests
+            return self._raw_digests[source, key]
+        return {key: open_artifact(self.path(source), kind=kind).digest}
 
 
-def _recorded_digest(out_dir: Path, key: str) -> str:
+def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:
     manifest = read_manifest(out_dir)
-    record = manifest.inputs.get(key) if manifest else None
-    return record.digest if record else ""
+    records = manifest.inputs if manifest else {}
+    names = [name for name in records if name == key or name.startswith(f"{key}/")]
+    return {name: records[name].digest for name in names} or {key: ""}
 
 
 def place_plan(
@@ -246,7 +260,7 @@ def place_plan(
     *,
     out_dir: Path | None = None,
     overlay: str = "",
-    given: Mapping[str, Path] | None = None,
+    given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     table: Mapping[str, Stage] = STAGES,
 ) -> PlacedPlan:
@@ -266,7 +280,8 @@ def place_plan(
             f"Plan {plan.name!r} has no input {unknown[0]!r}{hint(unknown[0], [*plan.inputs])}"
         )
     place = out_dir or Path("runs") / plan.name
-    refuse_inputs(place, inputs=given, run_folder=False, what="The plan's folder")
+    paths = {key: path for name in given for key, path in given[name].named(name).items()}
+    refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], table[plan.stages[name].run]
@@ -277,6 +292,6 @@ def place_plan(
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)
         tasks.append(Task(name, stage, planned, recipe, place / name, config))
         refuse_inputs(
-            place / name, inputs=given, run_folder=stage.keeps_work, what=f"Stage {name}'s folder"
+            place / name, inputs=paths, run_folder=stage.keeps_work, what=f"Stage {name}'s folder"
         )
     return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)

@@ -178,7 +178,8 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     for name, source in task.planned.inputs.items():
         option = f"--{name}"
         if isinstance(source, str):
-            arguments.append(f"{option}={placed.path(source)}")
+            first, *others = placed.values(source)
+            arguments += [option, first, *others] if others else [f"{option}={first}"]
         else:
             named = [f"{entry}={placed.path(value)}" for entry, value in source.items()]
             arguments += [option, *named]

@@ -74,7 +74,7 @@ def groups_of_languages(
     Raises:
         ConfigError: groups are needed and not given, too few, or miss a language.
     """
-    if model.moe is None or model.moe.decoder_router == "token":
+    if model.moe is None or model.moe.decoder_router != "language_group":
         return None
     if groups is None:
         raise ConfigError(

@@ -177,6 +177,8 @@ class Engine:
         if has_expert_groups:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
+        self.ds_config: Mapping[str, Any] = config
+        """What DeepSpeed was given: the machine's JSON and what the recipe owns."""
         self.accumulation = config["gradient_accumulation_steps"]
         parameters = split_params_into_different_moe_groups_for_optimizer(
             [{"params": trainable(model), "name": "dense"}]

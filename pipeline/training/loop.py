@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import islice
 
 import torch
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.artifacts.corpus import Direction, resource_of
+from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
@@ -29,7 +29,6 @@ from pipeline.config import Recipe
 from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.ds_config import load_ds_config
 from pipeline.errors import CheckpointError, Interrupted
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter
 from pipeline.model.transformer import Transformer
@@ -40,6 +39,7 @@ from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.run_directory import RunDirectory, link_or_copy
+from pipeline.training.validation import summarize_validation
 
 
 def local_device(world: World) -> torch.device:
@@ -68,7 +68,7 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         model,
         call.recipe,
         world=world,
-        ds_config=load_ds_config(str(call.ds_config)),
+        ds_config=call.ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
     )
     TrainingRun(call, engine, data, world=world).run()
@@ -180,7 +180,7 @@ class TrainingRun:
         )
         self._write_record("train", record)
 
-    def _write_record(self, kind: str, record: dict[str, object]) -> None:
+    def _write_record(self, kind: str, record: Mapping[str, object]) -> None:
         progress = self.progress
         if self.world.rank == 0:
             self.metrics.write(
@@ -199,14 +199,14 @@ class TrainingRun:
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
         if not due or self.progress.validated >= update:
             return
-        losses = self._validation_losses(stop)
-        record = summarize_validation(
-            losses, train_lines=self.data.train_lines, thresholds=training.resource_thresholds
+        found = summarize_validation(
+            self._validation_losses(stop),
+            train_lines=self.data.train_lines,
+            thresholds=training.resource_thresholds,
         )
-        if self.routing.layers:
-            record["routing"] = self.routing.summary()
-        perplexity = float(str(record["perplexity"]))
-        self._write_record("validation", record)
+        routing = {"routing": self.routing.summary()} if self.routing.layers else {}
+        self._write_record("validation", {**asdict(found), **routing})
+        perplexity = found.perplexity
         best = self.progress.best_perplexity
         self.progress = replace(self.progress, validated=update)
         if best is None or perplexity < best:
@@ -331,7 +331,9 @@ class TrainingRun:
             for name in best.names():
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
-            writer.statistics.update(best.statistics, updates=self.progress.update)
+            writer.statistics.update(
+                best.statistics, updates=self.progress.update, deepspeed=self.engine.ds_config
+            )
             writer.summary += self._summary()
 
     def _summary(self) -> list[str]:
@@ -380,31 +382,3 @@ class _Interval:
             "tokens_per_second": labels / max(seconds, 1e-9),
             "target_tokens": round(labels),
         }
-
-
-def summarize_validation(
-    losses: dict[Direction, tuple[float, int]],
-    *,
-    train_lines: dict[str, int],
-    thresholds: tuple[int, int],
-) -> dict[str, object]:
-    """Token-mean losses overall, per direction, pair and resource group; perplexity overall."""
-
-    def mean(chosen: Iterable[Direction]) -> float:
-        pairs = [losses[direction] for direction in chosen]
-        return sum(loss for loss, _ in pairs) / sum(labels for _, labels in pairs)
-
-    by_pair: dict[str, list[Direction]] = {}
-    by_resource: dict[str, list[Direction]] = {}
-    for direction in losses:
-        by_pair.setdefault(direction.pair, []).append(direction)
-        resource = resource_of(train_lines.get(direction.pair, 0), thresholds=thresholds)
-        by_resource.setdefault(resource, []).append(direction)
-    overall = mean(losses)
-    return {
-        "loss": overall,
-        "perplexity": math.exp(min(overall, 700.0)),
-        "directions": {str(direction): mean([direction]) for direction in losses},
-        "pairs": {pair: mean(chosen) for pair, chosen in by_pair.items()},
-        "resources": {resource: mean(chosen) for resource, chosen in by_resource.items()},
-    }

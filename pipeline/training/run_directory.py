@@ -48,7 +48,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.settings_diff import describe_change, with_defaults
 from pipeline.checkpoints.checkpoint import PART_FOLDERS, part_prefix
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
 from pipeline.distributed.world import World
@@ -142,8 +142,9 @@ class RunDirectory:
             return None
         newest = names[-1]
         manifest = open_artifact(self.states_dir / newest, kind="training_state").manifest
+        noted = with_defaults(manifest.config, sections=self._config)
         change = describe_change(
-            without_topology(manifest.config), without_topology(self._config)
+            without_topology(noted), without_topology(self._config)
         ) or describe_change(
             {name: record.digest for name, record in manifest.inputs.items()},
             {name: record.digest for name, record in self._inputs.items()},

@@ -32,6 +32,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
 from pipeline.jobs.plan import load_plan, place_plan
@@ -190,7 +191,7 @@ def operate(
         case "plan":
             plan = load_plan(str(recipe.with_name("plan.toml")))
             with contextlib.suppress(UserError):
-                placed = place_plan(plan, out_dir=out_dir, given={"text": given_path})
+                placed = place_plan(plan, out_dir=out_dir, given={"text": RawPaths((given_path,))})
                 run_plan(placed, launcher=in_this_process, say=lambda _: None)
             return [place for name in plan.stages for place in working_places(out_dir / name)]
         case "new_artifact":

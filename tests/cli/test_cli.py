@@ -17,10 +17,11 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
 from pipeline.config import DecodingConfig, ModelConfig, Recipe
-from pipeline.ds_config import RECIPE_KEYS, ds_config_names, ds_config_path, load_ds_config
+from pipeline.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 from pipeline.stages import STAGES, Input, Stage, StageCall
 
@@ -191,14 +192,14 @@ def test_a_stage_is_told_its_settings_inputs_and_place(bench: Bench) -> None:
     others = ["--others", f"b={bench.at('second')}", f"a={bench.at('corpus')}"]
     assert bench.train(*others, "--ds-config", "cpu_bf16", "--local_rank=0") == 0
     reading, _, training = bench.calls
-    assert reading.raw == {"raw": raw}
+    assert reading.raw == {"raw": RawPaths((raw,))}
     assert reading.records["raw"].digest == raw_digest(raw)
     assert training.recipe.training.updates == 10
     assert list(training.many("others")) == ["b", "a"]
     assert training.records["others/b"].digest == training.artifacts["others/b"].digest
     assert training.config["ds_config"] == load_ds_config("cpu_bf16")
     assert training.config["training"] == training.recipe.model_dump(mode="json")["training"]
-    assert training.ds_config == ds_config_path("cpu_bf16")
+    assert training.ds_config == training.config["ds_config"]
     model = open_artifact(Path(bench.at("model")), kind="checkpoint")
     assert set(model.manifest.inputs) == {"corpus", "others/a", "others/b"}
 
@@ -530,6 +531,25 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
     assert "corpus: already done" in said
     assert cli.main(["run", str(plan_path)]) == EXIT_USER_ERROR
     assert "pass --input text=PATH" in capsys.readouterr().err
+
+
+def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_path = tmp_path / "tiny.toml"
+    plan_path.write_text(
+        f'[inputs]\ntext = "a file"\n[stages.corpus]\nrun = "read"\n'
+        f'recipe = "{bench.recipe_path}"\ninputs = {{ raw = "$text" }}\n'
+    )
+    given = [str(plan_path), "--out", bench.at("out"), "--input"]
+    bench.read("--raw", str(plan_path), str(bench.recipe_path), out="out/corpus")
+    capsys.readouterr()
+    assert cli.main(["run", *given, f"text={plan_path}", f"text={bench.recipe_path}"]) == 0
+    assert "corpus: already done" in capsys.readouterr().out
+    bench.read("--raw", f"hub:a/b@{'0' * 40}", "--overwrite", out="out/corpus")
+    assert cli.main(["run", *given, f"text=hub:a/b@{'0' * 40}"]) == 0
+    assert cli.main(["run", *given, "text=hub:a/b@main"]) == EXIT_USER_ERROR
+    assert "hub:a/b@main does not say which text it is" in capsys.readouterr().err
 
 
 def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked_for(

@@ -2,46 +2,26 @@
 
 import gzip
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.raw_trees import run_import, write
 
-from data_prep import import_corpus
 from pipeline import cli
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
+from pipeline.artifacts.raw_input import RawInput, RawPaths
 from pipeline.config import CldrConfig, CorpusConfig, Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
-from pipeline.stages import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
-def imported(out_dir: Path, raw: Path | None, config: CorpusConfig | None = None) -> Artifact:
+def imported(
+    out_dir: Path, raw: Path | RawInput | None, config: CorpusConfig | None = None
+) -> Artifact:
     recipe = Recipe(name="test", corpus=config or CorpusConfig())
-    stage = STAGES["import_corpus"]
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts={},
-        raw={} if raw is None else {"raw": raw},
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-    )
-    import_corpus.run(call)
-    return open_artifact(out_dir, kind="corpus")
-
-
-def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Lay out a raw tree; names that end in .gz are compressed."""
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = content.encode() if isinstance(content, str) else content
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    return root
+    return run_import("import_corpus", out_dir, raw, recipe)
 
 
 @pytest.fixture
@@ -388,6 +368,82 @@ def test_a_sample_is_taken_of_the_whole_file_and_not_of_its_beginning(raw: Path,
 def test_a_tree_source_without_a_raw_folder_is_refused(out: Path) -> None:
     with pytest.raises(ConfigError, match="no raw folder was given"):
         imported(out, None)
+
+
+# Several trees
+
+
+def two_trees(folder: Path) -> RawPaths:
+    first: dict[str, str | bytes] = {"de-en/train.de": "a\nb\n", "de-en/train.en": "1\n2\n"}
+    first |= {"en-fr/test.en": "3\n", "en-fr/test.fr": "c\n"}
+    second: dict[str, str | bytes] = {"eng-deu/train.eng": b"4\n\xff\n5\n"}
+    second |= {"eng-deu/train.deu": "d\ne\nf\n"}
+    second |= {"eng-deu/test.eng": "6\n", "eng-deu/test.deu": "g\n", "ids/x": ""}
+    return RawPaths((write(folder / "first", first), write(folder / "second", second)))
+
+
+def test_what_several_trees_have_of_a_pair_follows_in_their_order(
+    tmp_path: Path, out: Path
+) -> None:
+    trees = two_trees(tmp_path)
+    corpus = imported(out, trees)
+    assert corpus.statistics["pairs"] == {
+        "de-en": {"train": 4, "valid": 0, "test": 1},
+        "en-fr": {"train": 0, "valid": 0, "test": 1},
+    }
+    assert read_lines(corpus, "train", "de-en", "de") == ["a", "b", "d", "f"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["1", "2", "4", "5"]
+    assert corpus.statistics["characters"]["de-en"]["train"] == {"de": 4, "en": 4}
+    assert corpus.statistics["counts"]["folders_ignored"] == 1
+    assert "several spellings are one language: de (de, deu), en" in corpus.manifest.summary[-1]
+    other = imported(out.with_name("other"), RawPaths(trees.paths[::-1]))
+    assert read_lines(other, "train", "de-en", "de") == ["d", "f", "a", "b"]
+
+
+def test_the_quarantine_says_in_which_tree_a_line_stands(tmp_path: Path, out: Path) -> None:
+    corpus = imported(out, two_trees(tmp_path))
+    assert [json.loads(line) for line in corpus.file("quarantine.jsonl").open()] == [
+        {"file": "2/eng-deu/train.eng", "line": 2, "reason": "invalid_utf8"}
+    ]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, "a"), (2, "ab"), (3, "abd")])
+def test_a_limit_is_for_all_trees_together(
+    tmp_path: Path, out: Path, limit: int, kept: str
+) -> None:
+    corpus = imported(out, two_trees(tmp_path), CorpusConfig(max_train_lines=limit))
+    assert read_lines(corpus, "train", "de-en", "de") == list(kept)
+
+
+def test_a_language_may_be_in_one_tree_alone(tmp_path: Path, out: Path) -> None:
+    corpus = imported(out, two_trees(tmp_path), CorpusConfig(languages=("en", "fr")))
+    assert list(corpus.statistics["pairs"]) == ["en-fr"]
+
+
+def test_training_lines_in_one_tree_are_enough(tmp_path: Path, out: Path) -> None:
+    trees = two_trees(tmp_path)
+    write(trees.paths[1], {"eng-deu/train.eng": "", "eng-deu/train.deu": ""})
+    assert imported(out, trees).statistics["emptied"] == []
+
+
+def test_the_manifest_has_the_path_and_digest_of_every_tree(
+    tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trees = two_trees(tmp_path)
+    (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
+    command = ["import_corpus", "--recipe", str(tmp_path / "recipe.toml"), "--out", str(out)]
+    assert cli.main([*command, "--raw", *trees.values]) == 0
+    manifest = read_manifest(out)
+    assert manifest is not None
+    assert manifest.inputs == trees.records("raw")
+    assert cli.main([*command, "--raw", *trees.values]) == 0
+    assert "already done" in capsys.readouterr().err
+    assert cli.main([*command, "--raw", *trees.values[::-1]]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "input raw/1 changed; input raw/2 changed" in said
+    within = [*command[:-1], str(trees.paths[1] / "out"), "--raw", *trees.values]
+    assert cli.main(within) == EXIT_USER_ERROR
+    assert "lies within the input raw/2" in capsys.readouterr().err
 
 
 CLDR = CldrConfig(

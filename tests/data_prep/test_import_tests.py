@@ -3,51 +3,29 @@
 import gzip
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.raw_trees import run_import, write
 
-from data_prep import import_tests
-from data_prep.outside_tests import describe_file
+from data_prep.readers.outside_tests import describe_file
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions, line_counts, read_lines
 from pipeline.config import OutsideTestsConfig, Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
-from pipeline.stages import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 
 
 def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
     recipe = Recipe(name="test", tests=OutsideTestsConfig.model_validate(settings))
-    stage = STAGES["import_tests"]
-    call = StageCall(
-        stage=stage,
-        recipe=recipe,
-        artifacts={},
-        raw={"raw": raw},
-        out_dir=out_dir,
-        records={},
-        config=recipe.sections(stage.sections),
-    )
-    import_tests.run(call)
-    artifact = open_artifact(out_dir, kind="corpus")
+    artifact = run_import("import_tests", out_dir, raw, recipe)
     artifact.verify()
     return artifact
-
-
-def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Lay out a folder; names that end in .gz are compressed."""
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = content.encode() if isinstance(content, str) else content
-        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    return root
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
@@ -176,7 +177,7 @@ class Setup:
         self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
 
     def placed(self, **options: Any) -> PlacedPlan:
-        options = {"given": {"text": self.text_path.parent}, **options}
+        options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path), table=TABLE)
         return place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
 
@@ -291,7 +292,7 @@ def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) 
     with pytest.raises(ConfigError, match="wants a folder of text: pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
-        setup.placed(given={"txt": setup.folder})
+        setup.placed(given={"txt": RawPaths((setup.folder,))})
 
 
 # ---------------------------------------------------------------- what runs
@@ -433,10 +434,32 @@ def test_raw_data_is_hashed_once_per_run(setup: Setup, monkeypatch: pytest.Monke
         hashed.append(path)
         return raw_digest(path)
 
-    monkeypatch.setattr("pipeline.jobs.plan.raw_digest", count)
+    monkeypatch.setattr("pipeline.artifacts.raw_input.raw_digest", count)
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, ["corpus", "again", "shards", "model"])
     assert hashed == [setup.text_path.parent]
+
+
+def test_several_raw_folders_reach_the_stage_and_decide_with_their_order(setup: Setup) -> None:
+    folders = setup.text_path.parent, setup.folder / "more"
+    folders[1].mkdir()
+    (folders[1] / "text").write_text("cherry")
+    given = {"text": RawPaths(folders)}
+    placed = setup.placed(given=given)
+    arguments = stage_arguments(placed, placed.tasks[0])
+    start = arguments.index("--raw")
+    assert arguments[start + 1 : start + 3] == [str(folder) for folder in folders]
+    digests = {name: record.digest for name, record in given["text"].records("raw").items()}
+    assert placed.digests(placed.tasks[0]) == digests
+
+
+def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
+    setup: Setup,
+) -> None:
+    dataset = HubDataset("owner/pairs", "0" * 40)
+    placed = setup.placed(given={"text": dataset})
+    assert f"--raw={dataset}" in stage_arguments(placed, placed.tasks[0])
+    assert placed.digests(placed.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
 # ---------------------------------------------------------------- changed since they were made
@@ -719,10 +742,11 @@ def run(call):
 RUNNER = """
 import driver, sys
 from pathlib import Path
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.jobs.plan import load_plan, place_plan
 from pipeline.jobs.runner import run_plan
 placed = place_plan(
-    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": Path("raw")})
+    load_plan("tiny.toml"), out_dir=Path("out dir"), given={"text": RawPaths((Path("raw"),))})
 sys.exit(run_plan(placed, program=("driver.py",)))
 """
 

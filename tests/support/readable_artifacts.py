@@ -27,6 +27,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
@@ -110,7 +111,7 @@ def stage_call(
         stage=stage,
         recipe=recipe,
         artifacts=artifacts,
-        raw={} if raw is None else {"raw": raw},
+        raw={} if raw is None else {"raw": RawPaths((raw,))},
         out_dir=out_dir,
         records={name: artifact.as_input for name, artifact in artifacts.items()},
         config=recipe.sections(stage.sections),

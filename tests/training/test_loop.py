@@ -37,9 +37,10 @@ from pipeline.errors import ArtifactError, Interrupted
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
 from pipeline.pretrain import model_spec
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages import STAGES, StageCall, stage_config
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
-from pipeline.training.loop import summarize_validation, train, training_data
+from pipeline.training.loop import train, training_data
+from pipeline.training.validation import summarize_validation
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
@@ -117,8 +118,7 @@ def make_call(
         raw={},
         out_dir=out_dir,
         records={name: artifact.as_input for name, artifact in artifacts.items()},
-        config=recipe.sections(stage.sections),
-        ds_config=Path("cpu_fp32") if stage.trains else None,
+        config=stage_config(stage, recipe=recipe, ds_config="cpu_fp32"),
         overwrite=overwrite,
     )
 
@@ -281,7 +281,11 @@ def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> N
     assert last["perplexity"] == pytest.approx(math.exp(last["loss"]))
     first, final = records[0], [r for r in records if r["kind"] == "train"][-1]
     assert final["loss"] < first["loss"], "six updates must teach something"
-    assert open_artifact(straight, kind="checkpoint").statistics["updates"] == UPDATES
+    statistics = open_artifact(straight, kind="checkpoint").statistics
+    assert statistics["updates"] == UPDATES
+    given = statistics["deepspeed"]
+    assert given["zero_optimization"]["stage"] == 1, "what DeepSpeed was given, both halves of it"
+    assert given["gradient_clipping"] == make_recipe().optimizer.clip_norm
 
 
 def test_the_curves_count_the_target_tokens_of_every_update(
@@ -577,11 +581,11 @@ def test_validation_means_are_over_tokens_not_over_directions() -> None:
     summary = summarize_validation(
         losses, train_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
     )
-    assert summary["loss"] == pytest.approx(308 / 94)
-    assert summary["perplexity"] == pytest.approx(math.exp(308 / 94))
-    assert summary["directions"] == {"de-en": 1.0, "en-de": 3.0, "en-ru": 4.0, "ru-fr": 2.0}
-    assert summary["pairs"] == {"de-en": 2.5, "en-ru": 4.0, "fr-ru": 2.0}
-    assert summary["resources"] == pytest.approx({"high": 2.5, "low": 208 / 54})
+    assert summary.loss == pytest.approx(308 / 94)
+    assert summary.perplexity == pytest.approx(math.exp(308 / 94))
+    assert summary.directions == {"de-en": 1.0, "en-de": 3.0, "en-ru": 4.0, "ru-fr": 2.0}
+    assert summary.pairs == {"de-en": 2.5, "en-ru": 4.0, "fr-ru": 2.0}
+    assert summary.resources == pytest.approx({"high": 2.5, "low": 208 / 54})
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(

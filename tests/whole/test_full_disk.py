@@ -17,6 +17,7 @@ from support.tiny_plan import PLAN, RAW, RECIPE, in_this_process
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, UserError
 from pipeline.jobs.plan import load_plan, place_plan
@@ -170,7 +171,7 @@ def test_every_write_of_a_plan_can_fail_its_lock_file_included(
         placed = place_plan(
             load_plan(str(tmp_path / "plan.toml")),
             out_dir=out_dir,
-            given={"text": tmp_path / "raw"},
+            given={"text": RawPaths((tmp_path / "raw",))},
         )
         codes.append(run_plan(placed, launcher=in_this_process, say=lambda _: None))
 

@@ -9,6 +9,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import languages, line_counts, read_lines
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import GroupsConfig, LanguagesConfig, Recipe, TokenizerConfig
 from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language
@@ -63,7 +64,7 @@ def run(name: str, out_dir: Path, *, raw: Path | None = None, **artifacts: Artif
             stage=stage,
             recipe=recipe,
             artifacts=artifacts,
-            raw={} if raw is None else {"raw": raw},
+            raw={} if raw is None else {"raw": RawPaths((raw,))},
             out_dir=out_dir,
             records={},
             config=recipe.sections(stage.sections),

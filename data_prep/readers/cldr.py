@@ -11,9 +11,12 @@ Held-out phrases share no value and no combination of templates with training:
   two, whose forms are irregular, are never reserved.
 - of the unordered pairs of templates one in five is reserved. A training phrase has no reserved
   pair, a held-out phrase has one, and all its values are reserved ones.
+
+Pairs with the pivot have all splits, zero-shot pairs test phrases alone.
 """
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from functools import lru_cache
@@ -27,7 +30,10 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from pipeline.config import CldrConfig
+from data_prep.readers.pair_names import require_languages
+from data_prep.readers.section import RawLine, RawText, Section, Source
+from pipeline.artifacts.corpus import Split, pair_name
+from pipeline.config import CldrConfig, CorpusConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical
 
@@ -123,6 +129,26 @@ class PhraseSplits:
     test: list[Phrase]
 
 
+def read_phrases(config: CorpusConfig) -> RawText:
+    """The phrases of all pairs whose languages are wanted.
+
+    Raises:
+        ConfigError: as ``make_phrases``, or a wanted language is in no pair of wanted languages.
+    """
+    cldr = check_languages(config.cldr)
+    known = {cldr.pivot, *cldr.train_pairs}
+    wanted = {canonical(code) for code in config.languages} or known
+    splits = _splits_of_pairs(make_phrases(cldr), cldr)
+    selected = {pair: of for pair, of in splits.items() if wanted.issuperset(pair.split("-"))}
+    require_languages(wanted, (pair.split("-") for pair in selected), present=known)
+    sections = [
+        _section(phrases, pair, split)
+        for pair, of_pair in sorted(selected.items())
+        for split, phrases in of_pair.items()
+    ]
+    return RawText(sections, is_found=False)
+
+
 def make_phrases(config: CldrConfig) -> PhraseSplits:
     """All phrases of a configuration, the same for the same seed.
 
@@ -146,6 +172,41 @@ def make_phrases(config: CldrConfig) -> PhraseSplits:
         valid=everywhere[: config.valid_phrases],
         test=everywhere[config.valid_phrases :],
     )
+
+
+def _splits_of_pairs(
+    phrases: PhraseSplits, config: CldrConfig
+) -> dict[str, dict[Split, list[Phrase]]]:
+    splits: dict[str, dict[Split, list[Phrase]]] = {
+        pair_name(config.pivot, code): {
+            "train": phrases.train[code],
+            "valid": phrases.valid,
+            "test": phrases.test,
+        }
+        for code in config.train_pairs
+    }
+    for first, second in combinations(config.zero_shot, 2):
+        splits[pair_name(first, second)] = {"test": phrases.test}
+    return splits
+
+
+def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
+    first, second = pair.split("-")
+    one, other = (
+        Source(f"{pair}/{split}.{code}", f"CLDR phrases in {code}") for code in (first, second)
+    )
+    return Section(
+        split=split,
+        languages=(first, second),
+        spellings=(first, second),
+        sources=(one, other),
+        lines=_lines(phrases, first, second),
+    )
+
+
+def _lines(phrases: Sequence[Phrase], first: str, second: str) -> Iterator[RawLine]:
+    for number, phrase in enumerate(phrases, start=1):
+        yield RawLine(number, (phrase[first].encode(), phrase[second].encode()))
 
 
 def check_languages(config: CldrConfig) -> CldrConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.raw_tree import PairFolder, find_pairs
+from data_prep.readers.tree import PairFolder, find_pairs
 from pipeline.errors import ConfigError, DataError
 
 
@@ -23,7 +23,7 @@ def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
 
 
 def found(root: Path, *wanted: str) -> list[PairFolder]:
-    return find_pairs(root, wanted=wanted, max_line_bytes=100, counts=Counter())
+    return find_pairs([root], wanted=wanted, max_line_bytes=100, counts=Counter())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_selected_stops_nothing(tmp_path: Path, odd: tuple[
 def test_what_was_not_selected_is_counted(tmp_path: Path) -> None:
     root = tree(tmp_path, *pair_files("de-en"), *pair_files("en-fr"), "ids/x.ids")
     counts: Counter[str] = Counter()
-    find_pairs(root, wanted=["de", "en"], max_line_bytes=100, counts=counts)
+    find_pairs([root], wanted=["de", "en"], max_line_bytes=100, counts=counts)
     assert counts == {"pairs_not_selected": 1, "folders_ignored": 1}
 
 

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from data_prep.cldr import (
+from data_prep.readers.cldr import (
     CURRENCIES,
     TEMPLATES,
     UNITS,
@@ -198,7 +198,7 @@ def test_held_out_phrases_do_not_depend_on_the_other_languages() -> None:
 
 def test_the_seed_decides_the_phrases_in_every_process() -> None:
     program = (
-        "import hashlib; from data_prep.cldr import make_phrases; "
+        "import hashlib; from data_prep.readers.cldr import make_phrases; "
         "from pipeline.config import CldrConfig; "
         "phrases = make_phrases(CldrConfig(train_pairs={'de': 200, 'ja': 50}, seed=7)); "
         "print(hashlib.sha256(repr(phrases).encode()).hexdigest())"

@@ -1,0 +1,159 @@
+"""A data set of the Hugging Face hub, laid out as OPUS-100 is, read while it is fetched.
+
+Its configurations are named like pairs, ``de-en``; their splits are ``train``, ``validation`` and
+``test``, as far as there are any; each row has a column ``translation`` with the text of both
+languages. What is read is pinned to a commit by its name. Lines beyond the number wanted are not
+fetched.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from data_prep.readers.pair_names import (
+    SPLIT_NAMES,
+    NamedPair,
+    is_pair_name,
+    name_pairs,
+    select_pairs,
+)
+from data_prep.readers.section import RawLine, RawText, Section, Source
+from pipeline.artifacts.raw_input import HubDataset, RawInput
+from pipeline.config import CorpusConfig
+from pipeline.errors import ConfigError, DataError, Interrupted, UserError
+
+COLUMN = "translation"
+
+
+def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """All splits of the pairs whose languages are wanted, row by row.
+
+    Raises:
+        ConfigError: no data set is given, the library is missing, or a wanted language is in no
+            pair of wanted languages.
+        DataError: the data set cannot be read, or is laid out otherwise.
+    """
+    if not isinstance(raw, HubDataset):
+        raise ConfigError(
+            "corpus.source is 'hub', but no data set of the hub was given: pass "
+            "--raw hub:OWNER/NAME@REVISION, or set corpus.source to 'tree'."
+        )
+    if Path(raw.name).exists():
+        raise ConfigError(
+            f"{Path(raw.name).absolute()} would be read in place of {raw}: run from another folder."
+        )
+    return read_dataset(raw, config)
+
+
+def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
+    """The sections of a data set that the library finds under this name."""
+    library = _library()
+    with _told(dataset):
+        names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
+    named = name_pairs(sorted(filter(is_pair_name, names)))
+    if not named:
+        raise DataError(
+            f"{dataset} has no configurations named like de-en: name a data set laid out as "
+            "OPUS-100 is."
+        )
+    selected = select_pairs(named, config.languages)
+    sections = [
+        section
+        for pair in sorted(selected, key=lambda pair: sorted(pair.codes))
+        for section in _sections(library, dataset, pair)
+    ]
+    _refuse_repeated(sections)
+    left_out = Counter(
+        folders_ignored=len(names) - len(named), pairs_not_selected=len(named) - len(selected)
+    )
+    return RawText(sections, left_out=left_out)
+
+
+def _library() -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "corpus.source is 'hub', which needs the package datasets: run "
+            "pip install 'mmnmt[hub]'."
+        ) from error
+    library: ModuleType = datasets
+    return library
+
+
+@contextmanager
+def _told(dataset: HubDataset) -> Iterator[None]:
+    """Whatever the library raises becomes one sentence; its errors have no class in common."""
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{dataset} cannot be read ({reason}): correct its name and revision, or see to it "
+            "that the hub can be reached."
+        ) from error
+
+
+def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iterator[Section]:
+    with _told(dataset):
+        names = library.get_dataset_split_names(
+            dataset.name, config_name=pair.name, revision=dataset.revision
+        )
+    first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
+    if first[0] == second[0]:
+        raise DataError(f"{dataset} pairs a language with itself in {pair.name}: leave it out.")
+    for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
+        spellings = (first[1], second[1])
+        one, other = (
+            Source(f"{pair.name}/{name}.{spelling}", f"{dataset} {pair.name}/{name}.{spelling}")
+            for spelling in spellings
+        )
+        yield Section(
+            split=SPLIT_NAMES[name],
+            languages=(first[0], second[0]),
+            spellings=spellings,
+            sources=(one, other),
+            lines=_lines(library, dataset, pair.name, name, spellings=spellings),
+            to_the_end=False,
+        )
+
+
+def _refuse_repeated(sections: list[Section]) -> None:
+    """Raises DataError where two splits, or ``de-en`` and ``en-de``, are the text of one pair."""
+    known: dict[tuple[str, str], Section] = {}
+    for section in sections:
+        first = known.setdefault((section.pair, section.split), section)
+        if first is not section:
+            raise DataError(
+                f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
+                f"text of the pair {section.pair}: name a data set that has it once, or leave "
+                "these languages out of corpus.languages."
+            )
+
+
+def _lines(
+    library: ModuleType, dataset: HubDataset, pair: str, split: str, *, spellings: tuple[str, str]
+) -> Iterator[RawLine]:
+    """Rows as lines; a text that is missing is an empty one."""
+    with _told(dataset):
+        rows = library.load_dataset(
+            dataset.name, pair, split=split, revision=dataset.revision, streaming=True
+        )
+        for number, row in enumerate(rows, start=1):
+            texts = row.get(COLUMN)
+            if not isinstance(texts, dict) or not texts.keys() >= set(spellings):
+                raise DataError(
+                    f"{dataset} {pair}/{split} has no {COLUMN} in {' and '.join(spellings)} in row "
+                    f"{number}: name a data set laid out as OPUS-100 is."
+                )
+            one, other = (texts[spelling] or "" for spelling in spellings)
+            yield RawLine(number, (_encoded(one), _encoded(other)))
+
+
+def _encoded(text: str) -> bytes:
+    """The bytes of a text; what is no Unicode becomes no UTF-8, for the quarantine."""
+    return text.encode("utf-8", "surrogatepass")

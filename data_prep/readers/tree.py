@@ -1,0 +1,244 @@
+"""A raw tree: which folders are language pairs, under which codes, and which are wanted.
+
+An OPUS-100-like tree has folders ``en-de`` with ``train.en`` and ``train.de`` (or
+``opus.en-de-train.en``), the same for ``valid`` (``dev``, ``validation``) and ``test``, plain or
+``.gz``; pairs without training text may lie below ``zero-shot``. What is wanted is decided by the
+names of the folders; nothing else of a folder that is not wanted is looked at. Of several trees,
+what they have of one pair follows in the order of the trees.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+from data_prep.readers.pair_names import (
+    CODE,
+    SPLIT_NAMES,
+    NamedPair,
+    is_pair_name,
+    name_pairs,
+    select_pairs,
+)
+from data_prep.readers.section import SPLITS, RawText, Section, Source
+from data_prep.readers.text_files import in_step, iterate_raw_lines, source_of
+from pipeline.artifacts.corpus import Split, pair_name
+from pipeline.artifacts.raw_input import HubDataset, RawInput
+from pipeline.config import CorpusConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.languages import find_code
+
+LAYOUT = "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain or .gz"
+
+_CONTAINERS = ("supervised", "zero-shot", "zero_shot")
+_SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE})(?:\.gz)?")
+
+
+@dataclass(frozen=True)
+class NamedFolder:
+    """A folder named like a pair, not looked into yet."""
+
+    directory: Path
+    tree: int
+    """Which of the trees it is in, from 0."""
+    pair: NamedPair
+
+
+@dataclass(frozen=True)
+class PairFolder:
+    """One folder of a tree: per split, the file of each side in the order of the pair's name."""
+
+    directory: Path
+    tree: int
+    """Which of the trees it is in, from 0."""
+    languages: tuple[str, str]
+    files: dict[Split, tuple[Path, Path]]
+    spellings: tuple[str, str]
+    """How the folder spells the languages."""
+
+    @property
+    def pair(self) -> str:
+        return pair_name(*self.languages)
+
+
+def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Every pair of files, in step.
+
+    Raises:
+        ConfigError: no tree is given, or a wanted language is in no pair of wanted languages.
+        DataError: no pairs, a side missing, or two folders with different text of one pair.
+    """
+    roots = _roots(raw)
+    counts: Counter[str] = Counter()
+    folders = find_pairs(
+        roots, wanted=config.languages, max_line_bytes=config.max_line_bytes, counts=counts
+    )
+    sections = [
+        _section(folder, split, roots, max_line_bytes=config.max_line_bytes)
+        for folder in folders
+        for split in folder.files
+    ]
+    return RawText(sections, left_out=counts)
+
+
+def find_pairs(
+    roots: Sequence[Path], *, wanted: Sequence[str], max_line_bytes: int, counts: Counter[str]
+) -> list[PairFolder]:
+    """The pair folders of trees whose two languages are wanted, by pair, then by tree.
+
+    Other folders are counted and left alone; so is a second folder of one tree with the same text
+    (``de-fr`` beside ``fr-de``).
+
+    Args:
+        roots: the trees.
+        wanted: languages in any usual spelling; none: all.
+        max_line_bytes: see ``iterate_raw_lines``.
+        counts: of ``folders_ignored``, ``folders_repeated`` and ``pairs_not_selected``.
+
+    Raises:
+        ConfigError: a wanted language is in no pair of wanted languages.
+        DataError: no pairs, a side missing, or two folders with different text of one pair.
+    """
+    named = _name_folders(roots, counts=counts)
+    wanted_pairs = select_pairs([folder.pair for folder in named], wanted)
+    selected = [folder for folder in named if folder.pair in wanted_pairs]
+    counts["pairs_not_selected"] += len(named) - len(selected)
+    found: dict[tuple[str, int], PairFolder] = {}
+    for folder in map(_open_folder, selected):
+        known = found.setdefault((folder.pair, folder.tree), folder)
+        if known is folder:
+            continue
+        if not _holds_same_text(known, folder, max_line_bytes=max_line_bytes):
+            raise DataError(
+                f"{known.directory} and {folder.directory} hold different text of the pair "
+                f"{folder.pair}: join them or remove one."
+            )
+        counts["folders_repeated"] += 1
+    return [found[key] for key in sorted(found)]
+
+
+def _roots(raw: RawInput | None) -> tuple[Path, ...]:
+    match raw:
+        case None:
+            raise ConfigError(
+                "corpus.source is 'tree', but no raw folder was given: pass --raw DIR, a tree with "
+                f"{LAYOUT}, or set corpus.source to 'cldr'."
+            )
+        case HubDataset():
+            raise ConfigError(
+                f"corpus.source is 'tree', but {raw} is a data set of the hub: set corpus.source "
+                "to 'hub', for instance with the overlay RECIPE+hub, or pass --raw DIR."
+            )
+    for root in raw.paths:
+        if root.is_file():
+            raise DataError(f"{root} is a file where a tree of pair folders is wanted: {LAYOUT}.")
+    return raw.paths
+
+
+def _section(
+    folder: PairFolder, split: Split, roots: Sequence[Path], *, max_line_bytes: int
+) -> Section:
+    first, second = (_source(path, roots=roots, tree=folder.tree) for path in folder.files[split])
+    return Section(
+        split=split,
+        languages=folder.languages,
+        spellings=folder.spellings,
+        sources=(first, second),
+        lines=in_step(folder.files[split], max_line_bytes=max_line_bytes),
+    )
+
+
+def _source(path: Path, *, roots: Sequence[Path], tree: int) -> Source:
+    """A file of a tree; where there are several trees, its name says which, from 1."""
+    source = source_of(path, roots[tree])
+    return source if len(roots) == 1 else source._replace(name=f"{tree + 1}/{source.name}")
+
+
+def _name_folders(roots: Sequence[Path], *, counts: Counter[str]) -> list[NamedFolder]:
+    """The folders of all trees that are named like a pair."""
+    places: list[tuple[Path, int]] = []
+    for tree, root in enumerate(roots):
+        if not root.is_dir():
+            raise DataError(f"{root} is no folder: name a tree with {LAYOUT}.")
+        directories = list(_pair_directories(root, counts=counts))
+        if not directories:
+            raise DataError(f"{root} holds no language pairs: {LAYOUT} are expected.")
+        places += [(directory, tree) for directory in directories]
+    pairs = name_pairs(directory.name for directory, _ in places)
+    return [NamedFolder(*place, pair) for place, pair in zip(places, pairs, strict=True)]
+
+
+def _pair_directories(root: Path, *, counts: Counter[str]) -> Iterator[Path]:
+    for entry in sorted(root.iterdir()):
+        if not entry.is_dir():
+            continue
+        if entry.name in _CONTAINERS:
+            yield from _pair_directories(entry, counts=counts)
+        elif is_pair_name(entry.name):
+            yield entry
+        else:
+            counts["folders_ignored"] += 1
+
+
+def _holds_same_text(one: PairFolder, other: PairFolder, *, max_line_bytes: int) -> bool:
+    return one.files.keys() == other.files.keys() and all(
+        line == other_line
+        for split, paths in one.files.items()
+        for path, other_path in zip(paths, other.files[split], strict=True)
+        for line, other_line in zip_longest(
+            iterate_raw_lines(path, max_line_bytes=max_line_bytes),
+            iterate_raw_lines(other_path, max_line_bytes=max_line_bytes),
+        )
+    )
+
+
+def _open_folder(folder: NamedFolder) -> PairFolder:
+    directory, codes = folder.directory, folder.pair.codes
+    if len(set(codes)) < 2:
+        raise DataError(f"{directory} pairs a language with itself: rename or remove the folder.")
+    first, second = sorted(codes)
+    found: dict[tuple[Split, str], Path] = {}
+    for path in sorted(entry for entry in directory.iterdir() if entry.is_file()):
+        match = _SIDE_FILE.fullmatch(path.name)
+        code = _side_code(match[2], folder.pair) if match else None
+        if match is None or code is None:
+            continue
+        side = (SPLIT_NAMES[match[1]], code)
+        if side in found:
+            raise DataError(
+                f"{found[side]} and {path} are both the {side[0]} text of {code}: remove one."
+            )
+        found[side] = path
+    files = {split: _both_sides(found, split, first, second) for split in SPLITS}
+    present = {split: paths for split, paths in files.items() if paths is not None}
+    if not present:
+        raise DataError(f"{directory} holds no text of its pair: {LAYOUT} are expected.")
+    spellings = folder.pair.spellings if codes == (first, second) else folder.pair.spellings[::-1]
+    return PairFolder(directory, folder.tree, (first, second), present, spellings)
+
+
+def _side_code(suffix: str, pair: NamedPair) -> str | None:
+    """The language that a file's ending means, None where it is neither of the pair's."""
+    spelled = {
+        spelling.lower(): code for spelling, code in zip(pair.spellings, pair.codes, strict=True)
+    }
+    return spelled.get(suffix.lower()) or find_code(suffix, pair.codes)
+
+
+def _both_sides(
+    found: dict[tuple[Split, str], Path], split: Split, first: str, second: str
+) -> tuple[Path, Path] | None:
+    sides = [found.get((split, code)) for code in (first, second)]
+    match sides:
+        case [None, None]:
+            return None
+        case [Path() as one, Path() as other]:
+            return one, other
+    missing = first if sides[0] is None else second
+    present = sides[0] or sides[1]
+    raise DataError(
+        f"{present} has no counterpart in {missing}: add the {split} text of {missing} "
+        "beside it or remove the file."
+    )

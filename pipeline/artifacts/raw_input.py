@@ -1,0 +1,122 @@
+"""Raw inputs: text that no stage made, as folders and files in an order, or a data set of the hub.
+
+Each says what a manifest records of it. Files are hashed; a data set of the Hugging Face hub is
+pinned to a commit, so that its name says which text it is and nothing is fetched to know.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.manifest import InputRecord, json_digest
+from pipeline.errors import ConfigError
+
+HUB = "hub:"
+"""What the value of an option begins with that names a data set of the hub."""
+
+_DATASET = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RawPaths:
+    """Folders or files on this machine, in the order given."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """As options name it."""
+        return tuple(map(str, self.paths))
+
+    def named(self, name: str) -> dict[str, Path]:
+        """The paths by name of input: ``name``, or ``name/1``, ``name/2``, … of several."""
+        if len(self.paths) == 1:
+            return {name: self.paths[0]}
+        return {f"{name}/{number}": path for number, path in enumerate(self.paths, start=1)}
+
+    def records(self, name: str) -> dict[str, InputRecord]:
+        """What a manifest says of each path, by the name of the input.
+
+        Raises:
+            ArtifactError: a path does not exist.
+        """
+        return {
+            key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
+            for key, path in self.named(name).items()
+        }
+
+    def only_path(self) -> Path:
+        """The one path; ConfigError where there are several."""
+        if len(self.paths) > 1:
+            raise ConfigError(
+                f"{', '.join(self.values)} are several paths where one is wanted: name one."
+            )
+        return self.paths[0]
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set of the Hugging Face hub as it was at one commit."""
+
+    name: str
+    """``OWNER/NAME``."""
+    revision: str
+    """All 40 digits of the commit."""
+
+    def __str__(self) -> str:
+        return f"{HUB}{self.name}@{self.revision}"
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """As options name it."""
+        return (str(self),)
+
+    def named(self, name: str) -> dict[str, Path]:
+        """No paths: there is nothing of it on this machine that could be overwritten."""
+        del name
+        return {}
+
+    def records(self, name: str) -> dict[str, InputRecord]:
+        """What a manifest says of it; nothing is fetched."""
+        return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
+
+    def only_path(self) -> Path:
+        """Raises ConfigError: it is no path."""
+        raise ConfigError(f"{self} is a data set of the hub where a path is wanted: name a path.")
+
+
+RawInput: TypeAlias = RawPaths | HubDataset
+
+
+def raw_input(values: Sequence[str]) -> RawInput:
+    """What the values of an option name.
+
+    Raises:
+        ConfigError: a data set of the hub that is not pinned or not alone, or one path twice.
+    """
+    datasets = [value for value in values if value.startswith(HUB)]
+    if not datasets:
+        return _raw_paths(values)
+    found = _DATASET.fullmatch(datasets[0])
+    if found is None:
+        raise ConfigError(
+            f"{datasets[0]} does not say which text it is: write hub:OWNER/NAME@REVISION, where "
+            "REVISION is the full commit of 40 digits (branches and tags can move)."
+        )
+    if len(values) > 1:
+        raise ConfigError(
+            f"{datasets[0]} is one of {len(values)} raw inputs: name one data set of the hub "
+            "alone, or paths."
+        )
+    return HubDataset(name=found["name"], revision=found["revision"])
+
+
+def _raw_paths(values: Sequence[str]) -> RawPaths:
+    paths = tuple(map(Path, values))
+    repeated = [str(path) for path in paths if paths.count(path) > 1]
+    if repeated:
+        raise ConfigError(f"{repeated[0]} is named twice: name each path once.")
+    return RawPaths(paths)
