@@ -248,6 +248,8 @@ def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, ob
         settings, inputs = json.loads(noted)
     except (ValueError, TypeError, RecursionError):
         return {}
+    if not isinstance(settings, dict):
+        return {}
     return {"settings": with_defaults(settings, sections=sections), "inputs": inputs}
 
 
