@@ -17,7 +17,7 @@ from pipeline.artifacts.corpus import languages, line_counts
 from pipeline.artifacts.language_groups import GROUPS_NAME
 from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
-from pipeline.checkpoints.checkpoint import read_tensor
+from pipeline.checkpoints.weights import read_tensor
 from pipeline.config import GroupsConfig
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes

@@ -116,6 +116,11 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
     return document
 
 
+def unfinished_path(path: Path) -> Path:
+    """Where the next contents of a file or folder stand until they are complete."""
+    return path.parent / f".{path.name}.unfinished"
+
+
 def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
     """Lines of bounded length, each with the ``\\n`` that ends it.
 

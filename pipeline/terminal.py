@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from pipeline.documents import byte_lines, json_object
+from pipeline.documents import byte_lines, json_object, unfinished_path
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class JsonLines:
         """
         if not self.path.is_file():
             return
-        temporary = self.path.with_name(f".{self.path.name}.unfinished")
+        temporary = unfinished_path(self.path)
         with temporary.open("wb") as stream:
             for line, record in self._complete():
                 if _update_of(record) <= update:

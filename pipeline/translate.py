@@ -38,6 +38,7 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.collectives import from_rank_zero, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
@@ -204,7 +205,7 @@ class WorkingTime:
         return round(self._earlier + time.monotonic() - self._since, 3)
 
     def save(self) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.unfinished")
+        temporary = unfinished_path(self._path)
         temporary.write_text(json.dumps(self.seconds), encoding="utf-8")
         temporary.replace(self._path)
 

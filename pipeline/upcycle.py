@@ -18,13 +18,8 @@ from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.settings_diff import describe_change
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.checkpoints.assembly import Part, assemble, plan_assembly, receipt_lines
-from pipeline.checkpoints.checkpoint import (
-    TensorFiles,
-    read_spec,
-    read_tokenizer,
-    write_model_files,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer, write_model_files
+from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.stages import StageCall

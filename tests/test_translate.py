@@ -19,8 +19,9 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
 from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
-from pipeline.checkpoints.checkpoint import write_model_files, write_weights
+from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import initialize_weights, named_slices
+from pipeline.checkpoints.weights import write_weights
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
 from pipeline.decoding.beam_search import Source, Translation, beam_search
 from pipeline.decoding.translator import Job, Translator

@@ -23,6 +23,7 @@ from typing import Literal
 
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
+from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
 
 Work = Literal["training", "translation"]
@@ -37,7 +38,7 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 
 
 def unfinished_dir(out_dir: Path) -> Path:
-    return out_dir.parent / f".{out_dir.name}.unfinished"
+    return unfinished_path(out_dir)
 
 
 def replaced_dir(out_dir: Path) -> Path:

@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.checkpoint import TensorFiles
 from pipeline.checkpoints.names import (
     dense_name,
     initial_value,
     named_slices,
     tensor_shapes,
 )
+from pipeline.checkpoints.weights import TensorFiles
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec

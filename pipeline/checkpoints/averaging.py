@@ -14,15 +14,14 @@ from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, r
 from pipeline.artifacts.settings_diff import describe_change
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.checkpoints.checkpoint import (
-    PieceReader,
-    TensorFiles,
     open_checkpoint,
     read_spec,
     read_tokenizer,
     write_model_files,
-    write_weights,
 )
 from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.training_state import PieceReader
+from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.terminal import track
 

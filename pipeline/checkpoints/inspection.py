@@ -14,16 +14,9 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
 from pipeline.artifacts.settings_diff import setting_changes
-from pipeline.checkpoints.checkpoint import (
-    TensorFiles,
-    TensorHeader,
-    open_checkpoint,
-    read_progress,
-    read_spec,
-    read_tokenizer,
-    split_key,
-    tensor_headers,
-)
+from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
+from pipeline.checkpoints.training_state import read_position, split_key
+from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import ModelSpec
@@ -79,7 +72,7 @@ def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
         case "training_state":
             headers = list(tensor_headers(artifact, "optimizer/"))
             found |= {
-                "progress": read_progress(artifact).to_json(),
+                "progress": read_position(artifact).to_json(),
                 "pieces": _inspect_pieces(headers, artifact),
             }
     if tensors:

@@ -17,14 +17,9 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, new_artifact
 from pipeline.artifacts.tokenizer import tokenizer_folder
-from pipeline.checkpoints.checkpoint import (
-    TensorFiles,
-    open_checkpoint,
-    read_spec,
-    write_model_files,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_model_files
 from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names

@@ -30,8 +30,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
 from pipeline.batching.batch import Batch  # noqa: E402
-from pipeline.checkpoints.checkpoint import Piece, PieceReader  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
+from pipeline.checkpoints.training_state import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
 from pipeline.ds_config import check_ds_config  # noqa: E402

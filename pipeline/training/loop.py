@@ -15,16 +15,16 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
-from pipeline.checkpoints.checkpoint import (
+from pipeline.checkpoints.checkpoint import write_model_files
+from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
-    Progress,
-    read_progress,
-    write_model_files,
+    Position,
+    read_position,
     write_pieces,
-    write_weights,
 )
-from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.weights import write_weights
 from pipeline.config import Recipe
 from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.signals import StopFlag
@@ -90,7 +90,7 @@ class TrainingRun:
             inputs=call.records,
             world=world,
         )
-        self.progress = Progress()
+        self.position = Position()
         self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
@@ -112,13 +112,13 @@ class TrainingRun:
                 ProgressBar(
                     self.call.out_dir.name,
                     total=total,
-                    initial=self.progress.update,
+                    initial=self.position.update,
                     enabled=self.world.rank == 0,
                 ) as bar,
             ):
                 self._validate_if_due(stop)
-                remaining = total - self.progress.update
-                for step in islice(self.data.planner.steps(self.progress.cursor), remaining):
+                remaining = total - self.position.update
+                for step in islice(self.data.planner.steps(self.position.cursor), remaining):
                     bar.advance(note=self._update(step))
                     self._validate_if_due(stop)
                     self._save_if_due(stop)
@@ -128,26 +128,26 @@ class TrainingRun:
         state = self.run_directory.resume_from(overwrite=self.call.overwrite)
         if state is not None:
             check_together(state, state.names())
-            self.progress = read_progress(state)
-            self.engine.load_optimizer_pieces(PieceReader(state), update=self.progress.update)
+            self.position = read_position(state)
+            self.engine.load_optimizer_pieces(PieceReader(state), update=self.position.update)
             if self.world.rank == 0:
-                self._interval = _Interval(self.progress.interval)
+                self._interval = _Interval(self.position.interval)
         if self.world.rank == 0:
-            self.metrics.truncate_after(self.progress.update)
-        self._earlier_seconds = self.progress.seconds
-        self._clock = time.monotonic() - self.progress.seconds
+            self.metrics.truncate_after(self.position.update)
+        self._earlier_seconds = self.position.seconds
+        self._clock = time.monotonic() - self.position.seconds
 
     def _rehearse(self) -> None:
         """Run the largest batch of the next window once: if memory runs out, let it be now."""
-        if self.progress.update < self.recipe.training.updates:
-            window = self.data.planner.window(self.progress.cursor[0])
+        if self.position.update < self.recipe.training.updates:
+            window = self.data.planner.window(self.position.cursor[0])
             largest = max(window, key=lambda batch: batch.num_tokens)
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 
     def _update(self, step: GlobalStep) -> str:
         """One update; returns the note for the progress bar."""
-        recipe, update, clock = self.recipe, self.progress.update + 1, time.monotonic()
+        recipe, update, clock = self.recipe, self.position.update + 1, time.monotonic()
         mine = [turn[self.world.rank] for turn in step.turns(self.world.size)]
         result = self.engine.train_step(
             [self.data.train.batch(step.micro_batches[index]) for index in mine],
@@ -164,15 +164,15 @@ class TrainingRun:
                 "optimizer.learning_rate, or look at that update's data."
             )
         self._interval.add(result, seconds=time.monotonic() - clock)
-        self.progress = replace(
-            self.progress, update=update, cursor=step.next_cursor, seconds=self._elapsed()
+        self.position = replace(
+            self.position, update=update, cursor=step.next_cursor, seconds=self._elapsed()
         )
         if update % recipe.logging.every == 0 or update == recipe.training.updates:
             self._log(result.gradient_norm)
         return self._interval.note
 
     def _log(self, gradient_norm: float) -> None:
-        update = self.progress.update
+        update = self.position.update
         record = self._interval.finish()
         record["gradient_norm"] = gradient_norm
         record["learning_rate"] = learning_rate(
@@ -181,7 +181,7 @@ class TrainingRun:
         self._write_record("train", record)
 
     def _write_record(self, kind: str, record: Mapping[str, object]) -> None:
-        progress = self.progress
+        progress = self.position
         if self.world.rank == 0:
             self.metrics.write(
                 {"kind": kind, "update": progress.update, "seconds": progress.seconds, **record}
@@ -195,9 +195,9 @@ class TrainingRun:
             )
 
     def _validate_if_due(self, stop: StopFlag) -> None:
-        update, training = self.progress.update, self.recipe.training
+        update, training = self.position.update, self.recipe.training
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
-        if not due or self.progress.validated >= update:
+        if not due or self.position.validated >= update:
             return
         found = summarize_validation(
             self._validation_losses(stop),
@@ -207,10 +207,10 @@ class TrainingRun:
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
         self._write_record("validation", {**asdict(found), **routing})
         perplexity = found.perplexity
-        best = self.progress.best_perplexity
-        self.progress = replace(self.progress, validated=update)
+        best = self.position.best_perplexity
+        self.position = replace(self.position, validated=update)
         if best is None or perplexity < best:
-            self.progress = replace(self.progress, best_perplexity=perplexity, best_update=update)
+            self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
             self.run_directory.write(
                 self.run_directory.best_dir, kind="checkpoint", write=self._write_best
             )
@@ -254,7 +254,7 @@ class TrainingRun:
             yield batch_plan, directions.index(direction) if index < len(plan) else None
 
     def _save_if_due(self, stop: StopFlag) -> None:
-        update, training = self.progress.update, self.recipe.training
+        update, training = self.position.update, self.recipe.training
         self.run_directory.publish_written()
         if stop.agreed():
             self._stop()
@@ -265,13 +265,13 @@ class TrainingRun:
         self._save()
         self.run_directory.wait()
         raise Interrupted(
-            f"stopped after update {self.progress.update} of {self.recipe.training.updates}, "
+            f"stopped after update {self.position.update} of {self.recipe.training.updates}, "
             f"state saved in {self.run_directory.directory}"
         )
 
     def _save(self) -> None:
         """Write the training state; in the background, from a copy, where the recipe says so."""
-        progress = replace(self.progress, interval=tuple(self._interval.over_ranks()))
+        progress = replace(self.position, interval=tuple(self._interval.over_ranks()))
         in_background = self.recipe.saving.in_background
         pieces = self.engine.optimizer_pieces()
         copied = iter(list(pieces)) if in_background else pieces
@@ -307,7 +307,7 @@ class TrainingRun:
             if self.routing.layers:
                 writer.write_json(ROUTING_FILE, self.routing.to_json())
             writer.statistics.update(
-                update=self.progress.best_update, perplexity=self.progress.best_perplexity
+                update=self.position.best_update, perplexity=self.position.best_perplexity
             )
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
@@ -332,12 +332,12 @@ class TrainingRun:
                 link_or_copy(best.file(name), writer.path(name))
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.statistics.update(
-                best.statistics, updates=self.progress.update, deepspeed=self.engine.ds_config
+                best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config
             )
             writer.summary += self._summary()
 
     def _summary(self) -> list[str]:
-        progress, training = self.progress, self.data.train_lines
+        progress, training = self.position, self.data.train_lines
         return [
             f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
             f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",

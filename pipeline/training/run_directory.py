@@ -49,7 +49,7 @@ from pipeline.artifacts.places import (
     why_not_ours,
 )
 from pipeline.artifacts.settings_diff import describe_change, with_defaults
-from pipeline.checkpoints.checkpoint import PART_FOLDERS, part_prefix
+from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError, UserError

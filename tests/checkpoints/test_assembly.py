@@ -23,14 +23,9 @@ from pipeline.checkpoints.assembly import (
     plan_assembly,
     receipt_lines,
 )
-from pipeline.checkpoints.checkpoint import (
-    TensorFiles,
-    load_model,
-    read_spec,
-    write_model_files,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import load_model, read_spec, write_model_files
 from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.initial_values import initialize

@@ -12,9 +12,10 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
-from pipeline.checkpoints.checkpoint import Piece, load_model, read_spec
+from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff, verify
 from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.training_state import Piece
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, CheckpointError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

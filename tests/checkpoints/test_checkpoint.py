@@ -20,20 +20,10 @@ from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import (
-    Piece,
-    PieceReader,
-    Progress,
-    TensorFiles,
-    load_model,
-    load_weights,
-    read_spec,
-    read_tensor,
-    read_tokenizer,
-    write_pieces,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
+from pipeline.checkpoints.training_state import Piece, PieceReader, Position, write_pieces
+from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
@@ -274,8 +264,8 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
 @pytest.mark.parametrize(
     "progress",
     [
-        Progress(),
-        Progress(
+        Position(),
+        Position(
             update=7,
             cursor=(2, 3),
             validated=6,
@@ -285,8 +275,8 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
         ),
     ],
 )
-def test_progress_survives_json(progress: Progress) -> None:
-    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+def test_progress_survives_json(progress: Position) -> None:
+    assert Position.from_json(json.loads(json.dumps(progress.to_json()))) == progress
 
 
 # ---------------------------------------------------------------- weights

@@ -21,8 +21,8 @@ from support.tiny_models import tiny_model, tiny_spec
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.checkpoints import checkpoint
-from pipeline.checkpoints.checkpoint import Piece
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
+from pipeline.checkpoints.training_state import Piece
 from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError
 

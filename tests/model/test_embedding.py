@@ -19,8 +19,8 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
-from pipeline.checkpoints.checkpoint import PieceReader, write_pieces
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
+from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model

@@ -31,18 +31,12 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
-from pipeline.checkpoints.checkpoint import (
-    Piece,
-    PieceReader,
-    load_model,
-    open_checkpoint,
-    read_progress,
-    write_model_files,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.pruning import prune_experts
+from pipeline.checkpoints.training_state import Piece, PieceReader, read_position
+from pipeline.checkpoints.weights import write_weights
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig, Recipe, load_recipe
 from pipeline.decoding.translator import Job, Translator
 from pipeline.ds_config import load_ds_config
@@ -389,7 +383,7 @@ def _embeddings(_: Shelf, directory: Path, __: Path) -> None:
 
 def _state(_: Shelf, directory: Path, __: Path) -> None:
     state = open_artifact(directory, kind="training_state")
-    read_progress(state)
+    read_position(state)
     reader = PieceReader(state)
     for name, shape in tensor_shapes(model_spec(None)).items():
         for what in WHAT:

@@ -9,14 +9,10 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.checkpoints.checkpoint import (
-    Piece,
-    Progress,
-    write_model_files,
-    write_pieces,
-    write_weights,
-)
+from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.training_state import Piece, Position, write_pieces
+from pipeline.checkpoints.weights import write_weights
 from pipeline.config import MoEConfig
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
 from pipeline.model.transformer import Transformer
@@ -93,6 +89,6 @@ def make_state(
     ) as writer:
         for part in range(parts):
             write_pieces(writer.directory / "optimizer", iter(listed[part::parts]), part=part)
-        writer.write_json("progress.json", Progress(update=update, cursor=(1, 2)).to_json())
+        writer.write_json("progress.json", Position(update=update, cursor=(1, 2)).to_json())
         writer.statistics["update"] = update
     return directory

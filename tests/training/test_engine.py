@@ -24,8 +24,8 @@ from support.process_pool import ProcessPool
 from support.tiny_models import tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.checkpoints.checkpoint import PieceReader
 from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.training_state import PieceReader
 from pipeline.config import (
     BatchesConfig,
     ModelConfig,

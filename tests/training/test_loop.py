@@ -29,8 +29,9 @@ from pipeline.artifacts.corpus import Direction, Split, text_name
 from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
 from pipeline.batching.feed import SplitData
-from pipeline.checkpoints.checkpoint import Progress, load_model, read_spec
+from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
+from pipeline.checkpoints.training_state import Position
 from pipeline.config import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, Interrupted
@@ -293,7 +294,7 @@ def test_the_curves_count_the_target_tokens_of_every_update(
 ) -> None:
     recipe = make_recipe()
     data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
-    steps = islice(data.planner.steps(Progress().cursor), UPDATES)
+    steps = islice(data.planner.steps(Position().cursor), UPDATES)
     expected = [
         sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
     ]

@@ -14,7 +14,7 @@ from support.folder_listing import names_in
 from support.process_pool import ProcessPool
 
 from pipeline.artifacts.artifact import ArtifactWriter, InputRecord, open_artifact
-from pipeline.checkpoints.checkpoint import part_prefix
+from pipeline.checkpoints.weights import part_prefix
 from pipeline.distributed.collectives import wait_for_all
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError, CheckpointError

@@ -1,6 +1,7 @@
 """What may import what, and what must not exist."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -208,6 +209,44 @@ def test_whatever_had_a_process_group_ends_by_leaving() -> None:
     ]:
         last = PACKAGES[name].read_text(encoding="utf-8").splitlines()[-1]
         assert last.strip().startswith(ending)
+
+
+MODEL = [name for name in PACKAGES if name.startswith("pipeline.model.")]
+KERNELS = [name for name in PACKAGES if name.startswith("pipeline.kernels.")]
+
+
+@pytest.mark.parametrize("name", MODEL)
+def test_the_models_story_asks_no_tensor_where_it_is(name: str) -> None:
+    """What is faster on a CPU or a GPU is one call into the kernels, which ask."""
+    tree = ast.parse(PACKAGES[name].read_text(encoding="utf-8"))
+    asked = [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_cpu", "mkldnn"))
+        or (
+            isinstance(node, ast.Attribute)
+            and node.attr == "type"
+            and isinstance(node.value, ast.Attribute | ast.Name)
+            and (getattr(node.value, "attr", None) or getattr(node.value, "id", None)) == "device"
+        )
+    ]
+    assert not asked
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_know_of_nothing_but_tensors_and_errors(name: str) -> None:
+    allowed = ("pipeline.kernels.", "pipeline.errors")
+    assert not {target for target in own_imports(name) if not target.startswith(allowed)}
+
+
+def test_docstrings_cite_only_pages_that_are_here() -> None:
+    pages = re.compile(r"([\w/]+\.md) *(?:§|section|p\.)")
+    cited = {
+        page
+        for path in sources("pipeline", "data_prep", "tests").values()
+        for page in pages.findall(path.read_text(encoding="utf-8"))
+    }
+    assert not {page for page in cited if not (ROOT / page).is_file()}
 
 
 @pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])

@@ -271,7 +271,7 @@ def test_files_that_libraries_write_find_the_disk_full_like_all_others(
     import torch
 
     from pipeline.artifacts.shards import ShardWriter
-    from pipeline.checkpoints.checkpoint import write_weights
+    from pipeline.checkpoints.weights import write_weights
 
     out_dir = small_disk / "out"
     with new_artifact(out_dir, kind="checkpoint", stage="x", config={}, inputs={}) as writer:

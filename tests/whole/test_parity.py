@@ -35,7 +35,7 @@ from support.process_pool import ProcessPool
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.checkpoints.checkpoint import PieceReader, write_pieces
+from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import products as linear
 from pipeline.kernels import scaled_dot_product as attention

@@ -1,25 +1,19 @@
 """A new score is one new file, one name in the recipe and one ``case``.
 
-The additions are made, as text, to a copy of ``pipeline``, and the stage is run from there.
+The additions are made, as text, to a copy of the house, and the stage is run from there.
 """
 
-import filecmp
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.added_slots import Variant, copy_of_the_house, run_in, touched_files
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.artifacts.corpus import text_name as name_of
-
-ROOT = Path(__file__).resolve().parents[2]
 
 LENGTH_RATIO = '''"""Characters of the translations per hundred of their sources."""
 
@@ -47,22 +41,26 @@ class LengthRatio(Score):
     def of_sums(self, sums: Floats, *, lines: int) -> Floats:
         return 100.0 * sums[:, 0] / sums[:, 1]
 '''
-NEW_FILE = "evaluation/length_ratio.py"
-ADDITIONS = (
-    ("config.py", 'ScoreName = Literal["bleu",', 'ScoreName = Literal["length_ratio", "bleu",'),
-    (
-        "evaluation/chosen_scores.py",
-        "from pipeline.evaluation.score_slot import",
-        "from pipeline.evaluation.length_ratio import LengthRatio\n"
-        "from pipeline.evaluation.score_slot import",
-    ),
-    (
-        "evaluation/chosen_scores.py",
-        '        case "chrf":\n',
-        '        case "length_ratio":\n            return LengthRatio()\n        case "chrf":\n',
-    ),
+VARIANT = Variant(
+    {"pipeline/evaluation/length_ratio.py": LENGTH_RATIO},
+    {
+        "pipeline/config.py": [
+            ('ScoreName = Literal["bleu",', 'ScoreName = Literal["length_ratio", "bleu",')
+        ],
+        "pipeline/evaluation/chosen_scores.py": [
+            (
+                "from pipeline.evaluation.score_slot import",
+                "from pipeline.evaluation.length_ratio import LengthRatio\n"
+                "from pipeline.evaluation.score_slot import",
+            ),
+            (
+                '        case "chrf":\n',
+                '        case "length_ratio":\n            return LengthRatio()\n'
+                '        case "chrf":\n',
+            ),
+        ],
+    },
 )
-"""File, the text that is replaced in it, and by what."""
 
 RECIPE = 'name = "test"\n[evaluation]\nscores = ["bleu", "length_ratio", "chrf"]\n'
 WORDS = {"de": "Haus", "en": "house by the sea", "fr": "maison"}
@@ -71,26 +69,9 @@ LINES = 24
 
 
 @pytest.fixture
-def extended(tmp_path: Path) -> Path:
-    """A folder with a copy of ``pipeline`` that has one more score."""
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "pipeline", copy / "pipeline", ignore=ignored)
-    (copy / "pipeline" / NEW_FILE).write_text(LENGTH_RATIO, encoding="utf-8")
-    for name, old, new in ADDITIONS:
-        path = copy / "pipeline" / name
-        text = path.read_text(encoding="utf-8")
-        assert text.count(old) == 1
-        path.write_text(text.replace(old, new), encoding="utf-8")
-    return copy
-
-
-def differing_files(copy: Path) -> set[str]:
-    """Files of a copy that the original lacks or has with other contents."""
-    paths = [path for path in (copy / "pipeline").rglob("*.*") if path.suffix != ".pyc"]
-    names = [path.relative_to(copy / "pipeline").as_posix() for path in paths]
-    _, *other = filecmp.cmpfiles(ROOT / "pipeline", copy / "pipeline", names, shallow=False)
-    return {name for found in other for name in found}
+def house(tmp_path: Path) -> Path:
+    """A copy of the packages that has one more score."""
+    return copy_of_the_house(tmp_path / "house", [VARIANT])
 
 
 def lines_of(code: str) -> list[str]:
@@ -122,7 +103,7 @@ def write_translations(path: Path, *, perfect: bool) -> Path:
     return path
 
 
-def evaluate(extended: Path, folder: Path) -> Path:
+def evaluate(house: Path, folder: Path) -> Path:
     """An evaluation of two systems by the extended pipeline."""
     copied = write_translations(folder / "a", perfect=False)
     perfect = write_translations(folder / "b", perfect=True)
@@ -131,13 +112,7 @@ def evaluate(extended: Path, folder: Path) -> Path:
         *("--recipe", "recipe.toml", "--corpus", str(write_corpus(folder / "corpus"))),
         *("--systems", f"copied={copied}", f"perfect={perfect}", "--out", str(folder / "out")),
     ]
-    subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "evaluate", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(extended)},
-        check=True,
-        timeout=120,
-    )
+    run_in(house, ["-m", "pipeline.cli", "evaluate", *arguments], cwd=folder)
     return folder / "out"
 
 
@@ -146,11 +121,13 @@ def expected_ratio(source: str, target: str) -> float:
     return 100 * len("".join(lines_of(target))) / len("".join(lines_of(source)))
 
 
-def test_a_score_is_added_as_a_slot_and_reaches_every_report(
-    extended: Path, tmp_path: Path
-) -> None:
-    out = evaluate(extended, tmp_path)
-    assert differing_files(extended) == {NEW_FILE, "config.py", "evaluation/chosen_scores.py"}
+def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_path: Path) -> None:
+    assert touched_files(house) == {
+        "pipeline/evaluation/length_ratio.py",
+        "pipeline/config.py",
+        "pipeline/evaluation/chosen_scores.py",
+    }
+    out = evaluate(house, tmp_path)
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
     copied, perfect = document["systems"]

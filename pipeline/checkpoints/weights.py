@@ -1,0 +1,167 @@
+"""Tensors in safetensors files of bounded size, one part per writing rank.
+
+Nothing is pickled, and nothing of a file is believed before it was looked at.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.errors import CheckpointError
+from pipeline.settings import one_line
+
+PART_FOLDERS = ("weights", "optimizer")
+"""Folders of an artifact in which every rank writes files of its own."""
+SHARD_BYTES = 1024 * 1024 * 1024
+FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
+"""What safetensors 0.8 raises for a damaged file or for a type of values that torch lacks."""
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What the header of a safetensors file says of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16."""
+    file: str
+
+
+def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
+    """Headers of the tensors in the files that start with ``prefix``; no values are read.
+
+    Raises:
+        CheckpointError: a file is missing or has no readable header.
+    """
+    for file in artifact.names(prefix):
+        path = artifact.unchecked_file(file)
+        try:
+            with safe_open(path, framework="pt") as stream:
+                for name in sorted(stream.keys()):
+                    entry = stream.get_slice(name)
+                    yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
+        except _UNREADABLE as error:
+            artifact.verify([file])
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
+                "or run its stage again."
+            ) from error
+
+
+_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
+"""How safetensors writes the number of an error of the operating system into its message."""
+
+
+class TensorFiles:
+    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time.
+
+    The files' digests are checked at opening, before anything is read from them.
+    """
+
+    def __init__(self, artifact: Artifact, prefix: str) -> None:
+        self.artifact = artifact
+        self._file_of: dict[str, str] = {}
+        self._file_names = artifact.names(prefix)
+        artifact.check(self._file_names)
+        for header in tensor_headers(artifact, prefix):
+            self._file_of[header.name] = header.file
+
+    def names(self) -> list[str]:
+        return sorted(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor of finite numbers.
+
+        Raises:
+            CheckpointError: there is no tensor of that name, or it has values that are no numbers.
+        """
+        tensor = self.read_as_stored(name)
+        if tensor.dtype not in FLOATING_TYPES:
+            raise CheckpointError(
+                f"{self.artifact.directory}: tensor {name} has the type {tensor.dtype}, where "
+                "floating-point numbers are wanted: run its stage again."
+            )
+        # The sum is one pass without a copy; only where it overflows is every value looked at.
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{self.artifact.directory}: tensor {name} has values that are not finite numbers: "
+                "name another checkpoint, or train this one again with a lower learning rate."
+            )
+        return tensor
+
+    def read_as_stored(self, name: str) -> Tensor:
+        """One tensor, whatever its values; its file's digest is checked when it is first used.
+
+        Raises:
+            CheckpointError: there is no tensor of that name, or it cannot be read.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(
+                f"{self.artifact.directory} has no tensor {name!r}: it was made by another model; "
+                "name a checkpoint of this one."
+            )
+        path = self.artifact.file(self._file_of[name])
+        try:
+            with safe_open(path, framework="pt") as stream:
+                tensor: Tensor = stream.get_tensor(name)
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{path}: tensor {name} cannot be read ({one_line(error)}): run its stage again."
+            ) from error
+        return tensor
+
+
+def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
+    """One weight of a checkpoint, by its artifact name."""
+    return TensorFiles(checkpoint, "weights/").read(name)
+
+
+def write_weights(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], *, part: int = 0
+) -> list[str]:
+    """Write tensors, in order, as safetensors files of about 1 GiB; one part per writing rank.
+
+    At most one file's tensors are in memory at once. Returns the file names.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    names: list[str] = []
+    pending: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if pending and size + tensor.nbytes > SHARD_BYTES:
+            names.append(_flush(directory, pending, part=part, index=len(names)))
+            pending, size = {}, 0
+        pending[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if pending:
+        names.append(_flush(directory, pending, part=part, index=len(names)))
+    return names
+
+
+def part_prefix(part: int) -> str:
+    """How the names of the files a rank writes begin."""
+    return f"part-{part:05d}-"
+
+
+def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
+    name = f"{part_prefix(part)}{index:03d}.safetensors"
+    try:
+        save_file(tensors, directory / name)
+    except SafetensorError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(directory / name)) from error
+    return name

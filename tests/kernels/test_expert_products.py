@@ -1,0 +1,30 @@
+"""What the experts' kernels take, and what is refused before they fail."""
+
+import pytest
+import torch
+from support.tiny_models import tiny_spec
+
+from pipeline.config import MoEConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels.expert_products import check_widths
+from pipeline.model.transformer import build_model
+
+
+@pytest.mark.parametrize(("width", "hidden_width"), [(20, 32), (16, 36), (7, 7)])
+def test_widths_that_grouped_products_do_not_take_are_refused(
+    width: int, hidden_width: int
+) -> None:
+    with pytest.raises(ConfigError, match="multiples of 8"):
+        check_widths(width=width, hidden_width=hidden_width, device=torch.device("cuda"))
+    check_widths(width=width, hidden_width=hidden_width, device=torch.device("cpu"))
+
+
+def test_widths_of_eight_are_taken_everywhere() -> None:
+    for device in ("cuda", "cpu", "meta"):
+        check_widths(width=16, hidden_width=40, device=torch.device(device))
+
+
+def test_a_model_of_experts_is_checked_when_it_is_built_and_a_dense_one_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"width 12 .* cannot be computed on meta"):
+        build_model(tiny_spec(moe=MoEConfig(num_experts=4), width=12), device=torch.device("meta"))
+    build_model(tiny_spec(width=12), device=torch.device("meta"))
