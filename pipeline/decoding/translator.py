@@ -168,12 +168,13 @@ class Translator:
 
     def _source(self, part: _Part) -> Source:
         direction = part.direction
+        languages = self.language(direction.source), self.language(direction.target)
         tag = tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
         return Source(
             tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id],
             prompt=tag.decoder_prompt,
-            source_language=self.language(direction.source),
-            target_language=self.language(direction.target),
+            source_language=languages[0],
+            target_language=languages[1],
         )
 
 
