@@ -323,11 +323,6 @@ def test_scores_that_cannot_be_chosen_are_refused(settings: dict[str, Any], find
         EvaluationConfig.model_validate(settings)
 
 
-def test_the_default_scores_leave_the_settings_of_earlier_evaluations_as_they_were() -> None:
-    assert "scores" not in EvaluationConfig().model_dump(mode="json")
-    assert EvaluationConfig(scores=("bleu",)).model_dump(mode="json")["scores"] == ["bleu"]
-
-
 def test_the_summary_is_printed_and_both_reports_are_written(
     tmp_path: Path, corpus: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:

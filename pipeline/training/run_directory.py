@@ -142,10 +142,11 @@ class RunDirectory:
             return None
         newest = names[-1]
         manifest = open_artifact(self.states_dir / newest, kind="training_state").manifest
-        noted = with_defaults(manifest.config, sections=self._config)
-        change = describe_change(
-            without_topology(noted), without_topology(self._config)
-        ) or describe_change(
+        noted, wanted = (
+            without_topology(with_defaults(config, sections=self._config))
+            for config in (manifest.config, self._config)
+        )
+        change = describe_change(noted, wanted) or describe_change(
             {name: record.digest for name, record in manifest.inputs.items()},
             {name: record.digest for name, record in self._inputs.items()},
         )

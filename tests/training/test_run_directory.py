@@ -127,8 +127,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         r"training\.updates: 10 → 20",
     ),
     "a setting more": (
-        {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "warmup": 3}}},
-        r"training\.warmup: unset → 3",
+        {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "dropout": 0.25}}},
+        r"training\.dropout: 0\.3 → 0\.25",
     ),
     "another input": ({"digest": "b" * 64}, "shards: a{64} → b{64}"),
 }
@@ -279,7 +279,7 @@ def test_a_refusal_found_by_rank_zero_is_raised_on_all_ranks(
     save(run_directory(tmp_path, config={"training": {"updates": 99}}), 5)
     messages = pool2.run(failure_of, tmp_path, None, CheckpointError)
     assert messages[0] == messages[1]
-    assert "other settings or inputs (model.width: unset → " in messages[0]
+    assert "other settings or inputs (model.width: 1024 → " in messages[0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -158,7 +158,9 @@ def test_routing_has_no_noise_even_in_training(router: Router) -> None:
 
 
 def test_no_tokens_make_an_empty_routing() -> None:
-    routing = group_router()(torch.empty(0, WIDTH), torch.empty(0, dtype=torch.int64))
+    routing = group_router()(
+        torch.empty(0, WIDTH), tokens_in_groups(torch.empty(0, dtype=torch.int64))
+    )
     assert routing.probability_NE.shape == (0, EXPERTS)
     assert routing.expert_NC.shape == routing.weight_NC.shape == (0, 2)
     assert routing.balance_loss.item() == 0
