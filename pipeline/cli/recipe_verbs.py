@@ -97,6 +97,37 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     return 0
 
 
+def _estimate_time(options: argparse.Namespace) -> int:
+    recipe = load_recipe(options.recipe)
+    sizes = {
+        "vocabulary_size": options.vocabulary or recipe.tokenizer.vocabulary_size,
+        "num_groups": _num_groups(recipe, options.groups),
+    }
+    from pipeline.estimates import operators, step_time  # once the recipe is known to be good
+
+    device = step_time.DEVICES[options.device]
+    steps = {
+        "training micro-batch": operators.count_training(recipe, **sizes),
+        "decoding step": operators.count_decoding_step(recipe, **sizes),
+    }
+    times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
+    if options.json:
+        found = {name: time.to_json() for name, time in times.items()}
+        print(json.dumps({"device": options.device, **found}, indent=1, ensure_ascii=False))
+        return 0
+    head = ["part", "launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
+    for name, time in times.items():
+        print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
+        print(text_table(head, time.table()) + "\n")
+    print(
+        f"Counted on the meta device, not measured. Training in bfloat16 on one rank, decoding in "
+        f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
+        f"{1e6 * step_time.LAUNCH_SECONDS:g} µs per launch, assumed; memory and arithmetic as in: "
+        f"{device.source}. Without optimizer, gradient reduction and other ranks."
+    )
+    return 0
+
+
 def _add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
     parser.add_argument(
@@ -129,6 +160,13 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add_ds_config_option(parser)
 
 
+def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--device", choices=("h100", "h200", "a100"), default="h100", help="the card (h100)"
+    )
+
+
 def _add_no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
@@ -146,5 +184,11 @@ RECIPE_VERBS = (
         "estimate the memory of a training rank, part by part",
         _add_memory_options,
         _estimate_memory,
+    ),
+    Verb(
+        "estimate",
+        "count what a training or decoding step launches on a GPU, and how long it takes at least",
+        _add_estimate_options,
+        _estimate_time,
     ),
 )

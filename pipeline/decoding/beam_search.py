@@ -86,10 +86,10 @@ def beam_search(
     Returns the best hypothesis of every source, in order.
     """
     model.eval()
-    return _Search(model, sources, config, eos_id=eos_id).run()
+    return Search(model, sources, config, eos_id=eos_id).run()
 
 
-class _Search:
+class Search:
     """The state of one batch: unfinished sentences in order, their caches, ended hypotheses."""
 
     def __init__(
@@ -140,12 +140,12 @@ class _Search:
 
     def run(self) -> list[Translation]:
         for position in range(self.prompt_length):
-            x_RD = self._step(self.prompt_RT[:, position], position)
+            x_RD = self.step(self.prompt_RT[:, position], position)
         for length in range(1, max(self.limits) + 1):
-            next_R = self._advance(self.model.project(x_RD), length)
+            next_R = self.advance(self.model.project(x_RD), length)
             if next_R is None:
                 break
-            x_RD = self._step(next_R, self.prompt_length + length - 1)
+            x_RD = self.step(next_R, self.prompt_length + length - 1)
         return [self._best(index) for index in range(len(self.ended))]
 
     def _best(self, index: int) -> Translation:
@@ -157,7 +157,7 @@ class _Search:
         score, tokens = max(self.ended[index].hypotheses, key=lambda entry: entry[0])
         return Translation(tokens, score)
 
-    def _step(self, ids_R: Tensor, position: int) -> Tensor:
+    def step(self, ids_R: Tensor, position: int) -> Tensor:
         """Feed one token per row; the decoder's states for the next one, (R, D)."""
         start = position * self.beams
         if start == self.own_past_BJP.shape[2]:
@@ -193,7 +193,7 @@ class _Search:
             past = cache.past
             cache.past = KeyValues(change(past.key_BHSK), change(past.value_BHSK), mask)
 
-    def _advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
+    def advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
         """Extend every beam by its next token (the ``length``-th); None when all are done."""
         score_BC, beam_BC, token_BC = self._candidates(logits_RV, length)
         self._collect(score_BC, beam_BC, token_BC, length)

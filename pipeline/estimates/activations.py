@@ -150,7 +150,8 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
     moe, tokens, value, rates = module.config, batch.tokens, batch.value, batch.regularization
     _, hidden_width, width = module.experts.up.weight.shape
     rate = rates.dropout if rates.moe_dropout is None else rates.moe_dropout
-    routes = _routes(moe, tokens)
+    keeps_rows = batch.device == "cuda" and not batch.is_spread  # for dropped routes, too
+    routes = moe.top_k * tokens if keeps_rows else _routes(moe, tokens)
     if batch.device == "cpu":  # the mean number of spare rows
         routes += moe.num_experts * slice_step(routes // moe.num_experts) // 2
     on_cuda_gelu = batch.device == "cuda" and module.experts.activation == "gelu"

@@ -22,7 +22,7 @@ from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.config import ModelConfig, Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
-from pipeline.kernels.cross_entropy import LOSS_ROWS
+from pipeline.kernels.cross_entropy import rows_at_a_time
 from pipeline.model.moe.experts import Experts
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import placeholder_spec
@@ -422,27 +422,20 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     logits = batch.tokens * vocabulary_size
     embedding = batch.value * vocabulary_size * recipe.model.width
     return max(
-        _loss_bytes(
-            logits,
-            vocabulary_size=vocabulary_size,
-            smoothed=recipe.loss.label_smoothing > 0,
-            value=batch.value,
-        ),
+        _loss_bytes(batch, vocabulary_size=vocabulary_size),
         batch.value * logits + embedding,
         embedding + _layer_temporaries(recipe.model, batch),
     )
 
 
-def _loss_bytes(elements: int, *, vocabulary_size: int, smoothed: bool, value: int) -> int:
+def _loss_bytes(batch: MicroBatchShape, *, vocabulary_size: int) -> int:
     """Peak of the loss and its gradient: N V logits and as many gradients, and some rows' float32.
 
-    With label smoothing: log-probabilities twice, their gradient and that of the logits, in
-    float32.
+    On CPU there are a few rows of those, on CUDA the largest of a few chunks.
     """
-    if smoothed:
-        return elements * 4 * FLOAT32
-    copies = 3 if value < FLOAT32 else 2
-    return 2 * elements * value + copies * LOSS_ROWS * vocabulary_size * FLOAT32
+    copies = 3 if batch.value < FLOAT32 else 2
+    rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
+    return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * vocabulary_size
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:

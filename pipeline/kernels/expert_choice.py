@@ -44,18 +44,18 @@ def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool)
     # of equal logits the first, as in the loops: topk may take any
     order_NE = logits_NE.sort(dim=-1, descending=True, stable=True).indices
     expert_NC = order_NE[:, :top_k]
-    weight_NC = probability_NE.gather(1, expert_NC)
-    if is_renormalized:
-        weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
-    first_N = expert_NC[:, 0]
-    first_E = logits_NE.new_zeros(num_experts)
-    first_E.index_add_(0, first_N, torch.ones_like(first_N, dtype=first_E.dtype))
-    pairs = max(num_tokens, 1) ** 2
+    if is_renormalized:  # a softmax over the chosen
+        weight_NC = F.softmax(logits_NE.gather(1, expert_NC), dim=-1)
+    else:
+        weight_NC = probability_NE.gather(1, expert_NC)
+    first_N, one = expert_NC[:, 0], logits_NE.new_ones(1)
+    first_E = logits_NE.new_zeros(num_experts).index_add_(0, first_N, one.expand(num_tokens))
+    scale = num_experts / max(num_tokens, 1) ** 2
     return ExpertChoice(
         probability_NE=probability_NE.detach(),
         expert_NC=expert_NC,
         weight_NC=weight_NC,
-        balance_loss=num_experts * (probability_NE.sum(0) * first_E).sum() / pairs,
+        balance_loss=probability_NE.sum(0) @ (first_E * scale),
     )
 
 

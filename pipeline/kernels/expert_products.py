@@ -1,13 +1,15 @@
 """The products of many experts on contiguous slices of rows.
 
-On CPU every expert has products of its own; on CUDA one grouped matrix product per projection
-serves all experts.
+On CPU every expert has products of its own. On other devices all experts are served at once: by
+grouped matrix products where PyTorch has fast ones, else by products of padded batches
+(:func:`has_grouped_products`). Both are tested on CPU, expert by expert; not yet run on a GPU.
 
-Legend: E experts (on this rank), R rows sorted by expert, N tokens, C choices per token, D model
-width, F hidden width.
+Legend: E experts (on this rank), R rows sorted by expert, L rows of the expert that has most, N
+tokens, C choices per token, D model width, F hidden width, I and O width of what goes in and out.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -34,6 +36,9 @@ from pipeline.kernels.threads import WORTH_OTHER_THREADS, side_by_side
 
 LOOP_COST = 16
 """Multiply-adds of a product in the time of one of a loop, as measured."""
+
+GROUPED_CAPABILITY = (9, 0)
+"""Older cards get PyTorch's substitute for a grouped product: a loop on the host."""
 
 GROUPED_MULTIPLE = 8
 """``torch.nn.functional.grouped_mm`` wants rows of a multiple of 16 bytes, 8 values of bfloat16."""
@@ -93,7 +98,8 @@ def serve_rows(
     """Each expert on its slice of rows, (R, D)."""
     if x_RD.device.type != "cpu":
         count_E = torch.as_tensor(rows_E, device=x_RD.device)
-        return grouped_feed_forward(x_RD, weights, count_E, activation)
+        serve = grouped_feed_forward if has_grouped_products(x_RD) else padded_feed_forward
+        return serve(x_RD, weights, count_E, activation)
     rows = tuple(rows_E.tolist() if isinstance(rows_E, Tensor) else rows_E)
     output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
         x_RD, None, *weights, rows, None, activation
@@ -101,16 +107,119 @@ def serve_rows(
     return output
 
 
+def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
+    """Whether PyTorch has a fast grouped product for such rows: bfloat16, on cards from Hopper on.
+
+    In float32 its own check of shapes refuses. ``capability`` is by default that of the device; of
+    the meta device, on which operators are counted, it is Hopper's.
+    """
+    if capability is None:
+        is_cuda = x.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(x.device) if is_cuda else GROUPED_CAPABILITY
+    return x.dtype == torch.bfloat16 and capability >= GROUPED_CAPABILITY
+
+
+def padded_feed_forward(
+    x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
+) -> Tensor:
+    """Two batched products over E · L rows, padding included; for any dtype and any card.
+
+    Costs one copy to the host per call: how many rows an expert has at most decides the shape.
+    """
+    (num_rows, width), num_experts = x_RD.shape, len(count_E)
+    longest = int(count_E.max())
+    expert_R = torch.repeat_interleave(count_E, output_size=num_rows)
+    number_E = torch.arange(num_experts, device=x_RD.device)
+    shift_E = number_E * longest - (count_E.cumsum(0) - count_E)
+    place_R = torch.arange(num_rows, device=x_RD.device) + shift_E[expert_R]
+    padded = x_RD.new_zeros(num_experts * longest, width)
+    x_ELD = padded.index_copy(0, place_R, x_RD).view(num_experts, longest, width)
+    up_EDF, down_EFD = weights.up_EFD.mT, weights.down_EDF.mT
+    hidden_ELF = activate(torch.baddbmm(weights.up_bias_EF[:, None], x_ELD, up_EDF), activation)
+    y_ELD = torch.baddbmm(weights.down_bias_ED[:, None], hidden_ELF, down_EFD)
+    return y_ELD.flatten(0, 1).index_select(0, place_R)
+
+
 def grouped_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
     """Two grouped matrix products; slice sizes stay on the device."""
-    offsets_E = count_E.cumsum(0).to(torch.int32)
-    expert_R = torch.repeat_interleave(count_E, output_size=x_RD.shape[0])
-    hidden_RF = F.grouped_mm(x_RD, weights.up_EFD.transpose(-1, -2), offs=offsets_E)
-    hidden_RF = activate(hidden_RF + weights.up_bias_EF.index_select(0, expert_R), activation)
-    y_RD = F.grouped_mm(hidden_RF, weights.down_EDF.transpose(-1, -2), offs=offsets_E)
-    return y_RD + weights.down_bias_ED.index_select(0, expert_R)
+    slices = _Slices.of(count_E, num_rows=len(x_RD))
+    hidden_RF = _grouped_linear(x_RD, weights.up_EFD, weights.up_bias_EF, slices)
+    return _grouped_linear(
+        activate(hidden_RF, activation), weights.down_EDF, weights.down_bias_ED, slices
+    )
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Where the rows of experts are, on the device.
+
+    Attributes:
+        bound_E: where each expert's rows start, and where the last one's end.
+        expert_R: expert of each row.
+        number_R: 0, 1, 2 …
+        is_idle_E: experts without rows.
+    """
+
+    bound_E: Tensor
+    expert_R: Tensor
+    number_R: Tensor
+    is_idle_E: Tensor
+
+    @classmethod
+    def of(cls, count_E: Tensor, *, num_rows: int) -> "_Slices":
+        bound_E = F.pad(count_E, (1, 0)).cumsum(0, dtype=torch.int32)
+        number_R = torch.arange(num_rows, dtype=torch.int32, device=count_E.device)
+        return cls(
+            bound_E=bound_E,
+            expert_R=torch.searchsorted(bound_E[1:-1], number_R, right=True, out_int32=True),
+            number_R=number_R,
+            is_idle_E=count_E == 0,
+        )
+
+    @property
+    def stop_E(self) -> Tensor:
+        return self.bound_E[1:]
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The rows of each expert summed up, in their order and in float32."""
+        return F.embedding_bag(self.number_R, rows, self.bound_E[:-1], mode="sum")
+
+
+def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: _Slices) -> Tensor:
+    y_RO: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        x_RI, weight_EOI, bias_EO, slices
+    )
+    return y_RO
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """x Wᵀ + b of every expert, on its slice of rows.
+
+    PyTorch's gradients would do, but for two things: weights of experts without rows got one that
+    was not zero on some cards (pytorch#172439), and those of biases were added up in bfloat16, in
+    any order.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: _Slices
+    ) -> Tensor:
+        ctx.save_for_backward(x_RI, weight_EOI)
+        ctx.slices = slices
+        y_RO = F.grouped_mm(x_RI, weight_EOI.mT, offs=slices.stop_E)
+        return y_RO.add_(bias_EO.index_select(0, slices.expert_R))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_RO, slices = gradients[0].contiguous(), ctx.slices
+        x_RI, weight_EOI = ctx.saved_tensors
+        dx_RI = F.grouped_mm(dy_RO, weight_EOI, offs=slices.stop_E)
+        d_weight_EOI = F.grouped_mm(dy_RO.mT, x_RI, offs=slices.stop_E)
+        d_weight_EOI.masked_fill_(slices.is_idle_E[:, None, None], 0)
+        return dx_RI, d_weight_EOI, slices.sums(dy_RO), None
 
 
 class _ExpertByExpert(torch.autograd.Function):

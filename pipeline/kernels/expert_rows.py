@@ -55,17 +55,23 @@ class _Combine(torch.autograd.Function):
         y_RD, weight_NC = ctx.saved_tensors
         route_R = ctx.placement.route_R
         d_rows_RD = d_y_ND.index_select(0, ctx.placement.token_R)
-        # one place more than there are routes, where all spare rows meet
-        weight_Q = F.pad(weight_NC.flatten(), (0, 1))
-        d_weight_Q = torch.zeros_like(weight_Q)
-        d_weight_Q[route_R] = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
-        d_rows_RD *= weight_Q[route_R, None].to(y_RD.dtype)
-        return d_rows_RD, d_weight_Q[:-1].view_as(weight_NC), None
+        d_weight_R = (d_rows_RD * y_RD).sum(-1, dtype=weight_NC.dtype)
+        if len(route_R) == weight_NC.numel() and not ctx.placement.lacks_rows:
+            weight_R = weight_NC.flatten()[route_R]
+            d_weight_NC = d_weight_R[ctx.placement.row_NC]
+        else:  # one place more than there are routes, where all spare rows meet
+            weight_Q = F.pad(weight_NC.flatten(), (0, 1))
+            weight_R = weight_Q[route_R]
+            d_weight_Q = torch.zeros_like(weight_Q)
+            d_weight_Q[route_R] = d_weight_R
+            d_weight_NC = d_weight_Q[:-1].view_as(weight_NC)
+        d_rows_RD *= weight_R[:, None].to(y_RD.dtype)
+        return d_rows_RD, d_weight_NC, None
 
 
 def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
     """(N, D): the rows of each token's kept routes, weighted and summed in one pass."""
-    if placement.drops:
+    if placement.lacks_rows:
         y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
     if weight_NC is not None:
         weight_NC = weight_NC.to(y_RD.dtype)

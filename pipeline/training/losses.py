@@ -7,7 +7,6 @@ in a file of its own, a name in ``config.LossConfig`` and a case of :func:`train
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Batch
@@ -53,7 +52,7 @@ def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
     after division by the global count, weighted means over micro-batches.
     """
-    smoothed, cross_entropy = label_smoothed_cross_entropy(
+    smoothed, cross_entropy = summed_cross_entropy(
         output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
     )
     balance = smoothed.new_zeros(())
@@ -65,20 +64,7 @@ def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
-        cross_entropy=cross_entropy.detach(),
+        cross_entropy=cross_entropy,
         balance=balance.detach(),
         routing=output.routing,
     )
-
-
-def label_smoothed_cross_entropy(
-    logits_LV: Tensor, labels_L: Tensor, *, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """(smoothed, plain) cross entropy, summed, in float32 (fairseq's smoothing over V)."""
-    if smoothing == 0:
-        plain = summed_cross_entropy(logits_LV, labels_L)
-        return plain, plain
-    logits_LV = logits_LV.float()
-    plain = F.cross_entropy(logits_LV, labels_L, reduction="sum")
-    uniform = -F.log_softmax(logits_LV, dim=-1).mean(-1).sum()
-    return (1 - smoothing) * plain + smoothing * uniform, plain

@@ -47,7 +47,7 @@ TRAIN = Stage(
     trains=True,
 )
 
-OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "checkpoint")
+OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "estimate", "checkpoint")
 
 
 class Bench:
@@ -615,6 +615,26 @@ def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
     said = capsys.readouterr().err
     assert said.startswith(f"mmnmt checkpoint average: {out} cannot be written (")
     assert said.count("\n") == 1
+
+
+def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["estimate", "--recipe", "demo_moe", "--vocabulary", "500"]
+    assert cli.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "training micro-batch, copies to the host: 0" in said
+    assert "H100" in said
+    assert [line.split()[0] for line in said.splitlines()].count("attention") == 2
+    assert cli.main([*arguments, "--device", "a100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == "a100"
+    for name in ("training micro-batch", "decoding step"):
+        parts = found[name]["parts"].values()
+        assert found[name]["launches"] == sum(part["launches"] for part in parts) > 0
+        assert found[name]["seconds_at_least"] > 0
+    assert cli.main([*arguments, "--groups", "3"]) == EXIT_USER_ERROR
+    assert "does not route by language group" in capsys.readouterr().err
 
 
 def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(

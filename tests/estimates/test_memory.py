@@ -29,11 +29,11 @@ from pipeline.ds_config import ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.memory import MemoryEstimate, estimate
+from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Output, Transformer, build_model, shape_of_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
-from pipeline.training.losses import label_smoothed_cross_entropy
 from pipeline.training.optim import make_optimizer
 
 LENGTH = 16
@@ -278,7 +278,7 @@ def test_the_loss_takes_per_logit_what_torch_allocates(
 
     def loss() -> Tensor:
         output = Output(F.linear(x_LD, weight_VD), ())  # keeps the logits as the model's does
-        smoothed, _ = label_smoothed_cross_entropy(output.logits_LV, labels_L, smoothing=smoothing)
+        smoothed, _ = summed_cross_entropy(output.logits_LV, labels_L, smoothing=smoothing)
         return smoothed
 
     recipe = make_recipe(tiny_spec().model)

@@ -6,7 +6,7 @@ from support.tiny_models import tiny_spec
 
 from pipeline.config import MoEConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.expert_products import check_widths
+from pipeline.kernels.expert_products import check_widths, has_grouped_products
 from pipeline.model.transformer import build_model
 
 
@@ -28,3 +28,19 @@ def test_a_model_of_experts_is_checked_when_it_is_built_and_a_dense_one_is_not()
     with pytest.raises(ConfigError, match=r"width 12 .* cannot be computed on meta"):
         build_model(tiny_spec(moe=MoEConfig(num_experts=4), width=12), device=torch.device("meta"))
     build_model(tiny_spec(width=12), device=torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_grouped"),
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (10, 0), True),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float32, (9, 0), False),
+        (torch.float16, (9, 0), False),
+    ],
+)
+def test_grouped_products_are_for_bfloat16_on_cards_from_hopper_on(
+    dtype: torch.dtype, capability: tuple[int, int], is_grouped: bool
+) -> None:
+    assert has_grouped_products(torch.empty(1, dtype=dtype), capability=capability) == is_grouped

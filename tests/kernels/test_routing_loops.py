@@ -18,7 +18,9 @@ from pipeline.kernels import expert_products, placement, threads
 from pipeline.kernels import routing_loops as loops
 from pipeline.kernels.activations import Activation
 from pipeline.kernels.expert_choice import ExpertChoice, choose_by_operators
+from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
 from pipeline.kernels.expert_rows import combine, gather
+from pipeline.kernels.kept_weights import kept_weights
 from pipeline.kernels.placement import place_by_loop, place_by_sorting
 from pipeline.kernels.routing_loops import compiled, numbers
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
@@ -101,10 +103,30 @@ def test_the_loop_places_routes_as_sorting_does(
     routes = routing.expert_NC.numel()
     queue = torch.randperm(routes, generator=generator) if has_queue else None
     ours = place_by_loop(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
-    theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity)
+    theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
     for name in ("route_R", "token_R", "row_NC", "rows_E", "count_E", "routed_E"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
-    assert ours.drops <= theirs.drops
+    assert ours.lacks_rows <= theirs.lacks_rows
+
+
+@pytest.mark.parametrize("capacity", [0, 3, 12, 40])
+def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(capacity: int) -> None:
+    """By the operators of other devices throughout, gradients included."""
+    layer, results = some_experts("relu"), []
+    weights = ExpertWeights(layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias)
+    expert_NC = choose(random(40, 5, seed=4), top_k=2).expert_NC
+    for spare_rows in (False, True):
+        placement = place_by_sorting(expert_NC, 5, None, capacity, spare_rows=spare_rows)
+        layer.zero_grad(set_to_none=True)
+        x_ND = random(40, 16, seed=3).requires_grad_()
+        weight_NC = random(40, 2, seed=5).abs().requires_grad_()
+        kept_NC = kept_weights(weight_NC, placement.is_kept_NC, renormalize=True)
+        y_RD = grouped_feed_forward(gather(x_ND, placement), weights, placement.rows_E, "relu")
+        y_ND = combine(y_RD, kept_NC, placement)
+        y_ND.square().sum().backward()
+        results.append([y_ND, x_ND.grad, weight_NC.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("expert", [-1, 4])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipeline.kernels.kept_weights import kept_weights
 from pipeline.kernels.placement import Placement, place_routes
 from pipeline.model.moe.router import Routing
 
@@ -63,11 +64,8 @@ def dispatch_with_capacity(
     choice_C = torch.arange(num_choices, device=device)
     queue = (token_order_N[None, :] * num_choices + choice_C[:, None]).flatten()
     dispatch = _place(routing, queue, capacity=capacity, spare_rows=spare_rows)
-    kept_weight_NC = routing.weight_NC * (dispatch.row_NC < len(dispatch.token_R))
-    if renormalize:
-        total_N1 = kept_weight_NC.sum(-1, keepdim=True)
-        kept_weight_NC = kept_weight_NC / total_N1.clamp_min(torch.finfo(torch.float32).tiny)
-    return replace(dispatch, weight_NC=kept_weight_NC)
+    weight_NC = kept_weights(routing.weight_NC, dispatch.is_kept_NC, renormalize=renormalize)
+    return replace(dispatch, weight_NC=weight_NC)
 
 
 def _place(routing: Routing, queue: Tensor | None, *, capacity: int, spare_rows: bool) -> Dispatch:

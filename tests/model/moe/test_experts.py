@@ -1,5 +1,7 @@
 """The experts' arithmetic against one pair of linear layers per expert."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,13 +12,18 @@ from torch import Tensor, nn
 from pipeline.kernels import threads
 from pipeline.kernels.activations import Activation
 from pipeline.kernels.allocator import OWN_MAPPING
-from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
+from pipeline.kernels.expert_products import (
+    ExpertWeights,
+    grouped_feed_forward,
+    padded_feed_forward,
+)
 from pipeline.kernels.placement import slice_length
 from pipeline.model.moe.experts import Experts
 
-WIDTH, HIDDEN = 8, 12
+WIDTH, HIDDEN = 8, 16
 COUNTS = ([3, 0, 2, 4], [0, 7, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 5])
 Linears = list[tuple[nn.Linear, nn.Linear]]
+AllAtOnce = Callable[[Tensor, ExpertWeights, Tensor, Activation], Tensor]
 
 
 def experts_and_linears(activation: Activation) -> tuple[Experts, Linears]:
@@ -84,19 +91,77 @@ def test_the_loop_equals_autograd_over_single_experts(
     assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears))
 
 
+def weights_of(experts: Experts) -> ExpertWeights:
+    up, down = experts.up, experts.down
+    return ExpertWeights(up.weight, up.bias, down.weight, down.bias)
+
+
+@pytest.mark.parametrize("serve", [grouped_feed_forward, padded_feed_forward])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_grouped_products_equal_autograd_over_single_experts(
-    counts: list[int], activation: Activation
+def test_products_of_all_experts_at_once_equal_autograd_over_single_experts(
+    counts: list[int], activation: Activation, serve: AllAtOnce
 ) -> None:
     experts, linears = experts_and_linears(activation)
     x_RD, other_x_RD = rows(sum(counts)), rows(sum(counts))
-    weights = ExpertWeights(
-        experts.up.weight, experts.up.bias, experts.down.weight, experts.down.bias
-    )
-    y_RD = grouped_feed_forward(x_RD, weights, torch.tensor(counts), activation)
+    y_RD = serve(x_RD, weights_of(experts), torch.tensor(counts), activation)
     expected = expert_by_expert(other_x_RD, counts, linears, activation)
     assert_same_function((y_RD, x_RD, experts), (expected, other_x_RD, linears), atol=1e-5)
+
+
+@pytest.mark.parametrize("serve", [grouped_feed_forward, padded_feed_forward])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_products_of_all_experts_at_once_are_near_in_half_precision(
+    counts: list[int], serve: AllAtOnce
+) -> None:
+    """Gradients included; those of experts without rows are zero."""
+    experts, linears = experts_and_linears("relu")
+    x_RD, other_x_RD = rows(sum(counts)), rows(sum(counts))
+    expert_by_expert(other_x_RD, counts, linears, "relu").square().sum().backward()
+    experts.to(torch.bfloat16)
+    y_RD = serve(x_RD.bfloat16(), weights_of(experts), torch.tensor(counts), "relu")
+    assert y_RD.dtype == torch.bfloat16
+    y_RD.float().square().sum().backward()
+    torch.testing.assert_close(x_RD.grad, other_x_RD.grad, rtol=0.1, atol=0.1)
+    for index, pair in enumerate(linears):
+        for stacked, linear in zip((experts.up, experts.down), pair, strict=True):
+            for ours, theirs in ((stacked.weight, linear.weight), (stacked.bias, linear.bias)):
+                assert ours.grad is not None
+                if not counts[index]:
+                    assert ours.grad[index].count_nonzero() == 0
+                elif theirs.grad is not None:
+                    torch.testing.assert_close(
+                        ours.grad[index].float(), theirs.grad, rtol=0.1, atol=0.2
+                    )
+
+
+def test_what_a_card_leaves_in_the_gradients_of_experts_without_rows_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def product_with_noise(x: Tensor, matrix: Tensor, *, offs: Tensor) -> Tensor:
+        product = torch._grouped_mm(x, matrix, offs=offs)
+        if product.dim() == 3:
+            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(F, "grouped_mm", product_with_noise)
+    experts, _ = experts_and_linears("relu")
+    y_RD = grouped_feed_forward(rows(5), weights_of(experts), torch.tensor([0, 3, 2, 0]), "relu")
+    y_RD.square().sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[[0, 3]].count_nonzero() == 0
+        assert parameter.grad.isfinite().all()
+
+
+def test_bias_gradients_in_half_precision_are_summed_in_single_precision() -> None:
+    experts, _ = experts_and_linears("relu")
+    experts.to(torch.bfloat16)
+    x_RD = torch.randn(4000, WIDTH).bfloat16()
+    y_RD = grouped_feed_forward(x_RD, weights_of(experts), torch.tensor([1000] * 4), "relu")
+    y_RD.sum().backward()
+    assert experts.down.bias.grad is not None
+    assert (experts.down.bias.grad == 1000).all()  # in bfloat16, 256 + 1 is 256
 
 
 @settings(deadline=None)

@@ -1,0 +1,459 @@
+"""What a step launches on a GPU, counted without one.
+
+PyTorch's meta device has shapes and no values, and the kernels take the branches there that they
+take on CUDA. A training micro-batch or a decoding step is run on it and every operator noted.
+
+A *launch* is one call of an operator, as PyTorch dispatches it below autograd, that has work on the
+device. What has none is in :data:`LAUNCHES_NOTHING`, and views. Operators that CUDA has fused
+(attention, dropout, norms, grouped products) are one launch, also where several kernels follow each
+other inside. Not counted: what DeepSpeed and the optimizer do with gradients, and collectives.
+"""
+
+import sys
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.config import ModelConfig, Recipe
+from pipeline.decoding.beam_search import Search, Source
+from pipeline.model.attention import Attention
+from pipeline.model.embedding import Embedding
+from pipeline.model.feed_forward import FeedForward
+from pipeline.model.moe.experts import Experts
+from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import Stack, Transformer, build_model
+from pipeline.training.losses import training_loss
+
+META = torch.device("meta")
+SENTENCE_LENGTH = 32
+"""Tokens of a sentence with its tags, as long as those of OPUS-100 are on the whole."""
+
+LAUNCHES_NOTHING = {
+    "empty": "allocates",
+    "empty_like": "allocates",
+    "empty_strided": "allocates",
+    "new_empty": "allocates",
+    "new_empty_strided": "allocates",
+    "_unsafe_view": "a view of a product, which autograd need not know of",
+    "_reshape_alias": "a view",
+    "lift_fresh": "marks a tensor as new",
+}
+"""Operators without work on the device, and why; views are known by their schema."""
+
+KINDS = {
+    "matrix product": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+    ),
+    "norm or softmax": (
+        *("native_layer_norm", "native_layer_norm_backward", "_softmax", "_log_softmax"),
+        *("_softmax_backward_data", "_log_softmax_backward_data", "logsumexp"),
+    ),
+    "dropout": ("native_dropout", "native_dropout_backward", "uniform_"),
+    "gather or scatter": (
+        *("index_select", "index", "index_put_", "_index_put_impl_", "index_add", "index_add_"),
+        *("embedding", "embedding_dense_backward", "gather", "scatter_", "scatter_add_"),
+        *("scatter_add", "index_copy", "_embedding_bag", "_embedding_bag_forward_only"),
+    ),
+    "copy": ("_to_copy", "copy_", "clone", "cat", "stack", "constant_pad_nd"),
+    "fill": (
+        *("zeros", "zeros_like", "new_zeros", "zero_", "ones", "ones_like", "new_ones", "full"),
+        *("full_like", "new_full", "fill_", "arange", "scalar_tensor", "eye"),
+    ),
+    "sum or extreme": ("sum", "mean", "amax", "cumsum", "max"),
+    "sort": ("sort", "topk", "argsort", "searchsorted", "repeat_interleave"),
+}
+"""Kinds of operators; all others go element by element."""
+KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
+READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
+"""They read no more of their first tensor than they write."""
+
+PARTS: tuple[tuple[type, str], ...] = (
+    (Attention, "attention"),
+    (FeedForward, "feed-forward"),
+    (Experts, "experts"),
+    (TokenRouter, "router"),
+    (LanguageGroupRouter, "router"),
+    (MixtureOfExperts, "dispatch"),
+    (Embedding, "embedding"),
+    (nn.LayerNorm, "norms and residuals"),
+    (Stack, "ends"),
+    (Transformer, "ends"),
+    (Search, "beam search"),
+)
+LOSS_MODULE = training_loss.__module__
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of an operator.
+
+    Attributes:
+        part: of the model, the loss or the search.
+        bytes: of what it reads and writes.
+        multiply_adds: of products; 0 of anything else.
+        dtype: in which it multiplies.
+    """
+
+    operator: str
+    part: str
+    is_backward: bool
+    bytes: int
+    multiply_adds: int
+    dtype: torch.dtype | None
+
+    @property
+    def kind(self) -> str:
+        return KIND_OF.get(self.operator, "elementwise")
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A place where the host waits for the device."""
+
+    operator: str
+    part: str
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a step launches, in order, and what it copies to the host."""
+
+    launches: tuple[Launch, ...]
+    host_copies: tuple[HostCopy, ...]
+
+    @property
+    def parts(self) -> dict[str, list[Launch]]:
+        """The launches of every part, those with most of them first."""
+        sizes = Counter(launch.part for launch in self.launches)
+        return {
+            part: [launch for launch in self.launches if launch.part == part]
+            for part, _ in sizes.most_common()
+        }
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return dict(Counter(launch.kind for launch in self.launches).most_common())
+
+
+def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
+    """Forward pass, loss and backward pass of a full micro-batch, in bfloat16.
+
+    All experts are on one rank. Half of the sentences are one token shorter than the others, so
+    that there is padding.
+    """
+    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
+    model.to(torch.bfloat16).train()
+    batch = _micro_batch(recipe.batches.tokens).to(META)
+    with OperatorCounter(host_number=_routes_per_expert(recipe.model, len(batch.target_N))) as mode:
+        training_loss(model, batch, recipe.loss).objective.backward()
+    return mode.counted
+
+
+def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
+    """From the decoder's states to those of the next token, in the precision of the recipe.
+
+    The batch is full, no sentence ends, and the cache need not grow.
+    """
+    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups).eval()
+    model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
+    beams, prompt = recipe.decoding.beam_size, (0, 0)
+    sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
+    sources = [
+        Source([0] * (SENTENCE_LENGTH - index % 2), prompt, 0, 0) for index in range(sentences)
+    ]
+    rows = sentences * beams
+    even = _routes_per_expert(recipe.model, rows)
+    with torch.no_grad():  # inference mode would show operators before they are taken apart
+        with OperatorCounter(host_number=even):  # what comes before the step
+            search = Search(model, sources, recipe.decoding, eos_id=1)
+            for position in range(len(prompt)):
+                x_RD = search.step(torch.zeros(rows, dtype=torch.int64, device=META), position)
+        with OperatorCounter(host_number=even) as mode:
+            next_R = search.advance(model.project(x_RD), 1)
+            assert next_R is not None, "no sentence ends"
+            search.step(next_R, len(prompt))
+    return mode.counted
+
+
+def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transformer:
+    return build_model(
+        placeholder_spec(recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups),
+        regularization=Regularization.of(recipe.training),
+        device=META,
+    )
+
+
+def _micro_batch(tokens: int) -> Batch:
+    """As many sentences as the budget takes, of two lengths."""
+    length = min(SENTENCE_LENGTH, tokens)
+    examples = [
+        Example(
+            source=[0] * (length - 2 - index % 2),
+            target=[0] * (length - 2 - index % 2),
+            source_prefix=(0,),
+            decoder_prompt=(0, 0),
+            source_language=0,
+            target_language=0,
+        )
+        for index in range(max(tokens // length, 1))
+    ]
+    return collate(examples, eos_id=0)
+
+
+def _routes_per_expert(model: ModelConfig, tokens: int) -> int:
+    """Spread evenly."""
+    return 0 if model.moe is None else tokens * model.moe.top_k // model.moe.num_experts
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts what is run on the meta device while it is entered.
+
+    Args:
+        host_number: what every whole number is that is copied to the host; others are 0, nothing
+            is found to be true, and Boolean indices take all.
+    """
+
+    def __init__(self, *, host_number: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._host_number = host_number
+        self._launches: list[Launch] = []
+        self._host_copies: list[HostCopy] = []
+        self._node_parts = _PartsOfNodes()
+        self._fused = _FusedAsOnCuda()
+
+    @property
+    def counted(self) -> Counted:
+        return Counted(tuple(self._launches), tuple(self._host_copies))
+
+    def __enter__(self) -> "OperatorCounter":
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._fused.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._fused.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        part, is_backward = self._node_parts.part()
+        given = _tensors((args, kwargs))
+        answer = self._from_host(name, args, kwargs)
+        if answer is not None:
+            self._host_copies.append(HostCopy(name, part))
+            return answer
+        if name == "index" and any(_is_boolean(index) for index in args[1]):
+            self._host_copies.append(HostCopy(name, part))
+            args = (args[0], [_all_of(index) for index in args[1]])
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        on_device = any(tensor.device == META for tensor in (*given, *made))
+        if on_device and not func.is_view and name not in LAUNCHES_NOTHING:
+            multiply_adds = _multiply_adds(func, name, args)
+            self._launches.append(
+                Launch(
+                    operator=name,
+                    part=part,
+                    is_backward=is_backward,
+                    bytes=_bytes(name, given, made),
+                    multiply_adds=multiply_adds,
+                    dtype=made[0].dtype if multiply_adds else None,
+                )
+            )
+        return result
+
+    def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a copy to the host says, which has no values to tell; None of any other operator."""
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None or first.device != META:
+            is_to_host = name == "copy_" and first is not None and args[1].device == META
+            return first if is_to_host else None
+        match name:
+            case "_local_scalar_dense":
+                return self._number(first.dtype)
+            case "nonzero":
+                return first.new_empty(0, first.dim(), dtype=torch.int64)
+            case "_to_copy" if torch.device(kwargs.get("device") or META).type == "cpu":
+                dtype = kwargs.get("dtype") or first.dtype
+                return torch.full(first.shape, self._number(dtype), dtype=dtype)
+        return None
+
+    def _number(self, dtype: torch.dtype) -> bool | int | float:
+        if dtype == torch.bool:
+            return False
+        return 0.0 if dtype.is_floating_point else self._host_number
+
+
+class _FusedAsOnCuda(TorchFunctionMode):
+    """Attention and dropout by CUDA's operators, which the meta device would take apart."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _fused_attention(*args, **kwargs)
+        if func is F.dropout:
+            return _fused_dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """Flash attention in half precision without a mask, else the memory-efficient one.
+
+    The latter wants masks as numbers to be added.
+    """
+    aten = torch.ops.aten
+    if attn_mask is None and query.dtype == torch.bfloat16:
+        context, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal
+        )
+    else:
+        bias = None
+        if attn_mask is not None:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            bias = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+            bias = bias.expand(*query.shape[:-1], key.shape[-2])
+        keeps = torch.is_grad_enabled()
+        context, *_ = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, keeps, dropout_p, is_causal
+        )
+    result: Tensor = context
+    return result
+
+
+def _fused_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    assert not inplace, "not used"
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+class _PartsOfNodes:
+    """Which part is running: forward by who called, backward by who made the node of autograd.
+
+    Nodes are numbered as they are made, just before their operator runs.
+    """
+
+    def __init__(self) -> None:
+        self._first_numbers: list[int] = []
+        self._parts: list[str] = []
+
+    def part(self) -> tuple[str, bool]:
+        """The part, and whether it goes backward."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            place = bisect_right(self._first_numbers, node._sequence_nr()) - 1
+            return self._parts[place] if place >= 0 else "loss", True
+        part = _part_of_caller(sys._getframe(2))
+        number = torch._C._autograd._get_sequence_nr() - 1
+        if not self._parts or self._parts[-1] != part:
+            self._first_numbers.append(number)
+            self._parts.append(part)
+        return part, False
+
+
+def _part_of_caller(frame: FrameType | None) -> str:
+    """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        for kind, part in PARTS:
+            if isinstance(caller, kind):
+                return part
+        if frame.f_globals.get("__name__") == LOSS_MODULE:
+            return "loss"
+        frame = frame.f_back
+    return "loss"
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_boolean(index: Tensor | None) -> bool:
+    return index is not None and index.dtype == torch.bool
+
+
+def _all_of(index: Tensor | None) -> Tensor | None:
+    """In place of a Boolean index, which is as long as the host learns."""
+    if index is None or not _is_boolean(index):
+        return index
+    return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor, what is repeated by a stride of 0 once."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * prod(length for length, stride in pairs if stride)
+
+
+def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Read and written; a gather reads of a table what it writes, and a filled tensor not at all.
+
+    A scatter into a tensor that is there touches as much of it as it brings, twice.
+    """
+    written = sum(map(_size, made))
+    if name in READ_BY_INDEX:
+        return 2 * written + sum(map(_size, given[1:]))
+    if name in ("_embedding_bag", "_embedding_bag_forward_only"):
+        table, index = given[:2]
+        return written + _size(index) + index.numel() * table.shape[1] * table.element_size()
+    if name in ("scatter_", "scatter_add_", "index_put_", "_index_put_impl_"):
+        return sum(map(_size, given[1:])) + 2 * _size(given[-1])
+    if KIND_OF.get(name) == "fill" or name == "uniform_":
+        return written
+    return written + sum(map(_size, given))
+
+
+def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
+    """Of a product or of attention, of which a causal mask leaves half."""
+    kind = KIND_OF.get(name)
+    if kind == "matrix product":
+        left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+        if name == "_grouped_mm":
+            left, right = args[:2]
+        return left.numel() * right.shape[-1]
+    if kind != "attention":
+        return 0
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+    products = 5 if name.endswith("_backward") else 2
+    whole: int = products * named["query"].numel() * named["key"].shape[-2]
+    return whole // 2 if named.get("is_causal") else whole

@@ -1,0 +1,180 @@
+"""What is launched on a GPU, counted on the meta device: budgets, and that counts are right."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.config import Recipe, load_recipe
+from pipeline.estimates.operators import (
+    META,
+    Counted,
+    OperatorCounter,
+    count_decoding_step,
+    count_training,
+)
+from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, least_time
+
+MOE = {"num_experts": 4, "every": 2}
+CAPACITY = {**MOE, "dispatch": "capacity", "batch_prioritized": True}
+BY_GROUP = {**MOE, "decoder_router": "language_group"}
+MORE_THAN_DENSE = {"dropless": 59, "capacity": 80}
+"""Launches that experts may add to a layer: 34 of theirs for 10, 23 of the router, and the plan."""
+
+
+def small_recipe(*, moe: dict[str, Any] | None = None, tokens: int = 512, **loss: Any) -> Recipe:
+    model = {
+        "width": 32,
+        "feed_forward_width": 64,
+        "num_heads": 4,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "moe": moe,
+    }
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": model,
+            "batches": {"tokens": tokens},
+            "training": {"dropout": 0.3, "attention_dropout": 0.1},
+            "loss": loss,
+        }
+    )
+
+
+def counted(recipe: Recipe, *, vocabulary_size: int = 100) -> Counted:
+    moe = recipe.model.moe
+    by_group = moe is not None and moe.decoder_router == "language_group"
+    return count_training(recipe, vocabulary_size=vocabulary_size, num_groups=3 if by_group else 0)
+
+
+@pytest.mark.parametrize("moe", [None, MOE, CAPACITY, BY_GROUP])
+@pytest.mark.parametrize("loss", [{}, {"label_smoothing": 0.1, "router_z_weight": 0.1}])
+def test_no_count_grows_with_tokens_or_experts(
+    moe: dict[str, Any] | None, loss: dict[str, Any]
+) -> None:
+    few = counted(small_recipe(moe=moe, **loss))
+    many = counted(small_recipe(moe=moe, tokens=4096, **loss))
+    assert few.kinds == many.kinds
+    assert sum(launch.bytes for launch in few.launches) < sum(x.bytes for x in many.launches)
+    if moe is not None:
+        more_experts = counted(small_recipe(moe={**moe, "num_experts": 16}, **loss))
+        assert few.kinds == more_experts.kinds
+
+
+@pytest.mark.parametrize("moe", [None, MOE, CAPACITY, BY_GROUP])
+def test_no_training_micro_batch_waits_for_the_device(moe: dict[str, Any] | None) -> None:
+    assert not counted(small_recipe(moe=moe, label_smoothing=0.1)).host_copies
+
+
+def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
+    found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
+    assert 1500 < len(found.launches) <= 2500
+    assert len(found.parts["loss"]) <= 120
+    assert not found.host_copies
+
+
+@pytest.mark.parametrize("dispatch", MORE_THAN_DENSE)
+def test_experts_add_a_bounded_number_of_launches_to_a_layer(dispatch: str) -> None:
+    dense = counted(small_recipe())
+    moe = counted(small_recipe(moe=CAPACITY if dispatch == "capacity" else MOE))
+    layers = 2
+    added = (len(moe.launches) - len(dense.launches)) / layers
+    assert 0 < added <= MORE_THAN_DENSE[dispatch]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_decoding_step_waits_once_per_moe_layer_more_in_single_precision(precision: str) -> None:
+    """Where experts are served by padded products, whose shape the host must know."""
+
+    def step(moe: dict[str, Any] | None) -> Counted:
+        recipe = small_recipe(moe=moe)
+        decoding = recipe.decoding.model_copy(update={"precision": precision})
+        recipe = recipe.model_copy(update={"decoding": decoding})
+        return count_decoding_step(recipe, vocabulary_size=100, num_groups=0)
+
+    dense, moe = step(None), step(MOE)
+    waits = [copy for copy in moe.host_copies if copy.part == "experts"]
+    assert len(waits) == (1 if precision == "float32" else 0)
+    assert len(moe.host_copies) - len(waits) == len(dense.host_copies) == 3
+    assert {copy.part for copy in dense.host_copies} == {"beam search"}
+
+
+def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
+    found = counted(small_recipe(moe=MOE))
+    parts = {part: {launch.is_backward for launch in found.parts[part]} for part in found.parts}
+    both = {False, True}
+    assert parts.pop("ends") >= {False}
+    assert parts.pop("dispatch") >= {False}
+    assert parts == {
+        "attention": both,
+        "feed-forward": both,
+        "experts": both,
+        "router": both,
+        "embedding": both,
+        "norms and residuals": both,
+        "loss": both,
+    }
+
+
+def test_products_are_counted_as_their_shapes_say() -> None:
+    x_ND = torch.empty(6, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
+    weight_FD = torch.empty(16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
+    with OperatorCounter() as mode:
+        F.linear(x_ND, weight_FD).sum().backward()
+    products = [launch for launch in mode.counted.launches if launch.multiply_adds]
+    assert [launch.multiply_adds for launch in products] == [6 * 8 * 16] * 3
+    assert products[0].bytes == 2 * (6 * 8 + 8 * 16 + 6 * 16)
+    assert [launch.is_backward for launch in products] == [False, True, True]
+
+
+def test_attention_and_dropout_are_one_launch_each_way_and_views_none() -> None:
+    x = torch.empty(2, 4, 16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
+    with OperatorCounter() as mode:
+        y = F.scaled_dot_product_attention(x, x, x, dropout_p=0.1, is_causal=True)
+        F.dropout(y.transpose(1, 2).detach().view(2, 16, 4, 8), 0.3)
+    assert [launch.operator for launch in mode.counted.launches] == [
+        "_scaled_dot_product_flash_attention",
+        "native_dropout",
+    ]
+    assert mode.counted.launches[0].multiply_adds == 2 * (2 * 4 * 16 * 16 * 8) // 2
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: bool((x > 0).any()),
+    ],
+    ids=["item", "tolist", "cpu", "nonzero", "Boolean index", "bool"],
+)
+def test_a_copy_to_the_host_is_counted_instead_of_failing(copy: Any) -> None:
+    x: Tensor = torch.empty(5, device=META)
+    with OperatorCounter() as mode:
+        copy(x)
+    assert len(mode.counted.host_copies) == 1
+
+
+def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
+    found = counted(small_recipe())
+    device = DEVICES["h100"]
+    time = least_time(found, device)
+    attention = time.parts["attention"]
+    assert attention.launch_seconds == LAUNCH_SECONDS * len(found.parts["attention"])
+    assert attention.seconds == attention.launch_seconds > attention.byte_seconds
+    assert attention.bound == "launches"
+    assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
+    assert time.to_json()["launches"] == len(found.launches)
+
+
+def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:
+    plain, smoothed = (
+        len(counted(small_recipe(label_smoothing=rate)).parts["loss"]) for rate in (0.0, 0.1)
+    )
+    assert plain < smoothed <= plain + 50
