@@ -20,7 +20,7 @@ from pipeline.kernels.activations import Activation
 from pipeline.kernels.expert_choice import ExpertChoice, choose_by_operators
 from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
 from pipeline.kernels.expert_rows import combine, gather
-from pipeline.kernels.kept_weights import kept_weights
+from pipeline.kernels.kept_weights import kept_weights, shares
 from pipeline.kernels.placement import place_by_loop, place_by_sorting
 from pipeline.kernels.routing_loops import compiled, numbers
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
@@ -120,11 +120,25 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(capacity:
         layer.zero_grad(set_to_none=True)
         x_ND = random(40, 16, seed=3).requires_grad_()
         weight_NC = random(40, 2, seed=5).abs().requires_grad_()
-        kept_NC = kept_weights(weight_NC, placement.is_kept_NC, renormalize=True)
+        kept_NC = kept_weights(weight_NC, placement.is_kept_NC, renormalize=False)
         y_RD = grouped_feed_forward(gather(x_ND, placement), weights, placement.rows_E, "relu")
-        y_ND = combine(y_RD, kept_NC, placement)
+        y_ND = combine(y_RD, shares(kept_NC), placement)
         y_ND.square().sum().backward()
         results.append([y_ND, x_ND.grad, weight_NC.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_shares_of_other_devices_are_those_of_the_cpu_with_their_gradient() -> None:
+    is_kept_NC = random(30, 3, seed=1) > 0
+    results = []
+    for share in (shares, lambda x_NC: kept_weights(x_NC, None, renormalize=True)):
+        weight_NC = random(30, 3, seed=2).abs().requires_grad_()
+        found_NC = share(weight_NC * is_kept_NC)
+        (found_NC * is_kept_NC * random(30, 3, seed=3)).sum().backward()
+        assert weight_NC.grad is not None
+        results.append((found_NC, weight_NC.grad))
+    assert (results[0][0].sum(-1) == 0).any()
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -2,8 +2,8 @@
 
 Per MoE layer: one small all-to-all of counts and two of rows in the forward pass, two of rows in
 the backward pass, and one device-to-host copy (the counts; another, where routes may be dropped, of
-how many are kept). Ranks may hold different numbers of
-tokens, none included, but all ranks of the group must call the same layers in the same order.
+how many are kept). Ranks may hold different numbers of tokens, none included, but all ranks of the
+group must call the same layers in the same order.
 
 Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
 S source ranks.
