@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -253,6 +254,33 @@ class Engine:
         """Pass (name, value, update) to the monitors the ds_config enables."""
         if self._engine.monitor.enabled:
             self._engine.monitor.write_events(list(events))
+
+    def published_weights(self) -> Iterator[tuple[NamedSlice, Tensor]]:
+        """Every tensor of this rank, in order, in float32: what the optimizer holds, unrounded.
+
+        All ranks call this and go through all of it, each giving its share of every tensor. Where
+        parameters are in float32 they are what the optimizer holds, and nothing is exchanged.
+        """
+        shares: dict[str, list[tuple[int, Tensor]]] = {}
+        for flat, _, entry, piece in self._fragments():
+            shares.setdefault(entry.name, []).append((piece.start, flat[piece.flat].detach()))
+        for entry in named_slices(self.model):
+            if entry.value.dtype == torch.float32 or not entry.parameter.requires_grad:
+                yield entry, entry.value.float()
+                continue
+            whole = torch.zeros(entry.value.numel(), device=self.device)
+            for start, values in shares.get(entry.name, []):
+                whole[start : start + len(values)] = values
+            dist.all_reduce(whole, group=self._holders(entry))
+            yield entry, whole.view_as(entry.value)
+
+    def _holders(self, entry: NamedSlice) -> dist.ProcessGroup | None:
+        """The ranks that share a tensor's optimizer state; None for all of them."""
+        size = self.model.expert_parallel_size
+        if entry.expert is None or size == 1:
+            return None
+        group: dist.ProcessGroup = groups._get_expert_data_parallel_group(f"ep_size_{size}")
+        return group
 
     def optimizer_pieces(self) -> Iterator[Piece]:
         """This rank's share of master weights and moments, cut at tensor and expert borders."""

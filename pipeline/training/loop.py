@@ -16,7 +16,6 @@ from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -291,12 +290,17 @@ class TrainingRun:
         self.run_directory.prune(keep_last=self.recipe.training.keep_last)
 
     def _write_best(self, writer: ArtifactWriter) -> None:
+        weights = enumerate(self.engine.published_weights())
         tensors = (
-            (entry.name, entry.value.detach().cpu())
-            for index, entry in enumerate(named_slices(self.engine.model))
+            (entry.name, value.detach().cpu())
+            for index, (entry, value) in weights
             if self._writes(index, is_expert=entry.expert is not None)
         )
-        write_weights(writer.directory / "weights", tensors, part=self.world.rank)
+        try:
+            write_weights(writer.directory / "weights", tensors, part=self.world.rank)
+        finally:  # whatever became of the files: the other ranks wait for this one's share
+            for _ in weights:
+                pass
         if self.world.rank == 0:
             shards = self.call.artifacts["shards"]
             write_model_files(

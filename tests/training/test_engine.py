@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parity_engine import Precision, make_engine, one_update
 from support.plain_training import (
     IDLE_EXPERT,
     LEARNING_RATE,
@@ -401,3 +402,42 @@ def test_resuming_makes_every_moment_once_and_not_for_every_tensor(pool1: Proces
     [(made, groups)] = pool1.run(moments_made)
     assert groups > 0
     assert made == 2 * groups
+
+
+def published_and_pieces(
+    world: World, *, parallel_size: int, zero: str, precision: Precision
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[str, int, Tensor]]]:
+    """After two updates: what is published, the parameters, and this rank's master weights."""
+    engine = make_engine(
+        world, parallel_size=parallel_size, zero=zero, precision=precision, method="adam"
+    )
+    for update in range(2):
+        one_update(engine, world, update, rate=1e-3)
+    published = {entry.name: value.clone() for entry, value in engine.published_weights()}
+    parameters = {entry.name: entry.value.clone() for entry in named_slices(engine.model)}
+    pieces = engine.optimizer_pieces()
+    masters = [(p.tensor, p.start, p.values) for p in pieces if p.what == "master"]
+    return published, parameters, masters
+
+
+@pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
+@pytest.mark.parametrize("parallel_size", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
+    pool2: ProcessPool, zero: str, parallel_size: int, precision: Precision
+) -> None:
+    results = pool2.run(
+        published_and_pieces, parallel_size=parallel_size, zero=zero, precision=precision
+    )
+    masters: dict[str, dict[int, Tensor]] = {}
+    for _, _, pieces in results:
+        for name, start, values in pieces:
+            masters.setdefault(name, {})[start] = values
+    rounded = 0
+    for published, parameters, _ in results:
+        for name, value in published.items():
+            expected = torch.cat([values for _, values in sorted(masters[name].items())])
+            assert value.dtype == torch.float32
+            assert torch.equal(value.flatten(), expected)
+            rounded += int((value != parameters[name].float()).sum())
+    assert (rounded > 1000) == (precision == "bf16")
