@@ -34,6 +34,7 @@ from pipeline.batching.batch import Batch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
 from pipeline.checkpoints.training_state import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
+from pipeline.distributed.devices import local_device  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
 from pipeline.ds_config import check_ds_config  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
@@ -122,7 +123,10 @@ def connect(world: World) -> None:
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
     # Training does not use them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = local_device(world.local_rank)
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)  # by which DeepSpeed sets the device
+    backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,

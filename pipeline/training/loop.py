@@ -41,13 +41,6 @@ from pipeline.training.run_directory import RunDirectory, link_or_copy
 from pipeline.training.validation import summarize_validation
 
 
-def local_device(world: World) -> torch.device:
-    """The device of this rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
-
-
 def training_data(call: StageCall) -> TrainingData:
     """Open the shards and the mixture a training stage is given; all ranks call this."""
     shards = call.artifacts["shards"]
