@@ -37,6 +37,17 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 # ---------------------------------------------------------------- names
 
 
+def link_or_copy(source: Path, target: Path) -> bool:
+    """A hard link where the file system has them, a copy otherwise; whether it is a link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        return False
+    return True
+
+
 def unfinished_dir(out_dir: Path) -> Path:
     return unfinished_path(out_dir)
 

@@ -11,6 +11,7 @@ import torch
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.feed import TrainingData
@@ -37,7 +38,7 @@ from pipeline.terminal import JsonLines
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
-from pipeline.training.run_directory import RunDirectory, link_or_copy
+from pipeline.training.run_directory import RunDirectory
 from pipeline.training.validation import summarize_validation
 
 
@@ -326,7 +327,7 @@ class TrainingRun:
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
         with call.new_artifact(wall_seconds=wall_seconds) as writer:
             for name in best.names():
-                link_or_copy(best.file(name), writer.path(name))
+                writer.take_over(name, best)
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.statistics.update(
                 best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config

@@ -6,9 +6,7 @@ a time. A run resumes from the highest complete state.
 """
 
 import errno
-import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -360,12 +358,3 @@ def without_topology(config: Mapping[str, object]) -> dict[str, object]:
     if isinstance(training, Mapping):
         kept["training"] = {k: v for k, v in training.items() if k != "expert_parallel_size"}
     return kept
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system has them, a copy otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
