@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
-from pipeline.distributed.collectives import wait_for_all
+from pipeline.distributed.collectives import heartbeat, wait_for_all
 from pipeline.distributed.devices import take_device
 from pipeline.errors import ConfigError
 
@@ -231,8 +231,9 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
         )
         try:
             take_device(world.local_rank)
-            yield world
-            wait_for_all()
+            with heartbeat(world.master_address):
+                yield world
+                wait_for_all()
         finally:
             torch.distributed.destroy_process_group()
 

@@ -221,8 +221,7 @@ class Engine:
             group["lr"] = learning_rate
         self.model.train()
         scale = self.world.size * self.accumulation / total_labels
-        cross_entropy = torch.zeros((), dtype=torch.float64)
-        balance = torch.zeros((), dtype=torch.float64)
+        sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = 0
         for batch, seed in zip(micro_batches, seeds, strict=True):
             torch.manual_seed(seed)
@@ -231,10 +230,11 @@ class Engine:
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
             self._engine.step()
-            cross_entropy += terms.cross_entropy.double().cpu()
-            balance += terms.balance.double().cpu() * batch.num_labels
+            sums_2[0] += terms.cross_entropy
+            sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
         norm = self._engine.get_global_grad_norm()
+        cross_entropy, balance = sums_2.cpu()  # once per update
         return StepResult(cross_entropy, balance, labels, float(norm))
 
     def rehearse(self, batch: Batch) -> None:
