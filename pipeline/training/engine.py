@@ -176,6 +176,7 @@ class Engine:
         make_optimizer: Callable[[list[dict[str, object]]], torch.optim.Optimizer],
     ) -> None:
         self.model = model
+        model.recomputes = recipe.training.recompute_layers
         self.world = world
         self._loss_config = recipe.loss
         has_expert_groups = model.expert_parallel_size > 1

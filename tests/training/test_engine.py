@@ -71,6 +71,7 @@ def engine_training(
     clip_norm: float = 0.5,
     dropout: float = 0.0,
     rehearses: bool = False,
+    recomputes: bool = False,
 ) -> Trained:
     """The same training by the engine on this rank's share of the micro-batches."""
     connect(world)
@@ -87,6 +88,7 @@ def engine_training(
         ds_config=zero_config(zero_stage),
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
     )
+    model.recomputes = recomputes
     trained = Trained({}, [], [], [])
     mine = range(world.rank, MICRO_BATCHES, world.size)
     for update in range(UPDATES):
@@ -175,6 +177,23 @@ def test_a_rehearsed_batch_leaves_no_trace(pool2: ProcessPool) -> None:
     spec = SPECS["moe_lgr"]
     results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=2, rehearses=True)
     assert_equal_training(merged(results), plain_training(spec)[0])
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parallel_ranks(
+    pool2: ProcessPool, zero_stage: int
+) -> None:
+    spec = SPECS["moe_lgr"]
+    expected, _ = plain_training(spec, dropout=0.3)
+    results = pool2.run(
+        engine_training,
+        spec,
+        parallel_size=2,
+        zero_stage=zero_stage,
+        dropout=0.3,
+        recomputes=True,
+    )
+    assert_equal_training(merged(results), expected)
 
 
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
