@@ -31,7 +31,7 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import (
     claim_run_folder,
@@ -83,6 +83,7 @@ class RunDirectory:
         self._stage, self._config, self._inputs = stage, config, inputs
         self._world = world
         self._pending: _PendingWrite | None = None
+        self._lock: Lock | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -101,7 +102,7 @@ class RunDirectory:
                         what=str(self.directory),
                         patience_seconds=LOCK_PATIENCE_SECONDS,
                     )
-                    stack.enter_context(lock)
+                    self._lock = stack.enter_context(lock)
                 except UserError as error:
                     problem = str(error)
                 except OSError as error:
@@ -227,6 +228,8 @@ class RunDirectory:
         files = {name: record for _, records in results for name, record in records.items()}
 
         def seal() -> str | None:
+            if self._lock is not None:
+                self._lock.refuse_if_lost()
             if problem is None:
                 pending.seal(files, stage=self._stage, config=self._config, inputs=self._inputs)
             return problem

@@ -343,3 +343,19 @@ def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
 ) -> None:
     names = ["optimizer/part-00000-000", "optimizer/part-00001-000"]
     assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
+
+
+@pytest.mark.parametrize("how", ["signed by another", "removed"])
+def test_a_run_whose_lock_another_writer_took_publishes_nothing(tmp_path: Path, how: str) -> None:
+    """As on a file system that does not lock: the second writer is the one that stays."""
+    directory = run_directory(tmp_path)
+    with directory.locked():
+        save(directory, 5)
+        lock = directory.directory / "lock"
+        if how == "removed":
+            lock.unlink()
+        else:
+            lock.write_text("process 1 on elsewhere since 2026-01-01 (run abcd)")
+        with pytest.raises(ArtifactError, match=r"elsewhere|its lock is gone"):
+            save(directory, 10)
+    assert directory.state_names() == ["update-0000005"]
