@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.artifacts.corpus import Direction
@@ -30,7 +31,11 @@ from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError, Interrupted
-from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter
+from pipeline.model.moe.routing_statistics import (
+    ROUTING_FILE,
+    RoutingCounter,
+    RoutingStatistics,
+)
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -204,9 +209,7 @@ class TrainingRun:
         self.position = replace(self.position, validated=update)
         if best is None or perplexity < best:
             self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
-            self.run_directory.write(
-                self.run_directory.best_dir, kind="checkpoint", write=self._write_best
-            )
+            self._save_best()
 
     def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
         """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
@@ -283,30 +286,48 @@ class TrainingRun:
         )
         self.run_directory.prune(keep_last=self.recipe.training.keep_last)
 
-    def _write_best(self, writer: ArtifactWriter) -> None:
-        weights = enumerate(self.engine.published_weights())
-        tensors = (
-            (entry.name, value.detach().cpu())
-            for index, (entry, value) in weights
-            if self._writes(index, is_expert=entry.expert is not None)
+    def _save_best(self) -> None:
+        """Write the weights as they are; in the background, from a copy, as states are."""
+        in_background = self.recipe.saving.in_background
+        weights = self._my_weights()
+        copied = iter(list(weights)) if in_background else weights
+        position, routing = self.position, self.routing
+
+        def write(writer: ArtifactWriter) -> None:
+            try:
+                write_weights(writer.directory / "weights", copied, part=self.world.rank)
+            finally:  # whatever became of the files: the other ranks wait for this one's shares
+                for _ in copied:
+                    pass
+            if self.world.rank == 0:
+                self._describe_best(writer, position, routing)
+
+        self.run_directory.write(
+            self.run_directory.best_dir,
+            kind="checkpoint",
+            write=write,
+            in_background=in_background,
         )
-        try:
-            write_weights(writer.directory / "weights", tensors, part=self.world.rank)
-        finally:  # whatever became of the files: the other ranks wait for this one's share
-            for _ in weights:
-                pass
-        if self.world.rank == 0:
-            shards = self.call.artifacts["shards"]
-            write_model_files(
-                writer,
-                spec=self.engine.model.spec,
-                tokenizer_dir=tokenizer_folder(shards),
-            )
-            if self.routing.layers:
-                writer.write_json(ROUTING_FILE, self.routing.to_json())
-            writer.statistics.update(
-                update=self.position.best_update, perplexity=self.position.best_perplexity
-            )
+
+    def _my_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that this rank writes; all ranks go through all of it together."""
+        for index, (entry, value) in enumerate(self.engine.published_weights()):
+            if self._writes(index, is_expert=entry.expert is not None):
+                copied = torch.empty_like(value, device="cpu").copy_(value.detach())
+                yield entry.name, copied
+
+    def _describe_best(
+        self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
+    ) -> None:
+        """What a checkpoint has beside its weights."""
+        write_model_files(
+            writer,
+            spec=self.engine.model.spec,
+            tokenizer_dir=tokenizer_folder(self.call.artifacts["shards"]),
+        )
+        if routing.layers:
+            writer.write_json(ROUTING_FILE, routing.to_json())
+        writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
         """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
