@@ -625,7 +625,7 @@ def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_fo
     said = capsys.readouterr().out
     assert "training micro-batch, copies to the host: 0" in said
     assert "H100" in said
-    assert [line.split()[0] for line in said.splitlines()].count("attention") == 2
+    assert [line.split(" ")[0] for line in said.splitlines()].count("attention") == 2
     assert cli.main([*arguments, "--device", "a100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "a100"
