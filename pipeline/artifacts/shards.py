@@ -42,23 +42,24 @@ class Shard:
     """The sentences of one side of a pair, in the order of the other side's.
 
     ``shard[i]`` is a read-only array of the stored type; ``lengths`` counts tokens (int32).
+    ``tokens`` and ``offsets`` are the two files, for those who go over many sentences at once.
     """
 
     def __init__(self, tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
-        self._tokens = tokens
-        self._offsets = offsets
+        self.tokens = tokens
+        self.offsets = offsets
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Tokens:
         if not 0 <= index < len(self):
             raise IndexError(f"sentence {index} of {len(self)}")
-        return self._tokens[self._offsets[index] : self._offsets[index + 1]]
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        return np.diff(self._offsets).astype(np.int32)
+        return np.diff(self.offsets).astype(np.int32)
 
 
 def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:

@@ -7,17 +7,20 @@ no linear layer, expert or vocabulary projection ever sees padding. Only attenti
 Legend: B batch, S source length, T target length, N real tokens, D model width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.kernels.batch_loops import join
+
 Ids = Sequence[int] | npt.NDArray[Any]
+Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,11 @@ class Packing:
     is_full: bool
 
     @classmethod
-    def from_lengths(cls, lengths: Sequence[int]) -> Self:
+    def from_lengths(cls, lengths: Sequence[int] | Integers) -> Self:
         """Packing of right-padded sentences of the given lengths (tokens, all ≥ 1)."""
-        length = max(lengths, default=1)
-        mask_BT = np.arange(length)[None, :] < np.asarray(lengths, dtype=np.int64)[:, None]
+        length_B = np.asarray(lengths, dtype=np.int64)
+        length = int(length_B.max(initial=1))
+        mask_BT = np.arange(length)[None, :] < length_B[:, None]
         index_N = torch.from_numpy(np.flatnonzero(mask_BT))
         is_full = len(index_N) == len(lengths) * length
         return cls(index_N=index_N, batch=len(lengths), length=length, is_full=is_full)
@@ -81,8 +85,11 @@ class Packing:
             x_ND = _Unpack.apply(x_ND, self)  # type: ignore[no-untyped-call]
         return x_ND.view(self.batch, self.length, x_ND.shape[-1])
 
-    def to(self, device: torch.device) -> "Packing":
-        return replace(self, index_N=self.index_N.to(device, non_blocking=True))
+    def to(self, device: torch.device, *, non_blocking: bool = True) -> "Packing":
+        return replace(self, index_N=self.index_N.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Packing":
+        return replace(self, index_N=self.index_N.pin_memory())
 
 
 class _Pack(torch.autograd.Function):
@@ -154,11 +161,20 @@ class Batch:
         return len(self.labels_L)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; a no-op where it is there already."""
+        """The batch on a device; a no-op where it is there already.
+
+        From pinned memory the copy runs while the device still works on what came before.
+        """
         if self.source_N.device == device:
             return self
-        values = {f.name: getattr(self, f.name).to(device) for f in fields(self)}
-        return Batch(**values)
+        return self._with_each(lambda part: part.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The batch in memory from which a GPU can copy by itself."""
+        return self._with_each(lambda part: part.pin_memory())
+
+    def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
+        return Batch(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -175,29 +191,86 @@ class Example:
     line: int = 0
 
 
+class Ragged(NamedTuple):
+    """Some ids of every sentence, one sentence after the other, and how many each has."""
+
+    ids_N: Integers
+    length_B: Integers
+
+    @classmethod
+    def of(cls, parts: Sequence[Ids]) -> "Ragged":
+        length_B = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(np.concatenate([nothing, *parts]).astype(np.int64), length_B)
+
+    @classmethod
+    def same(cls, ids: Sequence[int], *, sentences: int) -> "Ragged":
+        """The same ids for every sentence."""
+        length_B = np.full(sentences, len(ids), dtype=np.int64)
+        return cls(np.tile(np.asarray(ids, dtype=np.int64), sentences), length_B)
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What a batch is assembled from, sentence by sentence; see :class:`Example`."""
+
+    source: Ragged
+    target: Ragged
+    source_prefix: Ragged
+    decoder_prompt: Ragged
+    source_language_B: Integers
+    target_language_B: Integers
+    pair_B: Integers
+    line_B: Integers
+
+
 def collate(examples: Sequence[Example], *, eos_id: int) -> Batch:
-    """Assemble a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens."""
-    sources = [np.concatenate([e.source_prefix, e.source, [eos_id]]) for e in examples]
-    inputs = [np.concatenate([e.decoder_prompt, e.target]) for e in examples]
-    labels = [np.concatenate([e.target, [eos_id]]) for e in examples]
-    starts = np.cumsum([0, *(len(tokens) for tokens in inputs)])
-    label_rows = [
-        np.arange(start + len(e.decoder_prompt) - 1, start + len(tokens))
-        for e, start, tokens in zip(examples, starts[:-1], inputs, strict=True)
-    ]
+    """Assemble a micro-batch from examples."""
+    sentences = Sentences(
+        source=Ragged.of([e.source for e in examples]),
+        target=Ragged.of([e.target for e in examples]),
+        source_prefix=Ragged.of([e.source_prefix for e in examples]),
+        decoder_prompt=Ragged.of([e.decoder_prompt for e in examples]),
+        source_language_B=np.array([e.source_language for e in examples]),
+        target_language_B=np.array([e.target_language for e in examples]),
+        pair_B=np.array([e.pair for e in examples]),
+        line_B=np.array([e.line for e in examples]),
+    )
+    return assemble(sentences, eos_id=eos_id)
+
+
+def assemble(sentences: Sentences, *, eos_id: int) -> Batch:
+    """Lay out a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens."""
+    num_sentences = len(sentences.pair_B)
+    nothing = Ragged.same((), sentences=num_sentences)
+    eos = Ragged.same((eos_id,), sentences=num_sentences)
+    source = _joined(sentences.source_prefix, sentences.source, eos)
+    target = _joined(sentences.decoder_prompt, sentences.target, nothing)
+    labels = _joined(nothing, sentences.target, eos)
     return Batch(
-        source_N=_ids(sources),
-        source=Packing.from_lengths([len(tokens) for tokens in sources]),
-        target_N=_ids(inputs),
-        target=Packing.from_lengths([len(tokens) for tokens in inputs]),
-        label_rows_L=_ids(label_rows),
-        labels_L=_ids(labels),
-        source_language_B=torch.tensor([e.source_language for e in examples]),
-        target_language_B=torch.tensor([e.target_language for e in examples]),
-        pair_B=torch.tensor([e.pair for e in examples]),
-        line_B=torch.tensor([e.line for e in examples]),
+        source_N=torch.from_numpy(source.ids_N),
+        source=Packing.from_lengths(source.length_B),
+        target_N=torch.from_numpy(target.ids_N),
+        target=Packing.from_lengths(target.length_B),
+        label_rows_L=torch.from_numpy(_last_rows(target.length_B, labels.length_B)),
+        labels_L=torch.from_numpy(labels.ids_N),
+        source_language_B=torch.from_numpy(sentences.source_language_B),
+        target_language_B=torch.from_numpy(sentences.target_language_B),
+        pair_B=torch.from_numpy(sentences.pair_B),
+        line_B=torch.from_numpy(sentences.line_B),
     )
 
 
-def _ids(parts: Sequence[npt.NDArray[Any]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+def _joined(*parts: Ragged) -> Ragged:
+    """Three parts of every sentence, one after the other."""
+    length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
+    ids_N = np.empty(int(length_B.sum()), dtype=np.int64)
+    join(*parts[0], *parts[1], *parts[2], ids_N)
+    return Ragged(ids_N, length_B)
+
+
+def _last_rows(length_B: Integers, count_B: Integers) -> Integers:
+    """The last ``count_B`` rows of every sentence, in sentences one after the other."""
+    skipped_B = np.cumsum(length_B) - np.cumsum(count_B)
+    rows: Integers = np.arange(int(count_B.sum())) + np.repeat(skipped_B, count_B)
+    return rows

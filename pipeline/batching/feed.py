@@ -1,25 +1,38 @@
 """From shards to micro-batches: what a training stage reads of its data."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Split, line_counts
 from pipeline.artifacts.shards import Shard, open_shard
-from pipeline.artifacts.tokenizer import Tags, Tokenizer, load_tokenizer, tags, tokenizer_folder
-from pipeline.batching.batch import Batch, Example, collate
+from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
+from pipeline.batching.batch import Batch, Ragged, Sentences, assemble
 from pipeline.batching.global_step import (
     SOURCE_EXTRA,
     TARGET_EXTRA,
+    GlobalStep,
     MicroBatch,
-    PairLengths,
+    PairOffsets,
     Planner,
     evaluation_batches,
 )
-from pipeline.config import BatchesConfig
+from pipeline.batching.read_ahead import read_ahead
+from pipeline.config import BatchesConfig, TagScheme
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.kernels.batch_loops import gather, locate
+
+Integers = npt.NDArray[np.int64]
+
+BATCHES_AHEAD = 4
+"""Micro-batches of a rank that are assembled before they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,83 @@ class _Pair:
     name: str
     languages: tuple[str, str]
     sides: tuple[Shard, Shard]
+
+
+class _Files:
+    """Where the mapped files of all pairs lie, for loops that go from file to file.
+
+    Legend: P pairs, 2 the sides of a pair.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair]) -> None:
+        self._pairs = pairs  # or the files would be unmapped
+        sides = [pair.sides for pair in pairs]
+        self.size_P = np.array([len(first) for first, _ in sides], dtype=np.int64)
+        self.offsets_P2 = _table([[side.offsets.ctypes.data for side in both] for both in sides])
+        self.tokens_P2 = _table([[side.tokens.ctypes.data for side in both] for both in sides])
+        self.width_P2 = _table([[side.tokens.itemsize for side in both] for both in sides])
+
+    def read(self, plan: MicroBatch) -> tuple[Ragged, Ragged]:
+        """Tokens of the sources and of the targets of a plan."""
+        start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
+        where = (plan.pair_B, plan.reverse_B, plan.line_B)
+        locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
+        sides = (plan.reverse_B, 1 - plan.reverse_B)
+        source, target = (
+            self._gathered(plan.pair_B, *one)
+            for one in zip(sides, start_2B, length_2B, strict=True)
+        )
+        return source, target
+
+    def _gathered(
+        self, pair_B: Integers, side_B: Integers, start_B: Integers, length_B: Integers
+    ) -> Ragged:
+        token_N = np.empty(int(length_B.sum()), dtype=np.int64)
+        gather(pair_B, side_B, start_B, length_B, self.tokens_P2, self.width_P2, token_N)
+        return Ragged(token_N, length_B)
+
+
+class _Languages:
+    """Languages and tags by pair and direction, as tables.
+
+    Legend: P pairs, 2 the directions of a pair, X tokens of a tag.
+    """
+
+    def __init__(self, pairs: Sequence[_Pair], tokenizer: Tokenizer, scheme: TagScheme) -> None:
+        number = {code: index for index, code in enumerate(tokenizer.languages)}
+        both = [[Direction(*pair.languages), Direction(*pair.languages[::-1])] for pair in pairs]
+        found = [
+            [tags(tokenizer, scheme, source=way.source, target=way.target) for way in ways]
+            for ways in both
+        ]
+        self._source_P2 = _table([[number[way.source] for way in ways] for ways in both])
+        self._target_P2 = _table([[number[way.target] for way in ways] for ways in both])
+        self._prefix_P2X = np.array([[one.source_prefix for one in ways] for ways in found])
+        self._prompt_P2X = np.array([[one.decoder_prompt for one in ways] for ways in found])
+
+    def label(self, plan: MicroBatch, source: Ragged, target: Ragged) -> Sentences:
+        """Sentences of a plan with their languages and tags."""
+        direction = (plan.pair_B, plan.reverse_B)
+        return Sentences(
+            source=source,
+            target=target,
+            source_prefix=_rows(self._prefix_P2X[direction]),
+            decoder_prompt=_rows(self._prompt_P2X[direction]),
+            source_language_B=self._source_P2[direction],
+            target_language_B=self._target_P2[direction],
+            pair_B=plan.pair_B.astype(np.int64),
+            line_B=plan.line_B.astype(np.int64),
+        )
+
+
+def _table(rows: Sequence[Sequence[int]]) -> Integers:
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _rows(ids_BX: Integers) -> Ragged:
+    """As many ids for every sentence."""
+    sentences, length = ids_BX.shape
+    return Ragged(ids_BX.ravel(), np.full(sentences, length, dtype=np.int64))
 
 
 class SplitData:
@@ -40,26 +130,21 @@ class SplitData:
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
         ]
-        self._tags: dict[Direction, Tags] = {
-            direction: tags(
-                tokenizer, config.tag_scheme, source=direction.source, target=direction.target
-            )
-            for pair in self._pairs
-            for direction in (Direction(*pair.languages), Direction(*pair.languages[::-1]))
-        }
-        self._language = {code: index for index, code in enumerate(tokenizer.languages)}
+        self._files = _Files(self._pairs)
+        self._languages = _Languages(self._pairs, tokenizer, config.tag_scheme)
 
-    def lengths(self) -> dict[str, PairLengths]:
-        """Token counts by pair."""
+    @cached_property
+    def offsets(self) -> dict[str, PairOffsets]:
+        """Where sentences begin, by pair."""
         return {
-            pair.name: PairLengths(pair.sides[0].lengths, pair.sides[1].lengths)
+            pair.name: PairOffsets(pair.sides[0].offsets, pair.sides[1].offsets)
             for pair in self._pairs
         }
 
     def longest(self) -> int:
         """Tokens of the longest sentence of either side, with its tags and end-of-sentence."""
-        sides = (side.lengths.max(initial=0) for pair in self._pairs for side in pair.sides)
-        return int(max(sides, default=0)) + max(SOURCE_EXTRA, TARGET_EXTRA)
+        longest = max((pair.longest for pair in self.offsets.values()), default=0)
+        return longest + max(SOURCE_EXTRA, TARGET_EXTRA)
 
     def batch(self, plan: MicroBatch) -> Batch:
         """Read and assemble the sentences of a plan.
@@ -67,32 +152,15 @@ class SplitData:
         Raises:
             ArtifactError: the shards hold an id that the vocabulary has not.
         """
-        rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
-        examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
-        batch = collate(examples, eos_id=self._tokenizer.eos_id)
-        largest = max(int(ids.max()) for ids in (batch.source_N, batch.target_N))
+        source, target = self._files.read(plan)
+        largest = max(int(side.ids_N.max(initial=0)) for side in (source, target))
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
                 f"{self._tokenizer.size} ids: make the shards again."
             )
-        return batch
-
-    def _example(self, index: int, reverse: int, line: int) -> Example:
-        pair = self._pairs[index]
-        source, target = (1, 0) if reverse else (0, 1)
-        direction = Direction(pair.languages[source], pair.languages[target])
-        tag = self._tags[direction]
-        return Example(
-            source=pair.sides[source][line],
-            target=pair.sides[target][line],
-            source_prefix=tag.source_prefix,
-            decoder_prompt=tag.decoder_prompt,
-            source_language=self._language[direction.source],
-            target_language=self._language[direction.target],
-            pair=index,
-            line=line,
-        )
+        sentences = self._languages.label(plan, source, target)
+        return assemble(sentences, eos_id=self._tokenizer.eos_id)
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Every line once in each direction, in batches of one direction, in a fixed order."""
@@ -101,12 +169,10 @@ class SplitData:
             for reverse in (0, 1):
                 source, target = pair.sides[reverse], pair.sides[1 - reverse]
                 direction = Direction(pair.languages[reverse], pair.languages[1 - reverse])
-                target_lengths = target.lengths
-                for lines in evaluation_batches(
-                    source.lengths.tolist(), target_lengths.tolist(), budget=budget
-                ):
+                source_lengths, target_lengths = source.lengths, target.lengths
+                for lines in evaluation_batches(source_lengths, target_lengths, budget=budget):
                     labels = int(target_lengths[lines].sum()) + len(lines)
-                    sources = int(source.lengths[lines].sum()) + len(lines)
+                    sources = int(source_lengths[lines].sum()) + len(lines)
                     micro_batch = MicroBatch(
                         np.full_like(lines, index),
                         np.full_like(lines, reverse),
@@ -116,6 +182,28 @@ class SplitData:
                     )
                     plan.append((direction, micro_batch))
         return plan
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One micro-batch of a rank, and the update it belongs to."""
+
+    step: GlobalStep
+    indices: list[int]
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a rank does in an update.
+
+    ``indices`` says which of the step's micro-batches it takes; ``batches`` are these, to be gone
+    through once before the next update is asked for.
+    """
+
+    step: GlobalStep
+    indices: list[int]
+    batches: Iterator[Batch]
 
 
 class TrainingData:
@@ -132,15 +220,36 @@ class TrainingData:
         self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
-        self.planner = Planner(self.train.lengths(), probabilities, config, seed=seed)
+        self.planner = Planner(self.train.offsets, probabilities, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
+        self._pins = torch.cuda.is_available()
+
+    def updates(self, cursor: tuple[int, int], *, rank: int, ranks: int) -> Generator[Update]:
+        """Updates from a cursor on as a rank sees them, without end; plans and batches read ahead.
+
+        Closing it ends the threads that do so.
+        """
+        turns = read_ahead(self._turns(cursor, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
+        with closing(turns):
+            for first in turns:
+                others = islice(turns, len(first.indices) - 1)
+                batches = (turn.batch for turn in chain([first], others))
+                yield Update(first.step, first.indices, batches)
+
+    def _turns(self, cursor: tuple[int, int], *, rank: int, ranks: int) -> Generator[Turn]:
+        with closing(self.planner.steps(cursor)) as steps:
+            for step in steps:
+                indices = [turn[rank] for turn in step.turns(ranks)]
+                for index in indices:
+                    batch = self.train.batch(step.micro_batches[index])
+                    yield Turn(step, indices, batch.pinned() if self._pins else batch)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)
 
     def check(self, *, max_positions: int) -> None:
         """Raises ConfigError without validation sentences, or where one exceeds the positions."""
-        if not self.valid.lengths():
+        if not self.valid.offsets:
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
                 "them: give the corpus a valid set for at least one pair."

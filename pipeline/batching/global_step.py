@@ -8,34 +8,72 @@ within the token budget, shuffled, and dealt out M at a time to the updates, who
 by size. Any window can be computed on its own, so that resuming reads nothing of the past.
 """
 
+import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig
 from pipeline.errors import ConfigError
+from pipeline.kernels.batch_loops import (
+    make_keys,
+    mark_cuts,
+    read_keys,
+    shuffle,
+    sort_by_bits,
+    sum_parts,
+    survey,
+)
 from pipeline.seeds import derive_seed
 
-Integers = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.signedinteger[Any]]
 
 SOURCE_EXTRA = 2
 """Tokens added to a source: one tag and end-of-sentence."""
 TARGET_EXTRA = 2
 """Tokens added to a decoder input: the longest prompt."""
 
+KEY_BITS = 63
+"""Of a sort key: a whole number that is not negative."""
+
 
 @dataclass(frozen=True)
-class PairLengths:
-    """Token counts of both sides of a pair's training lines, languages in the pair's order."""
+class PairOffsets:
+    """Where the lines of both sides of a pair begin, in tokens, and where the last one ends.
 
-    first: npt.NDArray[np.int32]
-    second: npt.NDArray[np.int32]
+    Languages are in the pair's order. The arrays may be mapped files: a window reads of them what
+    it draws, so that no process keeps the lengths of a whole corpus.
+    """
+
+    first: npt.NDArray[np.int64]
+    second: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.first) - 1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest line of either side."""
+        return self._survey[0]
+
+    @property
+    def longer(self) -> int:
+        """Tokens of all lines, of the longer side of each."""
+        return self._survey[1]
+
+    @cached_property
+    def _survey(self) -> tuple[int, int]:
+        found = np.zeros(2, dtype=np.int64)
+        survey(self.first, self.second, found)
+        return int(found[0]), int(found[1])
 
 
 @dataclass(frozen=True)
@@ -78,12 +116,101 @@ class GlobalStep:
         return [turn[::-1] if number % 2 else turn for number, turn in enumerate(turns)]
 
 
+@dataclass(frozen=True)
+class PlannedWindow:
+    """The sentences of a window, sorted, and which of them each micro-batch has.
+
+    Micro-batch i has those from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order of
+    training.
+    """
+
+    pair_N: Integers
+    reverse_N: Integers
+    line_N: Integers
+    starts: list[int]
+    stops: list[int]
+    num_labels: list[int]
+    num_tokens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def micro_batches(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches from ``start`` up to ``stop``, as views."""
+        return tuple(self._micro_batch(index) for index in range(start, stop))
+
+    def _micro_batch(self, index: int) -> MicroBatch:
+        part = slice(self.starts[index], self.stops[index])
+        return MicroBatch(
+            self.pair_N[part],
+            self.reverse_N[part],
+            self.line_N[part],
+            num_labels=self.num_labels[index],
+            num_tokens=self.num_tokens[index],
+        )
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """What a window takes from the stream of a pair: draws from ``start`` up to ``stop``."""
+
+    pair: int
+    size: int
+    start: int
+    stop: int
+
+    @property
+    def first_epoch(self) -> int:
+        return self.start // self.size
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the draws touch."""
+        return -(-self.stop // self.size) - self.first_epoch
+
+    @property
+    def item_bits(self) -> int:
+        return (self.size * self.epochs).bit_length()
+
+
+class _KeyLayout:
+    """Sort keys of a window: whole numbers whose order is that of its sentences.
+
+    By target length, source length, pair, line and epoch; where a micro-batch keeps to one
+    direction, by pair and direction first. Line and epoch are one number, the item, so that a
+    small corpus may come in many epochs. Sentences are drawn pair by pair and item by item, so that
+    only the bits above those are left to sort by, from ``sorted_from`` up to ``bits``.
+    """
+
+    def __init__(self, draws: Sequence[_Draws], *, longest: int, one_direction: bool) -> None:
+        """Raises ConfigError where a key would need more bits than there are."""
+        pair = max(draw.pair for draw in draws).bit_length()
+        item = max(draw.item_bits for draw in draws)
+        length = longest.bit_length()
+        bits = {"pair": pair, "reverse": 1, "target": length, "source": length, "item": item}
+        self.bits = sum(bits.values())
+        if self.bits > KEY_BITS:
+            raise ConfigError(
+                f"Sentences of up to {longest:,} tokens in pairs of up to "
+                f"{max(draw.size for draw in draws):,} lines are more than a window can sort: "
+                "lower shards.max_tokens and make the shards again."
+            )
+        low_to_high = ("reverse", "item", "pair", "source", "target")
+        if one_direction:
+            low_to_high = ("item", "source", "target", "reverse", "pair")
+        ends = itertools.accumulate((bits[name] for name in low_to_high), initial=0)
+        shifts = dict(zip(low_to_high, ends, strict=False))
+        self.bits_F = np.array(list(bits.values()), dtype=np.int64)
+        self.shift_F = np.array([shifts[name] for name in bits], dtype=np.int64)
+        self.sorted_from = shifts["source"]
+
+
 class Planner:
     """Plans global steps from lengths and probabilities; holds no text."""
 
     def __init__(
         self,
-        pairs: Mapping[str, PairLengths],
+        pairs: Mapping[str, PairOffsets],
         probabilities: Mapping[str, float],
         config: BatchesConfig,
         *,
@@ -109,13 +236,10 @@ class Planner:
             )
         self._config = config
         self._seed = seed
-        self._size = np.array([len(pairs[name]) for name in self.names], dtype=np.int64)
+        self._pairs = [pairs[name] for name in self.names]
         self._probability = np.array([probabilities[name] for name in self.names])
-        self._offset = np.concatenate([[0], np.cumsum(self._size)])
-        first = np.concatenate([pairs[name].first for name in self.names])
-        second = np.concatenate([pairs[name].second for name in self.names])
-        self._lengths = np.stack([first, second], axis=1)
-        longest = int(self._lengths.max(initial=0)) + max(SOURCE_EXTRA, TARGET_EXTRA)
+        self._longest = max((pair.longest for pair in self._pairs), default=0)
+        longest = self._longest + max(SOURCE_EXTRA, TARGET_EXTRA)
         if longest > config.tokens:
             raise ConfigError(
                 f"The longest training sentence has {longest} tokens with its tags, and "
@@ -123,63 +247,127 @@ class Planner:
             )
         self.window_sentences = self._window_sentences()
 
-    def steps(self, cursor: tuple[int, int]) -> Iterator[GlobalStep]:
-        """Global steps from a cursor on, without end; (0, 0) is the first update."""
+    def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+        """Global steps from a cursor on, without end; (0, 0) is the first update.
+
+        The window after the present one is planned meanwhile.
+        """
         window, first = cursor
-        while True:
-            batches = self.window(window)
-            count = len(batches) // self._config.micro_batches
-            for step in range(first, count):
-                start = step * self._config.micro_batches
-                following = (window, step + 1) if step + 1 < count else (window + 1, 0)
-                yield GlobalStep(
-                    tuple(batches[start : start + self._config.micro_batches]), following
-                )
-            window, first = window + 1, 0
+        micro_batches = self._config.micro_batches
+        with closing(read_ahead(self._windows(window), depth=1)) as windows:
+            for planned in windows:
+                count = len(planned) // micro_batches
+                for step in range(first, count):
+                    start = step * micro_batches
+                    following = (window, step + 1) if step + 1 < count else (window + 1, 0)
+                    yield GlobalStep(planned.micro_batches(start, start + micro_batches), following)
+                window, first = window + 1, 0
 
     def window(self, window: int) -> list[MicroBatch]:
         """All micro-batches of a window, update after update; a multiple of M of them."""
-        pair, reverse, line = self._draw(window)
-        lengths = self._lengths[self._offset[pair] + line]
-        source = np.where(reverse == 1, lengths[:, 1], lengths[:, 0])
-        target = np.where(reverse == 1, lengths[:, 0], lengths[:, 1])
-        direction = 2 * pair + reverse if self._config.one_direction else np.zeros_like(pair)
-        order = np.lexsort((line, pair, source, target, direction))
-        cuts = cut(
-            source[order] + SOURCE_EXTRA,
-            target[order] + TARGET_EXTRA,
-            direction[order],
-            budget=self._config.tokens,
-        )
-        parts = fill_up(np.split(order, cuts), multiple=self._config.micro_batches)
-        generator = np.random.default_rng(derive_seed("micro-batch order", self._seed, window))
-        return [
-            MicroBatch(
-                pair[p],
-                reverse[p],
-                line[p],
-                num_labels=int(target[p].sum()) + len(p),
-                num_tokens=int(source[p].sum() + target[p].sum()) + 2 * len(p),
-            )
-            for p in (parts[i] for i in generator.permutation(len(parts)))
-        ]
+        planned = self._plan(window)
+        return list(planned.micro_batches(0, len(planned)))
 
-    def _draw(self, window: int) -> tuple[Integers, Integers, Integers]:
-        """Pair, direction and line of every sentence of a window."""
-        pairs, reverses, lines = [], [], []
-        for index, name in enumerate(self.names):
-            draws = np.arange(self._drawn(index, window), self._drawn(index, window + 1))
-            size = int(self._size[index])
-            line = np.empty_like(draws)
-            epochs = draws // size
-            for epoch in np.unique(epochs):
-                chosen = epochs == epoch
-                key = derive_seed("epoch order", self._seed, name, int(epoch))
-                line[chosen] = shuffled(draws[chosen] % size, size=size, key=key)
-            pairs.append(np.full_like(draws, index))
-            reverses.append((line + epochs) % 2)
-            lines.append(line)
-        return np.concatenate(pairs), np.concatenate(reverses), np.concatenate(lines)
+    def _windows(self, window: int) -> Generator[PlannedWindow]:
+        while True:
+            yield self._plan(window)
+            window += 1
+
+    def _plan(self, window: int) -> PlannedWindow:
+        """Sort a window's sentences, cut them into micro-batches, shuffle these and count."""
+        pair, reverse, line, source, target = self._sorted_sentences(window)
+        one_direction = self._config.one_direction
+        direction = 2 * pair + reverse if one_direction else np.zeros(len(pair), dtype=np.int32)
+        cuts = cut(source, target, direction, budget=self._config.tokens)
+        bounds = fill_up([0, *cuts.tolist(), len(pair)], multiple=self._config.micro_batches)
+        generator = np.random.default_rng(derive_seed("micro-batch order", self._seed, window))
+        order = generator.permutation(len(bounds) - 1)
+        sentences = np.diff(bounds)
+        sources = _sums(source, bounds) + sentences
+        labels = _sums(target, bounds) + sentences
+        return PlannedWindow(
+            pair,
+            reverse,
+            line,
+            starts=bounds[:-1][order].tolist(),
+            stops=bounds[1:][order].tolist(),
+            num_labels=labels[order].tolist(),
+            num_tokens=(sources + labels)[order].tolist(),
+        )
+
+    def _sorted_sentences(self, window: int) -> tuple[Integers, ...]:
+        """Pair, direction, line and the lengths of source and target of a window's sentences."""
+        draws = self._draws(window)
+        layout = _KeyLayout(draws, longest=self._longest, one_direction=self._config.one_direction)
+        line = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
+        other, filled = np.empty_like(line), 0
+        for draw in draws:
+            part = slice(filled, filled + draw.stop - draw.start)
+            self._fill_keys(draw, layout, line[part], other[part])
+            filled = part.stop
+        sort_by_bits(line, other, layout.sorted_from, layout.bits)
+        del other  # before there are more arrays of a window's size
+        epochs = np.zeros(len(self.names), dtype=np.int64)
+        epochs[[draw.pair for draw in draws]] = [draw.epochs for draw in draws]
+        reverse = np.empty(len(line), dtype=np.int8)
+        pair, source, target = (np.empty(len(line), dtype=np.int32) for _ in range(3))
+        read_keys(line, epochs, layout.shift_F, layout.bits_F, pair, reverse, source, target)
+        return pair, reverse, line, source, target
+
+    def _draws(self, window: int) -> list[_Draws]:
+        """What a window takes from the pairs of which it takes anything."""
+        all_draws = (
+            _Draws(index, len(pair), self._drawn(index, window), self._drawn(index, window + 1))
+            for index, pair in enumerate(self._pairs)
+        )
+        draws = [draw for draw in all_draws if draw.stop > draw.start]
+        if not draws:
+            raise ConfigError("A window has no sentence: raise batches.window_steps.")
+        return draws
+
+    def _fill_keys(
+        self, draw: _Draws, layout: _KeyLayout, key_N: Integers, other_N: Integers
+    ) -> None:
+        """Sort keys of what is drawn of a pair, by line, so that its files are read in order."""
+        filled = 0
+        for items in self._items(draw):
+            key_N[filled : filled + len(items)] = items
+            filled += len(items)
+        sort_by_bits(key_N, other_N, 0, draw.item_bits)
+        offsets = self._pairs[draw.pair]
+        make_keys(
+            draw.pair,
+            draw.epochs,
+            draw.first_epoch,
+            offsets.first,
+            offsets.second,
+            layout.shift_F,
+            key_N,
+        )
+
+    def _items(self, draw: _Draws) -> Iterator[Integers]:
+        """What is drawn of a pair, in any order: line · epochs + epoch, the window's first being 0.
+
+        Of epochs that lie within the window every line is drawn, so that their order is not asked.
+        """
+        first_whole = -(-draw.start // draw.size)
+        end_whole = max(draw.stop // draw.size, first_whole)
+        begun = min(first_whole * draw.size, draw.stop)
+        if draw.start < begun:
+            yield self._lines(draw, draw.start, begun) * draw.epochs
+        if first_whole < end_whole:
+            lines, epochs = np.arange(draw.size), np.arange(first_whole, end_whole)
+            yield np.add.outer(lines * draw.epochs, epochs - draw.first_epoch).ravel()
+        if end_whole * draw.size < draw.stop:
+            lines = self._lines(draw, end_whole * draw.size, draw.stop)
+            yield lines * draw.epochs + (end_whole - draw.first_epoch)
+
+    def _lines(self, draw: _Draws, start: int, stop: int) -> Integers:
+        """Lines of some draws of one epoch."""
+        epoch = start // draw.size
+        key = derive_seed("epoch order", self._seed, self.names[draw.pair], epoch)
+        position_N = np.arange(start, stop) - epoch * draw.size
+        return shuffled(position_N, size=draw.size, key=key)
 
     def _drawn(self, index: int, window: int) -> int:
         """Sentences of a pair drawn before a window: its exact share, randomly rounded."""
@@ -188,39 +376,47 @@ class Planner:
         return math.floor(window * self.window_sentences * share + phase)
 
     def _window_sentences(self) -> int:
-        longer = self._lengths.max(axis=1) + max(SOURCE_EXTRA, TARGET_EXTRA)
-        means = [longer[a:b].mean() for a, b in zip(self._offset, self._offset[1:], strict=False)]
+        extra = max(SOURCE_EXTRA, TARGET_EXTRA)
+        # Quotients of whole numbers: the same to the last bit, however the sums are taken.
+        means = [(pair.longer + extra * len(pair)) / len(pair) for pair in self._pairs]
         mean = float(np.dot(means, self._probability) / self._probability.sum())
         wanted = self._config.window_steps * self._config.micro_batches * self._config.tokens
         return max(self._config.micro_batches, round(wanted / mean))
 
 
-def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> list[int]:
-    """Where to cut sorted sentences, so that no side's padded size exceeds the budget."""
-    cuts = []
-    start = longest = 0
-    for index, length in enumerate(np.maximum(source, target).tolist()):
-        longest = max(longest, length)
-        full = (index - start + 1) * longest > budget
-        if index > start and (full or direction[index] != direction[index - 1]):
-            cuts.append(index)
-            start, longest = index, length
-    return cuts
+def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> Integers:
+    """Where to cut sorted sentences, so that no side's padded size exceeds the budget.
+
+    Lengths are without tags and end-of-sentence, which are padded, too.
+    """
+    is_cut = np.empty(len(source), dtype=np.bool_)
+    mark_cuts(source, target, direction, SOURCE_EXTRA, TARGET_EXTRA, budget, is_cut)
+    return np.flatnonzero(is_cut)
 
 
-def fill_up(parts: list[Integers], *, multiple: int) -> list[Integers]:
-    """Halve the largest parts until their number is a multiple (of M)."""
-    parts = list(parts)
+def _sums(length_N: Integers, bounds: Integers) -> Integers:
+    sums = np.empty(len(bounds) - 1, dtype=np.int64)
+    sum_parts(length_N, bounds, sums)
+    return sums
+
+
+def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
+    """Halve the largest parts, of equal ones the first, until their number is a multiple (of M).
+
+    Part i is from ``bounds[i]`` up to ``bounds[i + 1]``; so it is in the result.
+    """
+    parts = [(start - stop, start) for start, stop in itertools.pairwise(bounds)]
+    heapq.heapify(parts)
     while len(parts) % multiple:
-        largest = max(range(len(parts)), key=lambda i: len(parts[i]))
-        part = parts[largest]
-        if len(part) < 2:
+        size, start = -parts[0][0], parts[0][1]
+        if size < 2:
             raise ConfigError(
                 f"A window of {len(parts)} sentences cannot fill updates of {multiple} "
                 "micro-batches: raise batches.window_steps or lower batches.micro_batches."
             )
-        parts[largest : largest + 1] = [part[: len(part) // 2], part[len(part) // 2 :]]
-    return parts
+        heapq.heapreplace(parts, (-(size // 2), start))
+        heapq.heappush(parts, (size // 2 - size, start + size // 2))
+    return np.array([*sorted(start for _, start in parts), bounds[-1]])
 
 
 def shuffled(positions: Integers, *, size: int, key: int) -> Integers:
@@ -230,37 +426,18 @@ def shuffled(positions: Integers, *, size: int, key: int) -> Integers:
     on along their cycle until they are back.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    shift = np.uint64(half)
     rounds = np.random.default_rng(key).integers(0, 2**63, size=4, dtype=np.uint64)
-    out = positions.astype(np.uint64)
-    todo = np.ones(len(out), dtype=bool)
-    while todo.any():
-        left, right = out[todo] >> shift, out[todo] & mask
-        for constant in rounds:
-            left, right = right, left ^ (_mix(right, constant) & mask)
-        out[todo] = (left << shift) | right
-        todo = out >= np.uint64(size)
-    return out.astype(np.int64)
+    lines = np.empty(len(positions), dtype=np.int64)
+    shuffle(positions, rounds, half, size, lines)
+    return lines
 
 
-def _mix(values: npt.NDArray[np.uint64], constant: np.uint64) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
-    mixed = values * np.uint64(0x9E3779B97F4A7C15) + constant
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-def evaluation_batches(
-    source: Sequence[int], target: Sequence[int], *, budget: int
-) -> list[Integers]:
+def evaluation_batches(source: Integers, target: Integers, *, budget: int) -> list[Integers]:
     """Line numbers of one direction, sorted by length and cut within a token budget."""
-    source_array, target_array = np.asarray(source), np.asarray(target)
-    order = np.lexsort((np.arange(len(source_array)), source_array, target_array))
+    order = np.lexsort((np.arange(len(source)), source, target))
     cuts = cut(
-        source_array[order] + SOURCE_EXTRA,
-        target_array[order] + TARGET_EXTRA,
+        source[order],
+        target[order],
         np.zeros(len(order), dtype=np.int64),
         budget=budget,
     )

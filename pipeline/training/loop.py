@@ -2,9 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +17,9 @@ from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
-from pipeline.batching.feed import TrainingData
-from pipeline.batching.global_step import GlobalStep, MicroBatch
+from pipeline.batching.batch import Batch
+from pipeline.batching.feed import TrainingData, Update
+from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
@@ -113,11 +116,11 @@ class TrainingRun:
                     initial=self.position.update,
                     enabled=self.world.rank == 0,
                 ) as bar,
+                closing(self._updates()) as updates,
             ):
                 self._validate_if_due(stop)
-                remaining = total - self.position.update
-                for step in islice(self.data.planner.steps(self.position.cursor), remaining):
-                    bar.advance(note=self._update(step))
+                for feed in islice(updates, total - self.position.update):
+                    bar.advance(note=self._update(feed))
                     self._validate_if_due(stop)
                     self._save_if_due(stop)
             self._finish()
@@ -143,14 +146,16 @@ class TrainingRun:
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 
-    def _update(self, step: GlobalStep) -> str:
+    def _updates(self) -> Generator[Update]:
+        return self.data.updates(self.position.cursor, rank=self.world.rank, ranks=self.world.size)
+
+    def _update(self, feed: Update) -> str:
         """One update; returns the note for the progress bar."""
         recipe, update, clock = self.recipe, self.position.update + 1, time.monotonic()
-        mine = [turn[self.world.rank] for turn in step.turns(self.world.size)]
         result = self.engine.train_step(
-            [self.data.train.batch(step.micro_batches[index]) for index in mine],
-            seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in mine],
-            total_labels=step.num_labels,
+            cast(Sequence[Batch], feed.batches),  # gone through once, as they arrive
+            seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in feed.indices],
+            total_labels=feed.step.num_labels,
             learning_rate=learning_rate(
                 recipe.optimizer, update, total_updates=recipe.training.updates
             ),
@@ -163,7 +168,7 @@ class TrainingRun:
             )
         self._interval.add(result, seconds=time.monotonic() - clock)
         self.position = replace(
-            self.position, update=update, cursor=step.next_cursor, seconds=self._elapsed()
+            self.position, update=update, cursor=feed.step.next_cursor, seconds=self._elapsed()
         )
         if update % recipe.logging.every == 0 or update == recipe.training.updates:
             self._log(result.gradient_norm)

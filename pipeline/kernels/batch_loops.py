@@ -1,0 +1,277 @@
+"""Planning and assembling batches: loops over sentences, compiled by numba.
+
+A window has millions of sentences and a micro-batch hundreds: numpy would go over them once per
+operator and keep what lies between, Python would take longer than a model does. The loops run
+without the interpreter's lock, so that they can work ahead of training in a thread.
+
+Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
+sentences of a batch; an axis of 2: the sides of a pair, or source and target.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from pipeline.kernels.routing_loops import compiled
+
+Integers = npt.NDArray[np.signedinteger[Any]]
+Flags = npt.NDArray[np.bool_]
+
+PAIR, REVERSE, TARGET, SOURCE, ITEM = range(5)
+"""Fields of a sort key."""
+
+DIGIT_BITS = 11
+"""Sorting goes by as many bits at once: 2,048 places to write to are what a core keeps at hand."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@compiled()
+def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -> None:
+    """Tokens of the longest sentence of a pair, and the sum over lines of the longer side."""
+    longest = total = 0
+    for line in range(len(first_offsets) - 1):
+        first = first_offsets[line + 1] - first_offsets[line]
+        second = second_offsets[line + 1] - second_offsets[line]
+        longer = max(first, second)
+        longest = max(longest, longer)
+        total += longer
+    found[0], found[1] = longest, total
+
+
+@compiled()
+def shuffle(
+    position_N: Integers, round_R: npt.NDArray[np.uint64], half: int, size: int, line_N: Integers
+) -> None:
+    """Where a keyed permutation of range(size) takes each position.
+
+    A Feistel network on twice ``half`` bits, whose rounds are the finaliser of splitmix64: every
+    input bit reaches every output bit. What leaves the range walks on until it is back.
+    """
+    width = np.uint64(half)
+    mask = (np.uint64(1) << width) - np.uint64(1)
+    last = np.uint64(size - 1)
+    for n in range(len(position_N)):
+        value = np.uint64(position_N[n])
+        walks = True
+        while walks:
+            left, right = value >> width, value & mask
+            for constant in round_R:
+                mixed = right * _GOLDEN + constant
+                mixed = (mixed ^ (mixed >> _FIRST_SHIFT)) * _FIRST_FACTOR
+                mixed = (mixed ^ (mixed >> _SECOND_SHIFT)) * _SECOND_FACTOR
+                mixed ^= mixed >> _LAST_SHIFT
+                left, right = right, left ^ (mixed & mask)
+            value = (left << width) | right
+            walks = bool(value > last)
+        line_N[n] = value
+
+
+@compiled()
+def sort_by_bits(key_N: Integers, other_N: Integers, low: int, high: int) -> None:
+    """Sort by the bits from ``low`` up to ``high``, digit by digit; equal ones keep their order.
+
+    ``other_N`` has room for as many, and holds nothing of use afterwards.
+    """
+    from_N, to_N = key_N, other_N
+    passes = 0
+    for shift in range(low, high, DIGIT_BITS):
+        mask = (1 << min(DIGIT_BITS, high - shift)) - 1
+        place_D = np.zeros(mask + 2, np.int64)
+        for key in from_N:
+            place_D[((key >> shift) & mask) + 1] += 1
+        place_D = np.cumsum(place_D)
+        for key in from_N:
+            digit = (key >> shift) & mask
+            to_N[place_D[digit]] = key
+            place_D[digit] += 1
+        from_N, to_N = to_N, from_N
+        passes += 1
+    if passes % 2:
+        key_N[:] = from_N
+
+
+@compiled()
+def make_keys(
+    pair: int,
+    epochs: int,
+    first_epoch: int,
+    first_offsets: Integers,
+    second_offsets: Integers,
+    shift_F: Integers,
+    key_N: Integers,
+) -> None:
+    """Sort keys of the items of a pair, line · ``epochs`` + epoch, in their place.
+
+    ``first_epoch`` is the number of the first epoch of which the window has something.
+    """
+    for n in range(len(key_N)):
+        item = key_N[n]
+        line = item // epochs
+        first = first_offsets[line + 1] - first_offsets[line]
+        second = second_offsets[line + 1] - second_offsets[line]
+        reverse = (line + first_epoch + item - line * epochs) & 1
+        source, target = (second, first) if reverse else (first, second)
+        key_N[n] = (
+            (pair << shift_F[PAIR])
+            | (reverse << shift_F[REVERSE])
+            | (target << shift_F[TARGET])
+            | (source << shift_F[SOURCE])
+            | (item << shift_F[ITEM])
+        )
+
+
+@compiled()
+def read_keys(
+    key_N: Integers,
+    epochs_P: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    pair_N: Integers,
+    reverse_N: Integers,
+    source_N: Integers,
+    target_N: Integers,
+) -> None:
+    """What sort keys are made of; lines take the place of the keys."""
+    mask_F = (1 << bits_F) - 1
+    for n in range(len(key_N)):
+        key = key_N[n]
+        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
+        pair_N[n] = pair
+        reverse_N[n] = (key >> shift_F[REVERSE]) & mask_F[REVERSE]
+        target_N[n] = (key >> shift_F[TARGET]) & mask_F[TARGET]
+        source_N[n] = (key >> shift_F[SOURCE]) & mask_F[SOURCE]
+        key_N[n] = ((key >> shift_F[ITEM]) & mask_F[ITEM]) // epochs_P[pair]
+
+
+@compiled()
+def mark_cuts(
+    source_N: Integers,
+    target_N: Integers,
+    direction_N: Integers,
+    source_extra: int,
+    target_extra: int,
+    budget: int,
+    is_cut_N: Flags,
+) -> None:
+    """Mark sorted sentences that begin a part: with them the one before would be too large.
+
+    A part's size is that of its padded larger side, with so many extra tokens per sentence; it is
+    of one direction.
+    """
+    start = longest = 0
+    for n in range(len(source_N)):
+        length = max(source_N[n] + source_extra, target_N[n] + target_extra)
+        longest = max(longest, length)
+        is_full = (n - start + 1) * longest > budget
+        is_cut_N[n] = n > start and (is_full or direction_N[n] != direction_N[n - 1])
+        if is_cut_N[n]:
+            start, longest = n, length
+
+
+@compiled()
+def sum_parts(length_N: Integers, bound_M: Integers, sum_M: Integers) -> None:
+    """Sums of what lies between each bound and the next."""
+    for m in range(len(sum_M)):
+        total = 0
+        for n in range(bound_M[m], bound_M[m + 1]):
+            total += length_N[n]
+        sum_M[m] = total
+
+
+def _point_at(_: Any, __: Any) -> Any:
+    """The memory at an address: a compiled loop cannot be given a list of hundreds of files."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = intrinsic(_point_at)
+
+
+@compiled()
+def locate(
+    pair_B: Integers,
+    reverse_B: Integers,
+    line_B: Integers,
+    size_P: Integers,
+    offsets_P2: Integers,
+    start_2B: Integers,
+    length_2B: Integers,
+) -> None:
+    """Where the tokens of source and target begin in their files, and how many there are.
+
+    ``offsets_P2`` has the addresses of the offsets of both sides of each pair.
+    """
+    for b in range(len(pair_B)):
+        pair, reverse, line = pair_B[b], reverse_B[b], line_B[b]
+        if not 0 <= line < size_P[pair]:
+            raise IndexError("a plan names a line that its pair does not have")
+        for role in range(2):
+            address = offsets_P2[pair, reverse ^ role]
+            offsets = carray(_pointer(address), (size_P[pair] + 1,), np.int64)
+            start_2B[role, b] = offsets[line]
+            length_2B[role, b] = offsets[line + 1] - offsets[line]
+
+
+@compiled()
+def gather(
+    pair_B: Integers,
+    side_B: Integers,
+    start_B: Integers,
+    length_B: Integers,
+    tokens_P2: Integers,
+    width_P2: Integers,
+    token_N: Integers,
+) -> None:
+    """Copy sentences one after the other from the files of their pairs.
+
+    ``tokens_P2`` has the addresses of the tokens of both sides of each pair, ``width_P2`` the bytes
+    of one.
+    """
+    row = 0
+    for b in range(len(pair_B)):
+        pair, side, start, length = pair_B[b], side_B[b], start_B[b], length_B[b]
+        tokens = _pointer(tokens_P2[pair, side])
+        if width_P2[pair, side] == 2:
+            narrow = carray(tokens, (start + length,), np.uint16)
+            for n in range(length):
+                token_N[row + n] = narrow[start + n]
+        else:
+            wide = carray(tokens, (start + length,), np.uint32)
+            for n in range(length):
+                token_N[row + n] = wide[start + n]
+        row += length
+
+
+@compiled()
+def join(
+    first_N: Integers,
+    first_B: Integers,
+    second_N: Integers,
+    second_B: Integers,
+    third_N: Integers,
+    third_B: Integers,
+    joined_N: Integers,
+) -> None:
+    """Three parts of every sentence one after the other; ``_B`` has the lengths of each."""
+    first = second = third = row = 0
+    for b in range(len(first_B)):
+        for _ in range(first_B[b]):
+            joined_N[row] = first_N[first]
+            first, row = first + 1, row + 1
+        for _ in range(second_B[b]):
+            joined_N[row] = second_N[second]
+            second, row = second + 1, row + 1
+        for _ in range(third_B[b]):
+            joined_N[row] = third_N[third]
+            third, row = third + 1, row + 1

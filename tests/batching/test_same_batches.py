@@ -1,0 +1,254 @@
+"""Plans and batches are what they were when their digests were written down here.
+
+Whatever makes the feed faster, a run that was stopped goes on with the sentences it would have
+seen, and a published run can be done again.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.shards import ShardWriter
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.batching.batch import Batch, Example, Packing, collate
+from pipeline.batching.feed import TrainingData
+from pipeline.batching.global_step import MicroBatch, _Draws, _KeyLayout
+from pipeline.config import BatchesConfig
+from pipeline.errors import ConfigError
+from pipeline.kernels.batch_loops import sort_by_bits
+
+SIZES = {
+    "usual": {"de-en": 3000, "el-en": 40, "en-fr": 500},
+    "tiny": {"de-en": 7, "el-en": 1, "en-fr": 3},
+    "one pair": {"de-en": 800},
+}
+"""Training lines of a corpus."""
+
+CASES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "usual": ("usual", {"micro_batches": 4, "tokens": 150, "window_steps": 5}, 5.0),
+    "one direction": (
+        "usual",
+        {"micro_batches": 4, "tokens": 150, "window_steps": 9, "one_direction": True},
+        5.0,
+    ),
+    "target tags": ("usual", {"micro_batches": 8, "tokens": 200, "tag_scheme": "tgt"}, 2.0),
+    "M = 2": ("usual", {"micro_batches": 2, "tokens": 300, "window_steps": 3}, 1.0),
+    "M = 32": ("usual", {"micro_batches": 32, "tokens": 100, "window_steps": 4}, 5.0),
+    "M = 512": ("usual", {"micro_batches": 512, "tokens": 100, "window_steps": 2}, 5.0),
+    "tiny": ("tiny", {"micro_batches": 4, "tokens": 60, "window_steps": 3}, 5.0),
+    "tiny, one direction": (
+        "tiny",
+        {"micro_batches": 32, "tokens": 50, "window_steps": 6, "one_direction": True},
+        float("inf"),
+    ),
+    "one pair": ("one pair", {"micro_batches": 3, "tokens": 90, "window_steps": 40}, 5.0),
+}
+"""Name → corpus, settings of batches, sampling temperature."""
+
+WINDOWS = {
+    "usual": "846fcec9374f5ae3",
+    "one direction": "83761b4b067550e7",
+    "target tags": "93b04a0dc786d53a",
+    "M = 2": "e4b4ea7320b16a1a",
+    "M = 32": "1934f28cc3aadaa5",
+    "M = 512": "b53ba8fabe054aaf",
+    "tiny": "fbadf4ce5a5b5cb8",
+    "tiny, one direction": "6bfbf30138e4e9bc",
+    "one pair": "1aa5ab3f3070bbb4",
+}
+"""Digests of windows 0, 1 and 7."""
+
+BATCHES = {
+    "usual": "f6e942a8358fb92b",
+    "one direction": "25f03dfa7c6b9ee0",
+    "target tags": "e09f089d9f7979de",
+    "M = 2": "1e16c2b27f92ced0",
+    "M = 32": "d983dc337fdf11cb",
+    "M = 512": "83ae8d5e7c33b4a9",
+    "tiny": "f09ec2dd93d0ccee",
+    "tiny, one direction": "cfe5ac200e6461bd",
+    "one pair": "17d11a66dffc6c3e",
+}
+"""Digests of the tensors of the first updates and of validation."""
+
+
+def digest(values: Iterable[Any]) -> str:
+    """Of whole numbers, with the lengths of their lists."""
+    found = hashlib.sha256()
+    for value in values:
+        array = np.asarray(value, dtype="<i8")
+        found.update(array.size.to_bytes(8, "little") + array.tobytes())
+    return found.hexdigest()[:16]
+
+
+def plan_values(plan: MicroBatch) -> list[Any]:
+    return [plan.pair_B, plan.reverse_B, plan.line_B, plan.num_labels, plan.num_tokens]
+
+
+def batch_values(batch: Batch) -> list[Any]:
+    values: list[Any] = []
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Packing):
+            values += [value.index_N, value.batch, value.length, value.is_full]
+        else:
+            assert value.dtype == torch.int64
+            values.append(value)
+    return values
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of made-up sentences, some of them empty, a folder per corpus."""
+    directory = tmp_path_factory.mktemp("corpora")
+    description = TokenizerDescription(
+        kind="bytes", languages=("de", "el", "en", "fr"), language_token_scheme="underscores"
+    )
+    for corpus, sizes in SIZES.items():
+        generator = np.random.default_rng(11)
+        with new_artifact(
+            directory / corpus, kind="shards", stage="test", config={}, inputs={}
+        ) as writer:
+            write_tokenizer(
+                writer.path("tokenizer/tokenizer.json").parent, description=description, model=None
+            )
+            for name, size in sizes.items():
+                for split, count in (("train", size), ("valid", 5)):
+                    for code in name.split("-"):
+                        write_side(writer.directory, split, name, code, count, generator)  # type: ignore[arg-type]
+            writer.statistics["pairs"] = {
+                name: {"train": size, "valid": 5} for name, size in sizes.items()
+            }
+    return directory
+
+
+def write_side(
+    directory: Path,
+    split: Split,
+    pair: str,
+    code: str,
+    count: int,
+    generator: np.random.Generator,
+) -> None:
+    side = ShardWriter(directory, split=split, pair=pair, language=code, size=300)
+    lengths = generator.integers(0, 30, count)
+    side.append([generator.integers(4, 260, length).tolist() for length in lengths])
+    side.close()
+
+
+def open_data(corpora: Path, case: str, *, seed: int = 3) -> TrainingData:
+    corpus, settings, temperature = CASES[case]
+    shares = temperature_probabilities(SIZES[corpus], sampling_temperature=temperature)
+    shards = open_artifact(corpora / corpus, kind="shards")
+    return TrainingData(shards, shares, BatchesConfig(**settings), seed=seed)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_window_is_planned_as_it_always_was(corpora: Path, case: str) -> None:
+    planner = open_data(corpora, case).planner
+    values = [
+        value
+        for window in (0, 1, 7)
+        for plan in planner.window(window)
+        for value in plan_values(plan)
+    ]
+    assert digest([planner.window_sentences, *values]) == WINDOWS[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tensors_of_a_batch_are_what_they_always_were(corpora: Path, case: str) -> None:
+    data = open_data(corpora, case)
+    steps = islice(data.planner.steps((0, 0)), 3)
+    batches = [data.train.batch(plan) for step in steps for plan in step.micro_batches]
+    batches += [data.valid.batch(plan) for _, plan in data.validation(budget=60)]
+    assert digest(value for batch in batches for value in batch_values(batch)) == BATCHES[case]
+
+
+def one_by_one(data: TrainingData, plan: MicroBatch) -> Batch:
+    """A batch from its sentences, each read and laid out alone."""
+    tokenizer, examples = data.tokenizer, []
+    for pair, reverse, line in zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True):
+        opened = data.train._pairs[pair]
+        codes, sides = opened.languages, opened.sides
+        if reverse:
+            codes, sides = codes[::-1], sides[::-1]
+        prefix, prompt = (
+            (tokenizer.language_token_id(codes[0]),),
+            (tokenizer.eos_id, tokenizer.language_token_id(codes[1])),
+        )
+        examples.append(
+            Example(
+                source=sides[0][int(line)],
+                target=sides[1][int(line)],
+                source_prefix=prefix,
+                decoder_prompt=prompt,
+                source_language=tokenizer.languages.index(codes[0]),
+                target_language=tokenizer.languages.index(codes[1]),
+                pair=int(pair),
+                line=int(line),
+            )
+        )
+    return collate(examples, eos_id=tokenizer.eos_id)
+
+
+def test_a_batch_read_at_once_is_the_one_read_sentence_by_sentence(corpora: Path) -> None:
+    data = open_data(corpora, "usual")
+    for plan in data.planner.window(2):
+        found, expected = data.train.batch(plan), one_by_one(data, plan)
+        assert digest(batch_values(found)) == digest(batch_values(expected))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, ranks: int) -> None:
+    data = open_data(corpora, "usual")
+    threads = set(threading.enumerate())
+    for rank in range(ranks):
+        steps = islice(data.planner.steps((0, 2)), 9)
+        with closing(data.updates((0, 2), rank=rank, ranks=ranks)) as updates:
+            for step, update in zip(steps, updates, strict=False):
+                indices = [turn[rank] for turn in step.turns(ranks)]
+                expected = [data.train.batch(step.micro_batches[index]) for index in indices]
+                assert update.step.next_cursor == step.next_cursor
+                assert update.indices == indices
+                for found, planned in zip(update.batches, expected, strict=True):
+                    assert digest(batch_values(found)) == digest(batch_values(planned))
+    del steps
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_line_beyond_its_pair_is_refused(corpora: Path) -> None:
+    data = open_data(corpora, "tiny")
+    plan = data.planner.window(0)[0]
+    with pytest.raises(IndexError, match="a line that its pair does not have"):
+        data.train.batch(replace(plan, line_B=plan.line_B + 7))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**40), max_size=40), st.integers(0, 12), st.integers(12, 41))
+def test_sorting_by_some_bits_keeps_equal_ones_in_order(
+    values: list[int], low: int, high: int
+) -> None:
+    keys = np.array(values, dtype=np.int64)
+    expected = keys[np.argsort((keys >> low) & ((1 << (high - low)) - 1), kind="stable")]
+    sort_by_bits(keys, np.empty_like(keys), low, high)
+    assert keys.tolist() == expected.tolist()
+
+
+def test_more_than_a_key_can_hold_is_refused() -> None:
+    draws = [_Draws(0, size=2**30, start=0, stop=2**30)]
+    with pytest.raises(ConfigError, match=r"lower shards\.max_tokens"):
+        _KeyLayout(draws, longest=2**17, one_direction=False)
