@@ -127,7 +127,7 @@ class Batch:
         target_N: packed decoder input ids: prompt, then the target.
         target: packing of the decoder input.
         label_rows_L: rows of ``target_N`` whose next token is to be predicted; the forced prompt
-            is not predicted.
+            is not, unless its tag is a label.
         labels_L: the tokens to predict, end-of-sentence included.
         source_language_B, target_language_B: indices into the tokenizer's languages.
         pair_B, line_B: which sentence pair each row is.
@@ -150,7 +150,7 @@ class Batch:
 
     @property
     def num_labels(self) -> int:
-        """Real target tokens: what cross entropy is averaged over."""
+        """Real target tokens, and tags that are labels: what cross entropy is averaged over."""
         return len(self.labels_L)
 
     def to(self, device: torch.device) -> "Batch":
@@ -175,15 +175,22 @@ class Example:
     line: int = 0
 
 
-def collate(examples: Sequence[Example], *, eos_id: int) -> Batch:
-    """Assemble a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens."""
+def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = False) -> Batch:
+    """Assemble a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens.
+
+    Labels are tokens and eos, where ``tag_is_label`` after what follows the prompt's first token.
+    """
     sources = [np.concatenate([e.source_prefix, e.source, [eos_id]]) for e in examples]
     inputs = [np.concatenate([e.decoder_prompt, e.target]) for e in examples]
-    labels = [np.concatenate([e.target, [eos_id]]) for e in examples]
+    forced = [1 if tag_is_label else len(e.decoder_prompt) for e in examples]
+    labels = [
+        np.concatenate([tokens[count:], [eos_id]])
+        for tokens, count in zip(inputs, forced, strict=True)
+    ]
     starts = np.cumsum([0, *(len(tokens) for tokens in inputs)])
     label_rows = [
-        np.arange(start + len(e.decoder_prompt) - 1, start + len(tokens))
-        for e, start, tokens in zip(examples, starts[:-1], inputs, strict=True)
+        np.arange(start + count - 1, start + len(tokens))
+        for count, start, tokens in zip(forced, starts[:-1], inputs, strict=True)
     ]
     return Batch(
         source_N=_ids(sources),

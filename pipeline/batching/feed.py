@@ -35,7 +35,7 @@ class SplitData:
     def __init__(
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
-        self._tokenizer, self._directory = tokenizer, shards.directory
+        self._tokenizer, self._directory, self._config = tokenizer, shards.directory, config
         shards.check(shards.names(f"{split}/"))
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
@@ -69,7 +69,9 @@ class SplitData:
         """
         rows = zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True)
         examples = [self._example(int(p), int(r), int(line)) for p, r, line in rows]
-        batch = collate(examples, eos_id=self._tokenizer.eos_id)
+        batch = collate(
+            examples, eos_id=self._tokenizer.eos_id, tag_is_label=self._config.tag_is_label
+        )
         largest = max(int(ids.max()) for ids in (batch.source_N, batch.target_N))
         if largest >= self._tokenizer.size:
             raise ArtifactError(
@@ -105,14 +107,14 @@ class SplitData:
                 for lines in evaluation_batches(
                     source.lengths.tolist(), target_lengths.tolist(), budget=budget
                 ):
-                    labels = int(target_lengths[lines].sum()) + len(lines)
-                    sources = int(source.lengths[lines].sum()) + len(lines)
+                    targets = int(target_lengths[lines].sum())
+                    sources = int(source.lengths[lines].sum())
                     micro_batch = MicroBatch(
                         np.full_like(lines, index),
                         np.full_like(lines, reverse),
                         lines,
-                        num_labels=labels,
-                        num_tokens=sources + labels,
+                        num_labels=targets + len(lines) * self._config.extra_labels,
+                        num_tokens=sources + targets + 2 * len(lines),
                     )
                     plan.append((direction, micro_batch))
         return plan

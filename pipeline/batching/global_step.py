@@ -43,8 +43,8 @@ class MicroBatch:
     """Sentences of one micro-batch.
 
     ``pair_B`` indexes the planner's pairs; ``reverse_B`` is 0 for first → second language of the
-    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens,
-    ``num_tokens`` those of both sides.
+    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens
+    (and tags that are labels), ``num_tokens`` those of both sides.
     """
 
     pair_B: Integers
@@ -158,7 +158,7 @@ class Planner:
                 pair[p],
                 reverse[p],
                 line[p],
-                num_labels=int(target[p].sum()) + len(p),
+                num_labels=int(target[p].sum()) + len(p) * self._config.extra_labels,
                 num_tokens=int(source[p].sum() + target[p].sum()) + 2 * len(p),
             )
             for p in (parts[i] for i in generator.permutation(len(parts)))
