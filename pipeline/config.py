@@ -236,6 +236,11 @@ class ModelConfig(Settings):
     front: FrontConfig = SubwordsConfig()
     feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
+    initialization: Literal["xavier", "fairseq"] = "xavier"
+    """What linear layers start from (``model/initial_values.py``). ``xavier``: Xavier-uniform
+    weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
+    weights are smaller by sqrt(2), and its feed-forwards, which are PyTorch's linear layers.
+    Embeddings, norms and routers are fairseq's in both."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
