@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, line_counts
+from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
 from pipeline.artifacts.shards import Shard, open_shard
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import Batch, Example, collate
@@ -136,6 +136,7 @@ class TrainingData:
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
         self.planner = Planner(self.train.lengths(), probabilities, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
+        self.imported_lines = imported_lines(shards)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)

@@ -594,7 +594,7 @@ def test_validation_means_are_over_tokens_not_over_directions() -> None:
         Direction("ru", "fr"): (8.0, 4),
     }
     summary = summarize_validation(
-        losses, train_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
+        losses, imported_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
     )
     assert summary.loss == pytest.approx(308 / 94)
     assert summary.perplexity == pytest.approx(math.exp(308 / 94))
