@@ -178,7 +178,7 @@ class Example:
 def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = False) -> Batch:
     """Assemble a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens.
 
-    Labels are tokens and eos, where ``tag_is_label`` after what follows the prompt's first token.
+    Labels are the target's tokens and eos; with ``tag_is_label`` the prompt's tag comes first.
     """
     sources = [np.concatenate([e.source_prefix, e.source, [eos_id]]) for e in examples]
     inputs = [np.concatenate([e.decoder_prompt, e.target]) for e in examples]
