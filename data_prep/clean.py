@@ -29,6 +29,7 @@ from pipeline.artifacts.corpus import (
     aligned_lines,
     emptied_pairs,
     found_scripts,
+    imported_statistics,
     iterate_lines,
     languages,
     line_counts,
@@ -307,6 +308,7 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
         "emptied": sorted(
             emptied_pairs(corpus) | {result.pair for result in results if not result.lines}
         ),
+        "imported": imported_statistics(corpus),
         "languages": corpus.statistics.get("languages", {}),
     }
 

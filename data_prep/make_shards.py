@@ -21,6 +21,7 @@ import numpy as np
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
     emptied_pairs,
+    imported_statistics,
     iterate_lines,
     languages,
     line_counts,
@@ -227,6 +228,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "too_long_sides": {counts.pair: counts.too_long_sides for counts in results},
         "unknown_share": unknown_shares(results),
         "emptied": sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)),
+        "imported": imported_statistics(corpus),
     }
 
 

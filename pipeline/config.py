@@ -236,6 +236,11 @@ class ModelConfig(Settings):
     front: FrontConfig = SubwordsConfig()
     feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
+    initialization: Literal["xavier", "fairseq"] = "xavier"
+    """What linear layers start from (``model/initial_values.py``). ``xavier``: Xavier-uniform
+    weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
+    weights are smaller by sqrt(2), and its feed-forwards, which are PyTorch's linear layers.
+    Embeddings, norms and routers are fairseq's in both."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -264,8 +269,26 @@ class BatchesConfig(Settings):
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
     tag_scheme: TagScheme = "src-tgt"
+    tag_is_label: bool = False
+    """The target language's tag, which decoding forces, is learnt and counted as the first label of
+    a sentence, as fairseq does: needed where losses and perplexities are compared with those of
+    the paper, which have it (its Figures 1 and 5)."""
     evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
+
+    @property
+    def extra_labels(self) -> int:
+        """Labels of a sentence besides its tokens: end-of-sentence, and the tag where it is one."""
+        return 1 + self.tag_is_label
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tag_is_label and self.tag_scheme != "src-tgt":
+            raise ValueError(
+                f"tag_is_label is true with tag_scheme {self.tag_scheme!r}, which forces no tag on "
+                'the decoder: set it to false, or tag_scheme to "src-tgt"'
+            )
+        return self
 
 
 class OptimizerConfig(Settings):

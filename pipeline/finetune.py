@@ -54,7 +54,10 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
             "shards with the checkpoint's tokenizer."
         )
     spec, recipe = read_spec(checkpoint), call.recipe
-    change = describe_change(spec.model.model_dump(), recipe.model.model_dump())
+    over = {"initialization"}  # what it started from is no part of a trained model
+    change = describe_change(
+        spec.model.model_dump(exclude=over), recipe.model.model_dump(exclude=over)
+    )
     if change is None and spec.tag_scheme != recipe.batches.tag_scheme:
         change = f"tag_scheme: {spec.tag_scheme} → {recipe.batches.tag_scheme}"
     if change is not None:

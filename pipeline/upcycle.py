@@ -85,7 +85,7 @@ def _refuse_misfit(checkpoint: Artifact, first: Artifact, call: StageCall) -> No
             "be assembled only from models with one vocabulary."
         )
     spec = read_spec(checkpoint)
-    free = {"moe", "encoder_layers", "decoder_layers"}
+    free = {"moe", "encoder_layers", "decoder_layers", "initialization"}
     change = describe_change(
         spec.model.model_dump(exclude=free), call.recipe.model.model_dump(exclude=free)
     )

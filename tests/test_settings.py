@@ -231,6 +231,7 @@ def test_ranges_are_told_in_words() -> None:
         ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
         ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
         ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),
+        ('[batches]\ntag_is_label = true\ntag_scheme = "tgt"', "forces no tag on the decoder"),
         ("[decoding]\nmax_length_ratio = 0\nmax_extra_length = 0", "no hypothesis could have"),
     ],
 )

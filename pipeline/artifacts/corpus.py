@@ -3,8 +3,9 @@
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
 end with ``\\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
 alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
-statistics list ``{"pairs": {pair: {split: lines}}}``, and as ``emptied`` the pairs that lost all
-their training lines. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
+statistics list ``{"pairs": {pair: {split: lines}}}``, as ``emptied`` the pairs that lost all their
+training lines, and where lines were dropped, as ``imported``, the training lines there were before,
+in the form of ``pairs``. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
 the order of the corpus's test lines.
 """
 
@@ -100,6 +101,25 @@ def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
     return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
 
 
+def imported_lines(artifact: Artifact) -> dict[str, int]:
+    """Pair → training lines as they were imported: what its resource group goes by.
+
+    So a group is that of the data set, as in the paper, whatever is dropped later. What is itself
+    an import, or of a version that did not note it, says what it has.
+
+    Raises:
+        ArtifactError: the statistics have something else there.
+    """
+    noted = pair_counts(artifact, "imported") if "imported" in artifact.statistics else {}
+    imported = {pair: counts["train"] for pair, counts in noted.items() if counts.get("train")}
+    return line_counts(artifact, "train") | imported
+
+
+def imported_statistics(artifact: Artifact) -> dict[str, dict[str, int]]:
+    """What a stage that drops training lines of an artifact notes as ``imported``."""
+    return {pair: {"train": number} for pair, number in imported_lines(artifact).items()}
+
+
 def emptied_pairs(artifact: Artifact) -> set[str]:
     """Pairs of a corpus or shards artifact that had training text of which nothing is left.
 
@@ -141,12 +161,12 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
 Resource = Literal["high", "medium", "low"]
 
 
-def resource_of(training_lines: int, *, thresholds: tuple[int, int]) -> Resource:
+def resource_of(imported_lines: int, *, thresholds: tuple[int, int]) -> Resource:
     """Resource group of a pair: low up to the first threshold, high from the second on."""
     low, high = thresholds
-    if training_lines >= high:
+    if imported_lines >= high:
         return "high"
-    return "medium" if training_lines > low else "low"
+    return "medium" if imported_lines > low else "low"
 
 
 def languages(artifact: Artifact) -> list[str]:

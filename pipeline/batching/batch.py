@@ -134,7 +134,7 @@ class Batch:
         target_N: packed decoder input ids: prompt, then the target.
         target: packing of the decoder input.
         label_rows_L: rows of ``target_N`` whose next token is to be predicted; the forced prompt
-            is not predicted.
+            is not, unless its tag is a label.
         labels_L: the tokens to predict, end-of-sentence included.
         source_language_B, target_language_B: indices into the tokenizer's languages.
         pair_B, line_B: which sentence pair each row is.
@@ -157,7 +157,7 @@ class Batch:
 
     @property
     def num_labels(self) -> int:
-        """Real target tokens: what cross entropy is averaged over."""
+        """Real target tokens, and tags that are labels: what cross entropy is averaged over."""
         return len(self.labels_L)
 
     def to(self, device: torch.device) -> "Batch":
@@ -203,6 +203,12 @@ class Ragged(NamedTuple):
         nothing = np.zeros(0, dtype=np.int64)
         return cls(np.concatenate([nothing, *parts]).astype(np.int64), length_B)
 
+    def without_first(self) -> "Ragged":
+        """Without the first id of every sentence."""
+        is_kept_N = np.ones(len(self.ids_N), dtype=bool)
+        is_kept_N[np.cumsum(self.length_B) - self.length_B] = False
+        return Ragged(self.ids_N[is_kept_N], self.length_B - 1)
+
     @classmethod
     def same(cls, ids: Sequence[int], *, sentences: int) -> "Ragged":
         """The same ids for every sentence."""
@@ -224,7 +230,7 @@ class Sentences:
     line_B: Integers
 
 
-def collate(examples: Sequence[Example], *, eos_id: int) -> Batch:
+def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = False) -> Batch:
     """Assemble a micro-batch from examples."""
     sentences = Sentences(
         source=Ragged.of([e.source for e in examples]),
@@ -236,17 +242,21 @@ def collate(examples: Sequence[Example], *, eos_id: int) -> Batch:
         pair_B=np.array([e.pair for e in examples]),
         line_B=np.array([e.line for e in examples]),
     )
-    return assemble(sentences, eos_id=eos_id)
+    return assemble(sentences, eos_id=eos_id, tag_is_label=tag_is_label)
 
 
-def assemble(sentences: Sentences, *, eos_id: int) -> Batch:
-    """Lay out a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens."""
+def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
+    """Lay out a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens.
+
+    Labels are the target's tokens and eos; with ``tag_is_label`` the prompt's tag comes first.
+    """
     num_sentences = len(sentences.pair_B)
     nothing = Ragged.same((), sentences=num_sentences)
     eos = Ragged.same((eos_id,), sentences=num_sentences)
     source = _joined(sentences.source_prefix, sentences.source, eos)
     target = _joined(sentences.decoder_prompt, sentences.target, nothing)
-    labels = _joined(nothing, sentences.target, eos)
+    tag = sentences.decoder_prompt.without_first() if tag_is_label else nothing
+    labels = _joined(tag, sentences.target, eos)
     return Batch(
         source_N=torch.from_numpy(source.ids_N),
         source=Packing.from_lengths(source.length_B),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Split, line_counts
+from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
 from pipeline.artifacts.shards import Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import Batch, Ragged, Sentences, assemble
@@ -125,7 +125,7 @@ class SplitData:
     def __init__(
         self, shards: Artifact, split: Split, *, tokenizer: Tokenizer, config: BatchesConfig
     ) -> None:
-        self._tokenizer, self._directory = tokenizer, shards.directory
+        self._tokenizer, self._directory, self._config = tokenizer, shards.directory, config
         shards.check(shards.names(f"{split}/"))
         self._pairs = [
             _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
@@ -160,7 +160,9 @@ class SplitData:
                 f"{self._tokenizer.size} ids: make the shards again."
             )
         sentences = self._languages.label(plan, source, target)
-        return assemble(sentences, eos_id=self._tokenizer.eos_id)
+        return assemble(
+            sentences, eos_id=self._tokenizer.eos_id, tag_is_label=self._config.tag_is_label
+        )
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         """Every line once in each direction, in batches of one direction, in a fixed order."""
@@ -171,14 +173,14 @@ class SplitData:
                 direction = Direction(pair.languages[reverse], pair.languages[1 - reverse])
                 source_lengths, target_lengths = source.lengths, target.lengths
                 for lines in evaluation_batches(source_lengths, target_lengths, budget=budget):
-                    labels = int(target_lengths[lines].sum()) + len(lines)
-                    sources = int(source_lengths[lines].sum()) + len(lines)
+                    targets = int(target_lengths[lines].sum())
+                    sources = int(source_lengths[lines].sum())
                     micro_batch = MicroBatch(
                         np.full_like(lines, index),
                         np.full_like(lines, reverse),
                         lines,
-                        num_labels=labels,
-                        num_tokens=sources + labels,
+                        num_labels=targets + len(lines) * self._config.extra_labels,
+                        num_tokens=sources + targets + 2 * len(lines),
                     )
                     plan.append((direction, micro_batch))
         return plan
@@ -222,6 +224,7 @@ class TrainingData:
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
         self.planner = Planner(self.train.offsets, probabilities, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
+        self.imported_lines = imported_lines(shards)
         self._pins = torch.cuda.is_available()
 
     def updates(self, cursor: tuple[int, int], *, rank: int, ranks: int) -> Generator[Update]:

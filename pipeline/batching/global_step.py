@@ -81,8 +81,8 @@ class MicroBatch:
     """Sentences of one micro-batch.
 
     ``pair_B`` indexes the planner's pairs; ``reverse_B`` is 0 for first → second language of the
-    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens,
-    ``num_tokens`` those of both sides.
+    pair, 1 for second → first; ``line_B`` is the line. ``num_labels`` counts real target tokens
+    (and tags that are labels), ``num_tokens`` those of both sides.
     """
 
     pair_B: Integers
@@ -284,7 +284,8 @@ class Planner:
         order = generator.permutation(len(bounds) - 1)
         sentences = np.diff(bounds)
         sources = _sums(source, bounds) + sentences
-        labels = _sums(target, bounds) + sentences
+        targets = _sums(target, bounds)
+        labels = targets + sentences * self._config.extra_labels
         return PlannedWindow(
             pair,
             reverse,
@@ -292,7 +293,7 @@ class Planner:
             starts=bounds[:-1][order].tolist(),
             stops=bounds[1:][order].tolist(),
             num_labels=labels[order].tolist(),
-            num_tokens=(sources + labels)[order].tolist(),
+            num_tokens=(sources + targets + sentences)[order].tolist(),
         )
 
     def _sorted_sentences(self, window: int) -> tuple[Integers, ...]:

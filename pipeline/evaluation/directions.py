@@ -16,6 +16,7 @@ from pipeline.artifacts.corpus import (
     Resource,
     directions,
     emptied_pairs,
+    imported_lines,
     line_counts,
     resource_of,
 )
@@ -38,7 +39,7 @@ class DirectionProfile:
     direction: Direction
     family: Family
     resource: Resource | None
-    """By the training lines of the pair; None where there are none."""
+    """By the pair's training lines as they were imported; None where none are left."""
     training_lines: int
     test_lines: int
 
@@ -69,6 +70,7 @@ def describe_directions(
     training = training or corpus
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")
     pivot, emptied = find_pivot(lines), emptied_pairs(training)
+    imported = imported_lines(training)
 
     def family(direction: Direction) -> Family:
         if not lines:
@@ -84,7 +86,7 @@ def describe_directions(
             direction=direction,
             family=family(direction),
             resource=(
-                resource_of(lines[direction.pair], thresholds=thresholds)
+                resource_of(imported[direction.pair], thresholds=thresholds)
                 if direction.pair in lines
                 else None
             ),

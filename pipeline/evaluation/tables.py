@@ -255,8 +255,8 @@ def notes(evaluation: Evaluation, *, missing: Sequence[str]) -> list[str]:
     found = [
         "Averages are arithmetic means over directions; the number of directions stands with each "
         "column.",
-        f"Resource groups go by the training lines of the pair: low up to {low:,}, high from "
-        f"{high:,}, medium between; pairs without training lines have none.",
+        f"Resource groups go by the training lines of the pair before cleaning: low up to "
+        f"{low:,}, high from {high:,}, medium between; pairs without training lines have none.",
     ]
     if evaluation.significance is not None:
         found.append(significance_note(evaluation.significance.resamples))

@@ -204,7 +204,7 @@ class TrainingRun:
             return
         found = summarize_validation(
             self._validation_losses(stop),
-            train_lines=self.data.train_lines,
+            imported_lines=self.data.imported_lines,
             thresholds=training.resource_thresholds,
         )
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}

@@ -25,7 +25,7 @@ class Validation:
 def summarize_validation(
     losses: dict[Direction, tuple[float, int]],
     *,
-    train_lines: dict[str, int],
+    imported_lines: dict[str, int],
     thresholds: tuple[int, int],
 ) -> Validation:
     """Means over tokens of summed losses: direction → (nats, labels)."""
@@ -38,7 +38,7 @@ def summarize_validation(
     by_resource: dict[str, list[Direction]] = {}
     for direction in losses:
         by_pair.setdefault(direction.pair, []).append(direction)
-        resource = resource_of(train_lines.get(direction.pair, 0), thresholds=thresholds)
+        resource = resource_of(imported_lines.get(direction.pair, 0), thresholds=thresholds)
         by_resource.setdefault(resource, []).append(direction)
     overall = mean(losses)
     return Validation(

@@ -15,6 +15,7 @@ from pipeline.artifacts.corpus import (
     directions,
     emptied_pairs,
     hypotheses_name,
+    imported_lines,
     iterate_lines,
     languages,
     line_counts,
@@ -42,6 +43,13 @@ def corpus(tmp_path: Path, pairs: dict[str, dict[str, int]]) -> Artifact:
 
 
 # Lines
+
+
+def test_an_artifact_that_does_not_note_what_was_imported_says_what_it_has(
+    tmp_path: Path,
+) -> None:
+    pairs = {"de-en": {"train": 3, "test": 1}, "de-fr": {"test": 1}}
+    assert imported_lines(corpus(tmp_path, pairs)) == {"de-en": 3}
 
 
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:

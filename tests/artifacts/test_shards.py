@@ -9,7 +9,14 @@ import pytest
 
 from data_prep import make_shards
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Split, emptied_pairs, languages, line_counts, text_name
+from pipeline.artifacts.corpus import (
+    Split,
+    emptied_pairs,
+    imported_lines,
+    languages,
+    line_counts,
+    text_name,
+)
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     Tokenizer,
@@ -137,6 +144,15 @@ def test_sentences_beyond_either_end_are_refused(shards: Artifact) -> None:
     for index in (-1, len(side)):
         with pytest.raises(IndexError):
             side[index]
+
+
+def test_shards_note_the_lines_there_were_before_any_were_dropped(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    corpus, tokenizer = inputs
+    found = shard(corpus, tokenizer, tmp_path / "shards", max_tokens=1)
+    assert imported_lines(found) == line_counts(corpus, "train")
+    assert line_counts(found, "train") != line_counts(corpus, "train")
 
 
 def test_statistics_agree_with_the_text(shards: Artifact) -> None:

@@ -90,6 +90,13 @@ def test_a_target_tag_on_the_source_is_laid_out_as_stated() -> None:
     assert batch.labels_L.tolist() == [21, 22, EOS, EOS]
 
 
+def test_a_tag_that_is_a_label_is_one_more_row_per_sentence() -> None:
+    batch = collate(example_pairs(prefix=(DE,), prompt=(EOS, EN)), eos_id=EOS, tag_is_label=True)
+    assert batch.target_N.tolist() == [EOS, EN, 21, 22, EOS, EN]
+    assert batch.label_rows_L.tolist() == [0, 1, 2, 3, 4, 5]
+    assert batch.labels_L.tolist() == [EN, 21, 22, EOS, EN, EOS]
+
+
 def test_a_batch_knows_where_its_sentences_come_from() -> None:
     batch = collate(example_pairs(prefix=(DE,), prompt=(EOS, EN)), eos_id=EOS)
     assert batch.source_language_B.tolist() == [0, 0]

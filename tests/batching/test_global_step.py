@@ -65,12 +65,14 @@ def make_planner(
     tokens: int = 150,
     window_steps: int = 5,
     one_direction: bool = False,
+    tag_is_label: bool = False,
 ) -> Planner:
     config = BatchesConfig(
         micro_batches=micro_batches,
         tokens=tokens,
         window_steps=window_steps,
         one_direction=one_direction,
+        tag_is_label=tag_is_label,
     )
     probabilities = temperature_probabilities(sizes, sampling_temperature=sampling_temperature)
     return Planner(offsets_of(pair_lengths(sizes)), probabilities, config, seed=seed)
@@ -338,6 +340,15 @@ def test_the_tokens_of_a_micro_batch_are_those_of_both_sides() -> None:
         rows = zip(batch.pair_B, batch.line_B, strict=True)
         sides = [(lengths[names[p]].first[n], lengths[names[p]].second[n]) for p, n in rows]
         assert batch.num_tokens == sum(int(a) + int(b) + 2 for a, b in sides)
+
+
+def test_tags_that_are_labels_are_counted_and_move_no_sentence() -> None:
+    plain, tagged = (
+        next(make_planner(tag_is_label=is_label).steps((0, 0))) for is_label in (False, True)
+    )
+    number = len(sentences([*plain.micro_batches]))
+    assert sentences([*tagged.micro_batches]) == sentences([*plain.micro_batches])
+    assert tagged.num_labels == plain.num_labels + number
 
 
 @settings(deadline=None)

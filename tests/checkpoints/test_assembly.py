@@ -518,6 +518,16 @@ def test_a_recipe_that_would_compute_something_else_with_the_same_tensors_is_ref
         upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
 
 
+def test_sources_may_have_started_from_other_initial_values(
+    dense: Artifact, tmp_path: Path
+) -> None:
+    model = TOKEN_ROUTED.model.model_copy(update={"initialization": "fairseq"})
+    artifacts = {"embeddings": dense, "encoder": dense}
+    upcycle.run(upcycle_call(tmp_path / "made", model, artifacts))
+    made = open_artifact(tmp_path / "made", kind="checkpoint")
+    assert read_spec(made).model.initialization == "fairseq"
+
+
 def test_sources_trained_with_other_tags_are_refused(dense: Artifact, tmp_path: Path) -> None:
     spec = DENSE.model_copy(update={"tag_scheme": "tgt"})
     other = make_checkpoint(tmp_path / "other", tiny_model(spec))

@@ -1,5 +1,6 @@
 """Weights by name: views into memory, and initial values that depend on name and seed alone."""
 
+import math
 from typing import cast
 
 import pytest
@@ -143,6 +144,54 @@ def test_linear_weights_are_xavier_uniform(name: str, shape: tuple[int, int]) ->
     torch.nn.init.xavier_uniform_(reference)
     assert float(value.abs().max()) == pytest.approx(float(reference.abs().max()), rel=0.01)
     assert float(value.std()) == pytest.approx(float(reference.std()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "reference"),
+    [
+        ("self_attention.query.weight", (64, 64), math.sqrt(6 / 128) / math.sqrt(2)),
+        ("cross_attention.value.weight", (64, 64), math.sqrt(6 / 128) / math.sqrt(2)),
+        ("self_attention.key.bias", (64,), 1 / 8),
+        ("self_attention.output.weight", (64, 64), math.sqrt(6 / 128)),
+        ("self_attention.output.bias", (64,), 0),
+        ("feed_forward.up.weight", (100, 64), 1 / 8),
+        ("feed_forward.experts.3.up.bias", (100,), 1 / 8),
+        ("feed_forward.experts.3.down.weight", (64, 100), 1 / 10),
+        ("feed_forward.down.bias", (64,), 1 / 10),
+        ("feed_forward_norm.bias", (64,), 0),
+    ],
+)
+def test_fairseqs_linear_layers_are_uniform_within_its_bounds(
+    name: str, shape: tuple[int, ...], reference: float
+) -> None:
+    spec = tiny_spec(width=64, feed_forward_width=100, model={"initialization": "fairseq"})
+    value = initialize(f"decoder.layers.0.{name}", torch.Size(shape), spec=spec, seed=1)
+    assert float(value.abs().max()) <= reference
+    assert float(value.abs().max()) == pytest.approx(reference, rel=0.05)
+    assert float(value.std()) == pytest.approx(reference / math.sqrt(3), rel=0.2)
+
+
+@pytest.mark.parametrize(("width", "hidden"), [(64, 256), (128, 32)])
+def test_fairseqs_feed_forward_is_pytorchs_linear_layer(width: int, hidden: int) -> None:
+    spec = tiny_spec(width=width, feed_forward_width=hidden, model={"initialization": "fairseq"})
+    layers = {"up": torch.nn.Linear(width, hidden), "down": torch.nn.Linear(hidden, width)}
+    for name, layer in layers.items():
+        for kind, reference in layer.named_parameters():
+            full = f"encoder.layers.0.feed_forward.{name}.{kind}"
+            value = initialize(full, reference.shape, spec=spec, seed=1)
+            assert float(value.std()) == pytest.approx(float(reference.detach().std()), rel=0.25)
+
+
+def test_a_fairseq_model_has_zero_biases_only_where_fairseq_has() -> None:
+    spec = moe_spec()
+    model = spec.model.model_copy(update={"initialization": "fairseq"})
+    found = values(initialized(spec.model_copy(update={"model": model})))
+    zero = {name.split(".")[-2] for name, value in found.items() if not value.any()}
+    assert zero == {"output", *(name for name in zero if name.endswith("norm"))}
+    plain = values(initialized(spec))
+    same = {name for name in found if torch.equal(found[name], plain[name])}
+    assert {"embedding.weight"} | {name for name in found if ".router." in name} <= same
+    assert not any(".query." in name or ".up." in name for name in same)
 
 
 @pytest.mark.parametrize("name", ["weight", "group_weight"])

@@ -8,9 +8,17 @@ import pytest
 from data_prep import clean
 from data_prep.clean import median_length_ratio
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Split, emptied_pairs, line_counts, read_lines, text_name
+from pipeline.artifacts.corpus import (
+    Split,
+    emptied_pairs,
+    imported_lines,
+    line_counts,
+    read_lines,
+    text_name,
+)
 from pipeline.config import CleanConfig, Recipe
 from pipeline.errors import DataError
+from pipeline.evaluation.directions import describe_directions
 from pipeline.stages import STAGES, StageCall
 
 Texts = dict[Split, list[tuple[str, str]]]
@@ -183,6 +191,26 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
         "length_ratio": 0,
         "duplicate": 4,
         "held_out_overlap": 1,
+    }
+
+
+def test_a_pair_stays_in_the_resource_group_it_was_imported_in(tmp_path: Path) -> None:
+    large = [(f"Haus {number}", f"house {number}") for number in range(6)]
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {"train": [*large, *large], "test": GOOD},
+            "en-fr": {"train": large, "test": GOOD},
+        },
+    )
+    result = cleaned(corpus)
+    assert line_counts(result, "train") == {"de-en": 6, "en-fr": 6}
+    assert imported_lines(result) == imported_lines(corpus) == {"de-en": 12, "en-fr": 6}
+    assert imported_lines(cleaned(result, processes=2)) == {"de-en": 12, "en-fr": 6}
+    found = describe_directions(result, thresholds=(6, 12))
+    assert {one.direction.pair: (one.resource, one.training_lines) for one in found} == {
+        "de-en": ("high", 6),
+        "en-fr": ("low", 6),
     }
 
 

@@ -504,6 +504,20 @@ def batches_of(inputs: Inputs, recipe: Recipe) -> Iterator[Any]:
         yield direction, data.batch(plan)
 
 
+@pytest.mark.parametrize("tag_is_label", [False, True])
+def test_batches_have_the_labels_that_were_planned(
+    inputs: Inputs, tmp_path: Path, tag_is_label: bool
+) -> None:
+    recipe = changed(make_recipe(), "batches", tag_is_label=tag_is_label)
+    data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
+    step = next(data.planner.steps((0, 0)))
+    trained = [data.train.batch(planned).num_labels for planned in step.micro_batches]
+    assert sum(trained) == step.num_labels
+    plan = [planned for _, planned in data.validation(budget=60)]
+    found = [data.valid.batch(planned).num_labels for planned in plan]
+    assert found == [planned.num_labels for planned in plan]
+
+
 def losses_by_hand(directory: Path, inputs: Inputs) -> dict[str, tuple[float, int]]:
     """Direction → summed cross entropy and labels of a checkpoint, sentence by sentence."""
     model = load_model(open_artifact(directory, kind="checkpoint")).eval()
@@ -580,7 +594,7 @@ def test_validation_means_are_over_tokens_not_over_directions() -> None:
         Direction("ru", "fr"): (8.0, 4),
     }
     summary = summarize_validation(
-        losses, train_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
+        losses, imported_lines={"de-en": 500, "en-ru": 100}, thresholds=(100, 400)
     )
     assert summary.loss == pytest.approx(308 / 94)
     assert summary.perplexity == pytest.approx(math.exp(308 / 94))

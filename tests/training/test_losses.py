@@ -66,6 +66,23 @@ def test_every_target_token_and_the_end_is_predicted_and_the_prompt_is_not(
     assert batch.num_labels == sum(len(example.target) + 1 for example in examples)
 
 
+def test_the_forced_tag_is_predicted_from_the_source_where_it_is_a_label() -> None:
+    spec = tiny_spec()
+    model = tiny_model(spec)
+    examples = random_examples(spec, sentences=3, seed=1, shortest=1, longest=5)
+    expected = 0.0
+    for example in examples:
+        start, tag = example.decoder_prompt
+        untagged = replace(example, decoder_prompt=(start,))
+        expected -= log_probability(model, untagged, after=0, token=tag)
+        for position, token in enumerate([*map(int, example.target), EOS_ID]):
+            expected -= log_probability(model, example, after=position, token=token)
+    batch = collate(examples, eos_id=EOS_ID, tag_is_label=True)
+    terms = translation_loss(model, batch, LossConfig())
+    assert terms.cross_entropy.item() == pytest.approx(expected, rel=1e-5)
+    assert batch.num_labels == sum(len(example.target) + 2 for example in examples)
+
+
 def test_the_objective_weighs_the_router_losses_by_the_labels() -> None:
     spec = tiny_spec(moe=MoEConfig(num_experts=4, every=1), groups=2)
     model = tiny_model(spec)

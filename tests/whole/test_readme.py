@@ -95,7 +95,7 @@ def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
     }
 
 
-@pytest.mark.parametrize("command", [c for c in commands("needs-data") if "run bible24" in c])
+@pytest.mark.parametrize("command", [c for c in commands("needs-data") if "mmnmt run" in c])
 def test_plans_that_need_data_can_be_tried_dry(command: str, tmp_path: Path) -> None:
     raw = tmp_path / "pairs" / "en-de"
     raw.mkdir(parents=True)
