@@ -7,7 +7,7 @@ result leaves what follows alone. A setting that did not exist when the artifact
 at its default, and one that its stage does not read any more counts no longer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,13 @@ def why_not_done(
     if manifest.key == key:
         return None
     changes = changes_since(manifest, stage=stage, config=config, digests=digests)
+    return listed_changes(changes) if changes else None
+
+
+def listed_changes(changes: Sequence[str]) -> str:
+    """The first few changes, and how many more there are."""
     more = len(changes) - _SHOWN_CHANGES
-    shown = "; ".join(changes[:_SHOWN_CHANGES])
-    return shown + (f"; and {more} more" if more > 0 else "") or None
+    return "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def changes_since(
