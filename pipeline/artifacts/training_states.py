@@ -69,8 +69,9 @@ def why_not_to_go_on(
     change = describe_change(_of_every_update(noted), _of_every_update(wanted))
     if change is not None:
         return change
-    done, planned, total = updates_done(state), _total(noted), _total(wanted)
-    if total < min(done, planned):
+    done, change_of_number = updates_done(state), change_of_total(state, config=config)
+    if change_of_number is not None and change_of_number["to"] < done:
+        planned, total = change_of_number["from"], change_of_number["to"]
         return f"training.updates: {planned} → {total}, where {done} are done"
     before = {name: record.digest for name, record in state.manifest.inputs.items()}
     return None if digests is None else describe_change(before, digests)
@@ -82,17 +83,13 @@ def _of_every_update(config: Mapping[str, Any]) -> dict[str, Any]:
     return without_settings(kept, _MAY_DIFFER)
 
 
-def _total(config: Mapping[str, Any]) -> int:
-    total: int = config["training"]["updates"]
-    return total
-
-
 def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, int] | None:
     """``after`` which update the number of updates changes ``from`` what ``to`` what; or None."""
-    before = _total(with_defaults(state.manifest.config, sections=config))
-    if before == _total(config):
+    noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
+    totals = [one["training"]["updates"] for one in (noted, wanted) if "training" in one]
+    if len(set(totals)) < 2:
         return None
-    return {"after": updates_done(state), "from": before, "to": _total(config)}
+    return {"after": updates_done(state), "from": totals[0], "to": totals[1]}
 
 
 def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, int]]:
