@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.documents import read_json
 from pipeline.errors import ConfigError
 from pipeline.hints import hint
+from pipeline.machine import Gpus, visible_gpus
 from pipeline.settings import shown
 
 MACHINE_KEYS = (
@@ -70,6 +71,17 @@ RECIPE_KEYS = {
 }
 
 
+AUTO = "auto"
+"""The ds_config that fits the machine at hand."""
+
+
+def name_for(gpus: Gpus) -> str:
+    """On GPUs ZeRO 2, which can accumulate bf16's gradients in float32; on CPU float32."""
+    if not gpus.count:
+        return "cpu_fp32"
+    return "zero2_bf16" if gpus.has_bf16 else "zero2_fp32"
+
+
 def ds_config_names() -> list[str]:
     """Names of the ds_configs that ship with the package."""
     folder = resources.files("ds_configs")
@@ -82,6 +94,8 @@ def ds_config_path(name_or_path: str) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
+    if name_or_path == AUTO:
+        name_or_path = name_for(visible_gpus())
     path = Path(name_or_path)
     if name_or_path in ds_config_names():
         path = Path(str(resources.files("ds_configs") / f"{name_or_path}.json"))

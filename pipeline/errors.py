@@ -29,5 +29,9 @@ class TrainingError(UserError):
     """Training that would go on with wrong numbers."""
 
 
+class RankLost(UserError):
+    """A rank that the others wait for has ended or hangs."""
+
+
 class Interrupted(Exception):
     """A stop was requested, all ranks agreed, and the work so far is saved."""

@@ -17,12 +17,13 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
+from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.loop import local_device, train, training_data
+from pipeline.training.loop import train, training_data
 
 
 def run(call: StageCall) -> None:
@@ -37,7 +38,7 @@ def run(call: StageCall) -> None:
             checkpoint,
             regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
-            device=local_device(world),
+            device=local_device(world.local_rank),
         )
         train(call, model, data, world=world)
 

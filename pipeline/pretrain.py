@@ -12,13 +12,14 @@ if __name__ == "__main__":
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
+from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.loop import local_device, train, training_data
+from pipeline.training.loop import train, training_data
 
 
 def run(call: StageCall) -> None:
@@ -31,7 +32,7 @@ def run(call: StageCall) -> None:
             model_spec(call, data.tokenizer),
             regularization=Regularization.of(training),
             expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
-            device=local_device(world),
+            device=local_device(world.local_rank),
         )
         initialize_weights(model, seed=training.seed)
         train(call, model, data, world=world)

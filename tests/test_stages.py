@@ -81,7 +81,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
 BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {
         "training": {
-            *("checkpoint_every", "expert_parallel_size", "keep_last", "resource_thresholds")
+            *("checkpoint_every", "expert_parallel_size", "keep_last", "recompute_layers"),
+            "resource_thresholds",
         }
     }
     for stage in ("pretrain", "finetune")

@@ -45,6 +45,7 @@ from pipeline.artifacts.manifest import (
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
+    link_or_copy,
     make_working,
     refuse_inputs,
     refuse_to_overwrite,
@@ -191,6 +192,8 @@ class ArtifactWriter:
     directory: Path
     statistics: dict[str, Any] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
+    taken_over: dict[Path, FileRecord] = field(default_factory=dict)
+    """Files that are another artifact's as well, with their digests."""
 
     def path(self, name: str) -> Path:
         """Path for a new file; its parent folders are made.
@@ -210,6 +213,15 @@ class ArtifactWriter:
 
     def write_json(self, name: str, value: Any) -> None:
         self.path(name).write_text(to_json(value), encoding="utf-8")
+
+    def take_over(self, name: str, source: Artifact) -> None:
+        """A file of another artifact, under its name, without reading it where it can be linked.
+
+        Its digest comes along: who wrote the file has taken it. A copy is hashed like a new file.
+        """
+        target = self.path(name)
+        if link_or_copy(source.directory / name, target):
+            self.taken_over[target] = source.manifest.files[name]
 
 
 def stage_key(
@@ -351,7 +363,10 @@ def seal_artifact(
     that is done here.
     """
     if files is None:
-        files = settle_files(writer.directory, files_below(writer.directory))
+        new = [path for path in files_below(writer.directory) if path not in writer.taken_over]
+        files = settle_files(writer.directory, new)
+        for path, record in writer.taken_over.items():
+            files[path.relative_to(writer.directory).as_posix()] = record
     problem = describe_names(files)
     if problem is not None:
         raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")

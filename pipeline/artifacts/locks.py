@@ -1,12 +1,18 @@
-"""One writer at a time: lock files, which the kernel gives up when their holder ends."""
+"""One writer at a time: lock files, which the kernel gives up when their holder ends.
+
+Where the kernel's locks do not reach (some network file systems), a second writer signs the file
+anew: the first one finds out when it looks (:meth:`Lock.refuse_if_lost`), before it publishes.
+"""
 
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,8 +22,29 @@ SIGNATURE = "process "
 """How the contents of every lock file begin, which say who holds it."""
 
 
+@dataclass(frozen=True)
+class Lock:
+    """A lock file that was signed by this process."""
+
+    path: Path
+    signature: str
+    what: str
+
+    def refuse_if_lost(self) -> None:
+        """Raises ArtifactError where the file is gone, or another process has signed it since."""
+        try:
+            found = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            found = ""
+        if found != self.signature:
+            raise ArtifactError(
+                f"{self.what} is being written by {found or 'nobody any more: its lock is gone'}: "
+                "this run stops, since two would spoil each other's files."
+            )
+
+
 @contextmanager
-def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[None]:
+def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
     """Hold the lock file ``path``; its parent folders are made.
 
     ``patience_seconds``: how long to wait for a holder that may be about to end.
@@ -29,7 +56,7 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _locked(path, what=what, give_up=time.monotonic() + patience_seconds)
-        _sign(descriptor)
+        signature = _sign(descriptor)
     except OSError as error:
         if descriptor is not None:
             _release(path, descriptor)
@@ -38,7 +65,7 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
             "folder."
         ) from error
     try:
-        yield
+        yield Lock(path, signature, what)
     finally:
         _release(path, descriptor)
 
@@ -75,14 +102,14 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _sign(descriptor: int) -> None:
+def _sign(descriptor: int) -> str:
+    """Say who holds the lock; with a token, since numbers of processes come again."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
+    host, token = socket.gethostname(), secrets.token_hex(4)
+    signature = f"{SIGNATURE}{os.getpid()} on {host} since {now} (run {token})"
     os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor,
-        f"{SIGNATURE}{os.getpid()} on {socket.gethostname()} since {now}".encode(),
-        0,
-    )
+    os.pwrite(descriptor, signature.encode(), 0)
+    return signature
 
 
 def _release(path: Path, descriptor: int) -> None:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
-from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
@@ -39,6 +39,17 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 """What tells the run folder of one kind of stage from the other's."""
 
 # ---------------------------------------------------------------- names
+
+
+def link_or_copy(source: Path, target: Path) -> bool:
+    """A hard link where the file system has them, a copy otherwise; whether it is a link."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+        return False
+    return True
 
 
 def unfinished_dir(out_dir: Path) -> Path:
@@ -65,7 +76,7 @@ def plan_lock_path(plan_dir: Path) -> Path:
     return plan_dir / ".lock"
 
 
-def sole_writer(out_dir: Path) -> AbstractContextManager[None]:
+def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
     """Hold the lock of an output folder: no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
 

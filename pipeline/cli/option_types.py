@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.ds_config import ds_config_names
+from pipeline.ds_config import AUTO, ds_config_names
 from pipeline.errors import ConfigError
 from pipeline.settings import shown
 
@@ -61,8 +61,8 @@ def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
     """The option that says how a run is fitted onto a machine."""
     parser.add_argument(
         "--ds-config",
-        default="cpu_fp32",
+        default=AUTO,
         metavar="NAME",
         help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
-        "(default: %(default)s)",
+        "(default: %(default)s, by the machine)",
     )

@@ -58,7 +58,7 @@ class Translator:
         refuse_other_tokenizer(checkpoint, self.tokenizer)
         self.scheme = read_spec(checkpoint).tag_scheme
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
         self.model: Transformer = load_model(checkpoint, device=device).to(dtype)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""

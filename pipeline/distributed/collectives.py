@@ -3,12 +3,41 @@
 torch is imported where a collective is called: what the command line loads leads here.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from pipeline.distributed.heartbeat import Heartbeat, open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+
+_HEARTS: list[Heartbeat] = []
+"""Of the open process group, where there is one of several ranks."""
+
+
+@contextmanager
+def heartbeat(address: str) -> Iterator[None]:
+    """Let ranks wait for each other as long as they live; all ranks call this."""
+    if world_size() == 1:
+        yield
+        return
+    server = open_store(address) if rank() == 0 else None
+    port = from_rank_zero(0 if server is None else server.port)
+    heart = Heartbeat(rank=rank(), size=world_size(), address=address, port=port, server=server)
+    _HEARTS.append(heart)
+    try:
+        yield
+    finally:
+        _HEARTS.remove(heart)
+        heart.end()
+
+
+def _meet() -> None:
+    for heart in _HEARTS:
+        heart.meet()
 
 
 def world_size() -> int:
@@ -49,6 +78,7 @@ def gather_objects(value: T) -> list[T]:
 
     values: list[Any] = [value] * world_size()
     if world_size() > 1:
+        _meet()
         torch.distributed.all_gather_object(values, value)
     return values
 
@@ -59,6 +89,7 @@ def from_rank_zero(value: T) -> T:
 
     values: list[Any] = [value]
     if world_size() > 1:
+        _meet()
         torch.distributed.broadcast_object_list(values, src=0)
     received: T = values[0]
     return received
@@ -71,4 +102,5 @@ def wait_for_all() -> None:
     if world_size() > 1:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        _meet()
         torch.distributed.all_reduce(torch.zeros(1))

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
-from pipeline.distributed.collectives import wait_for_all
+from pipeline.distributed.collectives import heartbeat, wait_for_all
+from pipeline.distributed.devices import take_device
 from pipeline.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -215,15 +216,13 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
     ``leave``.
 
     Raises:
-        ConfigError: see ``discover``.
+        ConfigError: see ``discover`` and ``devices.take_device``.
     """
     import torch
 
     world = discover(os.environ)
     _HAD_GROUPS.append(world)
     with _environment(world.environment()):
-        if torch.cuda.is_available():
-            torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
         torch.distributed.init_process_group(
             backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             rank=world.rank,
@@ -231,8 +230,10 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
             timeout=timedelta(seconds=timeout_seconds),
         )
         try:
-            yield world
-            wait_for_all()
+            take_device(world.local_rank)
+            with heartbeat(world.master_address):
+                yield world
+                wait_for_all()
         finally:
             torch.distributed.destroy_process_group()
 

@@ -47,6 +47,8 @@ class MicroBatchShape:
     regularization: Regularization
     is_spread: bool = False
     """Experts are on several ranks."""
+    recomputes: bool = False
+    """Of every layer only its input is kept, and one layer at a time is computed again."""
 
     @property
     def score_bytes(self) -> int:
@@ -76,14 +78,15 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
 
     The model may be one of the meta device.
     """
-    parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
-    for layer in _layers(model):
-        for sublayer in layer.children():
-            if isinstance(sublayer, Attention):
-                parts["attention"] += _attention_bytes(sublayer, batch)
-        part, size = _feed_forward_part(layer.feed_forward, batch, width=_width(model))
-        parts[part] += size
     hidden = batch.tokens * _width(model)
+    layers = [_layer_bytes(layer, batch, width=_width(model)) for layer in _layers(model)]
+    parts = dict.fromkeys(("attention", "feed-forward", "experts", "embeddings", "ends"), 0)
+    if batch.recomputes:
+        parts["inputs of layers"] = len(layers) * hidden * batch.value
+        layers = [max(layers, key=lambda layer: sum(layer.values()))]
+    for layer in layers:
+        for part, size in layer.items():
+            parts[part] += size
     parts["embeddings"] = 2 * hidden * batch.dropout_bytes(batch.regularization.dropout)
     norms = [
         norm
@@ -94,6 +97,15 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
     parts["ends"] = (len(norms) + 2) * hidden * batch.value
     parts["front"] = _saved_by_front(model.front, batch, width=_width(model))
     return parts
+
+
+def _layer_bytes(
+    layer: EncoderLayer | DecoderLayer, batch: MicroBatchShape, *, width: int
+) -> dict[str, int]:
+    """What one layer keeps, by part."""
+    attentions = [module for module in layer.children() if isinstance(module, Attention)]
+    part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
+    return {"attention": sum(_attention_bytes(one, batch) for one in attentions), part: size}
 
 
 def _layers(model: Transformer) -> Iterator[EncoderLayer | DecoderLayer]:

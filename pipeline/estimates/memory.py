@@ -205,6 +205,7 @@ def _micro_batch(
         device=device,
         regularization=Regularization.of(recipe.training),
         is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
+        recomputes=recipe.training.recompute_layers,
     )
 
 

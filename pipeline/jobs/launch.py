@@ -18,6 +18,7 @@ from typing import Self
 from pipeline.distributed.signals import handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
+from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0
 """Between asking the surviving ranks to end and killing them."""
@@ -87,6 +88,7 @@ def launch(
             )
     children: list[subprocess.Popen[bytes]] = []
     port = free_port()
+    processes = _processes_here(processes)
     try:
         for rank in range(processes):
             world = World(rank, processes, rank, processes, LOOPBACK, port)
@@ -96,6 +98,16 @@ def launch(
     finally:
         requests.watch([])
         _kill(children)
+
+
+def _processes_here(wanted: int) -> int:
+    """One process per GPU where there are any; says so where that is not what was asked for."""
+    gpus = visible_gpus().count
+    possible = processes_here(wanted, gpus=gpus)
+    if possible < wanted:
+        line = f"mmnmt: {possible} of {wanted} processes, one for each GPU: there are {gpus}."
+        print(line, file=sys.stderr, flush=True)
+    return possible
 
 
 def _start(arguments: Sequence[str], *, world: World, threads: int) -> subprocess.Popen[bytes]:

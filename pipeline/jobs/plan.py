@@ -18,6 +18,7 @@ from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import Recipe, load_recipe
 from pipeline.documents import read_toml
+from pipeline.ds_config import AUTO
 from pipeline.errors import ConfigError
 from pipeline.hints import hint
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -38,7 +39,7 @@ class PlanStage(Settings):
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     threads: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """OMP_NUM_THREADS of each process."""
-    ds_config: str = "cpu_fp32"
+    ds_config: str = AUTO
     """For stages that train."""
 
     def sources(self) -> dict[str, str]:

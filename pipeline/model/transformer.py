@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config import ModelConfig
@@ -30,7 +31,7 @@ from pipeline.kernels.expert_products import check_widths
 from pipeline.model.embedding import Embedding
 from pipeline.model.feed_forward import build_feed_forward
 from pipeline.model.front.choice import build_front
-from pipeline.model.layers import DecoderLayer, EncoderLayer
+from pipeline.model.layers import DecoderLayer, EncoderLayer, LayerOutput
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import Side
@@ -109,6 +110,8 @@ class Transformer(nn.Module):
             DecoderLayer(model, rates, feed_forward("decoder", i))
             for i in range(model.decoder_layers)
         ]
+        self.recomputes = False
+        """Of every layer only its input is kept for the backward pass."""
         self.embedding = Embedding(spec)
         self.front = build_front(spec)
         self.encoder = Stack(model, encoder, dropout=rates.dropout)
@@ -141,7 +144,7 @@ class Transformer(nn.Module):
         memory_ND, records = self.encode(batch.source_N, source_ND, batch.source, source)
         x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
         for layer in self.decoder.layers:
-            x_ND, record = layer(x_ND, batch.target, target, memory_ND, batch.source)
+            x_ND, record = self._through(layer, x_ND, batch.target, target, memory_ND, batch.source)
             records += [record] if record is not None else []
         return Output(self.project(x_ND.index_select(0, batch.label_rows_L)), tuple(records))
 
@@ -153,9 +156,17 @@ class Transformer(nn.Module):
         x_ND = self.front(ids_N, x_ND, packing, tokens)
         records: list[RoutingRecord] = []
         for layer in self.encoder.layers:
-            x_ND, record = layer(x_ND, packing, tokens)
+            x_ND, record = self._through(layer, x_ND, packing, tokens)
             records += [record] if record is not None else []
         return self.encoder.leave(x_ND), records
+
+    def _through(self, layer: nn.Module, *states: object) -> LayerOutput:
+        """One layer, kept whole or by its input alone for the backward pass."""
+        if self.recomputes and self.training and torch.is_grad_enabled():
+            output: LayerOutput = checkpoint(layer, *states, use_reentrant=False)
+        else:
+            output = layer(*states)
+        return output
 
     def tokens_of(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ from pipeline.batching.batch import Batch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
 from pipeline.checkpoints.training_state import Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
+from pipeline.distributed.devices import local_device  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
 from pipeline.ds_config import check_ds_config  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
@@ -121,7 +123,10 @@ def connect(world: World) -> None:
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
     # Training does not use them.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = local_device(world.local_rank)
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)  # by which DeepSpeed sets the device
+    backend = "nccl" if device.type == "cuda" else "gloo"
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,
@@ -171,6 +176,7 @@ class Engine:
         make_optimizer: Callable[[list[dict[str, object]]], torch.optim.Optimizer],
     ) -> None:
         self.model = model
+        model.recomputes = recipe.training.recompute_layers
         self.world = world
         self._loss_config = recipe.loss
         has_expert_groups = model.expert_parallel_size > 1
@@ -216,8 +222,7 @@ class Engine:
             group["lr"] = learning_rate
         self.model.train()
         scale = self.world.size * self.accumulation / total_labels
-        cross_entropy = torch.zeros((), dtype=torch.float64)
-        balance = torch.zeros((), dtype=torch.float64)
+        sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = 0
         for batch, seed in zip(micro_batches, seeds, strict=True):
             torch.manual_seed(seed)
@@ -226,10 +231,11 @@ class Engine:
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
             self._engine.step()
-            cross_entropy += terms.cross_entropy.double().cpu()
-            balance += terms.balance.double().cpu() * batch.num_labels
+            sums_2[0] += terms.cross_entropy
+            sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
         norm = self._engine.get_global_grad_norm()
+        cross_entropy, balance = sums_2.cpu()  # once per update
         return StepResult(cross_entropy, balance, labels, float(norm))
 
     def rehearse(self, batch: Batch) -> None:
@@ -253,6 +259,33 @@ class Engine:
         """Pass (name, value, update) to the monitors the ds_config enables."""
         if self._engine.monitor.enabled:
             self._engine.monitor.write_events(list(events))
+
+    def published_weights(self) -> Iterator[tuple[NamedSlice, Tensor]]:
+        """Every tensor of this rank, in order, in float32: what the optimizer holds, unrounded.
+
+        All ranks call this and go through all of it, each giving its share of every tensor. Where
+        parameters are in float32 they are what the optimizer holds, and nothing is exchanged.
+        """
+        shares: dict[str, list[tuple[int, Tensor]]] = {}
+        for flat, _, entry, piece in self._fragments():
+            shares.setdefault(entry.name, []).append((piece.start, flat[piece.flat].detach()))
+        for entry in named_slices(self.model):
+            if entry.value.dtype == torch.float32 or not entry.parameter.requires_grad:
+                yield entry, entry.value.float()
+                continue
+            whole = torch.zeros(entry.value.numel(), device=self.device)
+            for start, values in shares.get(entry.name, []):
+                whole[start : start + len(values)] = values
+            dist.all_reduce(whole, group=self._holders(entry))
+            yield entry, whole.view_as(entry.value)
+
+    def _holders(self, entry: NamedSlice) -> dist.ProcessGroup | None:
+        """The ranks that share a tensor's optimizer state; None for all of them."""
+        size = self.model.expert_parallel_size
+        if entry.expert is None or size == 1:
+            return None
+        group: dist.ProcessGroup = groups._get_expert_data_parallel_group(f"ep_size_{size}")
+        return group
 
     def optimizer_pieces(self) -> Iterator[Piece]:
         """This rank's share of master weights and moments, cut at tensor and expert borders."""

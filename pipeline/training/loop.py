@@ -7,17 +7,18 @@ from dataclasses import asdict, replace
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.artifacts.training_states import replanned
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -31,7 +32,11 @@ from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError, Interrupted
-from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter
+from pipeline.model.moe.routing_statistics import (
+    ROUTING_FILE,
+    RoutingCounter,
+    RoutingStatistics,
+)
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -39,15 +44,8 @@ from pipeline.terminal import JsonLines
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
-from pipeline.training.run_directory import RunDirectory, link_or_copy
+from pipeline.training.run_directory import RunDirectory
 from pipeline.training.validation import summarize_validation
-
-
-def local_device(world: World) -> torch.device:
-    """The device of this rank."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
 
 
 def training_data(call: StageCall) -> TrainingData:
@@ -216,9 +214,7 @@ class TrainingRun:
         self.position = replace(self.position, validated=update)
         if best is None or perplexity < best:
             self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
-            self.run_directory.write(
-                self.run_directory.best_dir, kind="checkpoint", write=self._write_best
-            )
+            self._save_best()
 
     def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
         """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
@@ -295,25 +291,48 @@ class TrainingRun:
         )
         self.run_directory.prune(keep_last=self.recipe.training.keep_last)
 
-    def _write_best(self, writer: ArtifactWriter) -> None:
-        tensors = (
-            (entry.name, entry.value.detach().cpu())
-            for index, entry in enumerate(named_slices(self.engine.model))
-            if self._writes(index, is_expert=entry.expert is not None)
+    def _save_best(self) -> None:
+        """Write the weights as they are; in the background, from a copy, as states are."""
+        in_background = self.recipe.saving.in_background
+        weights = self._my_weights()
+        copied = iter(list(weights)) if in_background else weights
+        position, routing = self.position, self.routing
+
+        def write(writer: ArtifactWriter) -> None:
+            try:
+                write_weights(writer.directory / "weights", copied, part=self.world.rank)
+            finally:  # whatever became of the files: the other ranks wait for this one's shares
+                for _ in copied:
+                    pass
+            if self.world.rank == 0:
+                self._describe_best(writer, position, routing)
+
+        self.run_directory.write(
+            self.run_directory.best_dir,
+            kind="checkpoint",
+            write=write,
+            in_background=in_background,
         )
-        write_weights(writer.directory / "weights", tensors, part=self.world.rank)
-        if self.world.rank == 0:
-            shards = self.call.artifacts["shards"]
-            write_model_files(
-                writer,
-                spec=self.engine.model.spec,
-                tokenizer_dir=tokenizer_folder(shards),
-            )
-            if self.routing.layers:
-                writer.write_json(ROUTING_FILE, self.routing.to_json())
-            writer.statistics.update(
-                update=self.position.best_update, perplexity=self.position.best_perplexity
-            )
+
+    def _my_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that this rank writes; all ranks go through all of it together."""
+        for index, (entry, value) in enumerate(self.engine.published_weights()):
+            if self._writes(index, is_expert=entry.expert is not None):
+                copied = torch.empty_like(value, device="cpu").copy_(value.detach())
+                yield entry.name, copied
+
+    def _describe_best(
+        self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
+    ) -> None:
+        """What a checkpoint has beside its weights."""
+        write_model_files(
+            writer,
+            spec=self.engine.model.spec,
+            tokenizer_dir=tokenizer_folder(self.call.artifacts["shards"]),
+        )
+        if routing.layers:
+            writer.write_json(ROUTING_FILE, routing.to_json())
+        writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
         """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
@@ -334,7 +353,7 @@ class TrainingRun:
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
         with call.new_artifact(wall_seconds=wall_seconds) as writer:
             for name in best.names():
-                link_or_copy(best.file(name), writer.path(name))
+                writer.take_over(name, best)
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             writer.statistics.update(
                 best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config

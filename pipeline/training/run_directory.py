@@ -6,8 +6,6 @@ a time. A run resumes from the highest complete state.
 """
 
 import errno
-import os
-import shutil
 import sys
 import threading
 import time
@@ -33,7 +31,7 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import (
     claim_run_folder,
@@ -91,6 +89,7 @@ class RunDirectory:
         self._stage, self._config, self._inputs = stage, config, inputs
         self._world = world
         self._pending: _PendingWrite | None = None
+        self._lock: Lock | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -109,7 +108,7 @@ class RunDirectory:
                         what=str(self.directory),
                         patience_seconds=LOCK_PATIENCE_SECONDS,
                     )
-                    stack.enter_context(lock)
+                    self._lock = stack.enter_context(lock)
                 except UserError as error:
                     problem = str(error)
                 except OSError as error:
@@ -251,6 +250,8 @@ class RunDirectory:
         files = {name: record for _, records in results for name, record in records.items()}
 
         def seal() -> str | None:
+            if self._lock is not None:
+                self._lock.refuse_if_lost()
             if problem is None:
                 pending.seal(files, stage=self._stage, config=self._config, inputs=self._inputs)
             return problem
@@ -388,12 +389,3 @@ def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str
         f"the {optimizer.schedule} schedule of the learning rate ends at the new number: at update "
         f"{update:,} the rate is {now:.3g} instead of {before:.3g}"
     )
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system has them, a copy otherwise."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -35,7 +35,7 @@ from pipeline.artifacts.artifact import (
     stage_key,
 )
 from pipeline.artifacts.digests import compare_files, file_record
-from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.manifest import MARKER_NAME, FileRecord
 from pipeline.artifacts.places import replace_directory
 from pipeline.errors import ArtifactError
 
@@ -445,3 +445,34 @@ def test_a_work_of_no_time_is_recorded_as_such(tmp_path: Path) -> None:
     started = time.monotonic()
     made = make(tmp_path / "corpus", wall_seconds=0.0)
     assert made.manifest.run.wall_seconds <= time.monotonic() - started
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"kind": "corpus", "stage": "clean", "config": {}, "inputs": {}}
+    with new_artifact(tmp_path / "first", **given) as writer:
+        writer.path("deep/weights").write_bytes(b"weights" * 1000)
+    first = open_artifact(tmp_path / "first", kind="corpus")
+    read: list[str] = []
+
+    def file_records(paths: list[Path]) -> dict[Path, FileRecord]:
+        read.extend(path.name for path in paths)
+        return digests.file_records(paths)
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EXDEV, "other file system")
+
+    monkeypatch.setattr(artifacts, "file_records", file_records)
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_links)
+    with new_artifact(tmp_path / "second", **given) as writer:
+        writer.take_over("deep/weights", first)
+        writer.path("notes").write_bytes(b"notes")
+    second = open_artifact(tmp_path / "second", kind="corpus")
+    assert sorted(read) == (["notes"] if has_links else ["notes", "weights"])
+    assert second.manifest.files["deep/weights"] == first.manifest.files["deep/weights"]
+    second.check(second.names())
+    linked = (tmp_path / "second/deep/weights").samefile(tmp_path / "first/deep/weights")
+    assert linked == has_links

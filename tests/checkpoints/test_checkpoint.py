@@ -19,7 +19,7 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.training_state import Piece, PieceReader, Position, write_pieces
@@ -325,7 +325,7 @@ def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) ->
 def test_files_stay_within_their_size_and_keep_the_order_of_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 4 * 100)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 4 * 100)
     sizes = [60, 40, 1, 99, 250, 50, 50]
     tensors = [(f"t{index}", torch.full((size,), 1.0)) for index, size in enumerate(sizes)]
     names = write_weights(tmp_path / "weights", tensors, part=3)

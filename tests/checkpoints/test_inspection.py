@@ -20,7 +20,7 @@ from support.tiny_models import tiny_model, tiny_spec
 
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import new_artifact
-from pipeline.checkpoints import checkpoint
+from pipeline.checkpoints import weights
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
 from pipeline.checkpoints.training_state import Piece
 from pipeline.config import MoEConfig
@@ -166,7 +166,7 @@ def test_checkpoints_of_the_same_values_are_identical_however_they_are_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_checkpoint(tmp_path / "a", tiny_model(SPEC), statistics={"update": 1})
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 1000)
     second = make_checkpoint(tmp_path / "b", tiny_model(SPEC))
     assert len(list(first.glob("weights/*"))) < len(list(second.glob("weights/*")))
     found = diff(first, second)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -326,3 +327,18 @@ def test_gradients_of_earlier_micro_batches_are_there_during_the_last_one(proces
     )
     backward = twice.phases["backward"]
     assert backward["gradients"] - once.phases["backward"]["gradients"] == backward["parameters"]
+
+
+def test_layers_that_are_computed_again_keep_their_inputs_and_the_largest_of_them() -> None:
+    spec = wide_spec(moe=MOE)
+    shape = MicroBatchShape(
+        tokens=TOKENS, length=LENGTH, value=4, device="cpu", regularization=NO_DROPOUT
+    )
+    whole = activation_bytes(shape_of_model(spec), shape)
+    less = activation_bytes(shape_of_model(spec), replace(shape, recomputes=True))
+    layers = spec.model.encoder_layers + spec.model.decoder_layers
+    assert less["inputs of layers"] == layers * TOKENS * spec.model.width * 4
+    assert less["experts"] == whole["experts"] // 2, "one layer of each side has experts"
+    assert less["feed-forward"] == 0, "the largest layer has experts instead"
+    assert less["ends"] == whole["ends"]
+    assert sum(less.values()) < sum(whole.values())

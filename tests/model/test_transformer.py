@@ -303,3 +303,36 @@ except ConfigError as error:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.startswith("There is no memory for the ")
+
+
+@pytest.mark.parametrize("moe", [None, MoEConfig(num_experts=4, every=1)], ids=["dense", "moe"])
+def test_layers_that_are_computed_again_have_the_same_gradients_bit_for_bit(
+    moe: MoEConfig | None,
+) -> None:
+    """Dropout and the router's noise included; fewer tensors are kept for the backward pass."""
+    spec = tiny_spec(moe=moe, groups=2 if moe else 0)
+    rates = Regularization(dropout=0.3, attention_dropout=0.2, router_jitter=0.1)
+    batch = random_batch(spec, sentences=4, seed=1)
+    results, kept = [], []
+    for recomputes in (False, True):
+        model = tiny_model(spec, regularization=rates).train()
+        model.recomputes = recomputes
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = model(batch)
+        loss = output.logits_LV.square().sum()
+        loss = loss + sum(record.balance_loss for record in output.routing)
+        loss.backward()
+        kept.append(len(saved))
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
+    assert kept[1] < kept[0] / 3

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.parity_engine import Precision, make_engine, one_update
 from support.plain_training import (
     IDLE_EXPERT,
     LEARNING_RATE,
@@ -70,6 +71,7 @@ def engine_training(
     clip_norm: float = 0.5,
     dropout: float = 0.0,
     rehearses: bool = False,
+    recomputes: bool = False,
 ) -> Trained:
     """The same training by the engine on this rank's share of the micro-batches."""
     connect(world)
@@ -86,6 +88,7 @@ def engine_training(
         ds_config=zero_config(zero_stage),
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
     )
+    model.recomputes = recomputes
     trained = Trained({}, [], [], [])
     mine = range(world.rank, MICRO_BATCHES, world.size)
     for update in range(UPDATES):
@@ -174,6 +177,23 @@ def test_a_rehearsed_batch_leaves_no_trace(pool2: ProcessPool) -> None:
     spec = SPECS["moe_lgr"]
     results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=2, rehearses=True)
     assert_equal_training(merged(results), plain_training(spec)[0])
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parallel_ranks(
+    pool2: ProcessPool, zero_stage: int
+) -> None:
+    spec = SPECS["moe_lgr"]
+    expected, _ = plain_training(spec, dropout=0.3)
+    results = pool2.run(
+        engine_training,
+        spec,
+        parallel_size=2,
+        zero_stage=zero_stage,
+        dropout=0.3,
+        recomputes=True,
+    )
+    assert_equal_training(merged(results), expected)
 
 
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
@@ -401,3 +421,42 @@ def test_resuming_makes_every_moment_once_and_not_for_every_tensor(pool1: Proces
     [(made, groups)] = pool1.run(moments_made)
     assert groups > 0
     assert made == 2 * groups
+
+
+def published_and_pieces(
+    world: World, *, parallel_size: int, zero: str, precision: Precision
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[str, int, Tensor]]]:
+    """After two updates: what is published, the parameters, and this rank's master weights."""
+    engine = make_engine(
+        world, parallel_size=parallel_size, zero=zero, precision=precision, method="adam"
+    )
+    for update in range(2):
+        one_update(engine, world, update, rate=1e-3)
+    published = {entry.name: value.clone() for entry, value in engine.published_weights()}
+    parameters = {entry.name: entry.value.clone() for entry in named_slices(engine.model)}
+    pieces = engine.optimizer_pieces()
+    masters = [(p.tensor, p.start, p.values) for p in pieces if p.what == "master"]
+    return published, parameters, masters
+
+
+@pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
+@pytest.mark.parametrize("parallel_size", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
+    pool2: ProcessPool, zero: str, parallel_size: int, precision: Precision
+) -> None:
+    results = pool2.run(
+        published_and_pieces, parallel_size=parallel_size, zero=zero, precision=precision
+    )
+    masters: dict[str, dict[int, Tensor]] = {}
+    for _, _, pieces in results:
+        for name, start, values in pieces:
+            masters.setdefault(name, {})[start] = values
+    rounded = 0
+    for published, parameters, _ in results:
+        for name, value in published.items():
+            expected = torch.cat([values for _, values in sorted(masters[name].items())])
+            assert value.dtype == torch.float32
+            assert torch.equal(value.flatten(), expected)
+            rounded += int((value != parameters[name].float()).sum())
+    assert (rounded > 1000) == (precision == "bf16")

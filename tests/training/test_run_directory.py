@@ -1,7 +1,6 @@
 """The working folder of a training run: one writer, whole states, the right one to go on from."""
 
 import errno
-import os
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pipeline.checkpoints.weights import part_prefix
 from pipeline.distributed.collectives import wait_for_all
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import ArtifactError, CheckpointError
-from pipeline.training.run_directory import RunDirectory, link_or_copy
+from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
 CONFIG = {"training": {"updates": 10, "seed": 1}, "model": {"width": 16}}
@@ -393,18 +392,17 @@ def test_what_is_written_in_the_background_appears_when_all_ranks_are_done(
     assert pool2.run(write_in_background, tmp_path) == [(False, names)] * 2
 
 
-def test_a_file_is_linked_where_possible_and_copied_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(b"weights")
-    link_or_copy(source, tmp_path / "deep" / "linked")
-    assert (tmp_path / "deep" / "linked").samefile(source)
-
-    def no_links(*_: object) -> None:
-        raise OSError(errno.EXDEV, "other file system")
-
-    monkeypatch.setattr(os, "link", no_links)
-    link_or_copy(source, tmp_path / "copied")
-    assert not (tmp_path / "copied").samefile(source)
-    assert (tmp_path / "copied").read_bytes() == b"weights"
+@pytest.mark.parametrize("how", ["signed by another", "removed"])
+def test_a_run_whose_lock_another_writer_took_publishes_nothing(tmp_path: Path, how: str) -> None:
+    """As on a file system that does not lock: the second writer is the one that stays."""
+    directory = run_directory(tmp_path)
+    with directory.locked():
+        save(directory, 5)
+        lock = directory.directory / "lock"
+        if how == "removed":
+            lock.unlink()
+        else:
+            lock.write_text("process 1 on elsewhere since 2026-01-01 (run abcd)")
+        with pytest.raises(ArtifactError, match=r"elsewhere|its lock is gone"):
+            save(directory, 10)
+    assert directory.state_names() == ["update-0000005"]

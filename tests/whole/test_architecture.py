@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
-        *("scripts", "summary", "languages", "ds_config", "kernels", "entry"),
+        *("scripts", "summary", "languages", "ds_config", "kernels", "entry", "machine"),
     ),
     ("distributed",),
     ("artifacts",),

@@ -1,0 +1,86 @@
+"""What is made of the GPUs a machine has, and of those an environment shows."""
+
+import pytest
+
+from pipeline import ds_config, machine
+from pipeline.ds_config import load_ds_config, name_for
+from pipeline.machine import Gpus, gpus_of, processes_here, visible_gpus
+
+A100, V100 = 8.0, 7.0
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "named", "count", "has_bf16"),
+    [
+        ((), None, 0, False),
+        ((), "0", 0, False),
+        ((A100, A100), None, 2, True),
+        ((A100, V100), None, 2, False),
+        ((A100, V100), "0", 1, True),
+        ((A100, V100), "1,0", 2, False),
+        ((A100, A100), "", 0, False),
+        ((A100, A100), "-1", 0, False),
+        ((A100, A100), "0,7,1", 1, True),
+        ((A100, A100, A100), "GPU-6f1b,GPU-77aa", 2, True),
+        ((A100,), "MIG-1,MIG-2,MIG-3", 1, True),
+    ],
+)
+def test_gpus_are_those_that_the_environment_shows(
+    capabilities: tuple[float, ...], named: str | None, count: int, has_bf16: bool
+) -> None:
+    environment = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
+    assert gpus_of(capabilities, environment) == Gpus(count, has_bf16=has_bf16)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "expected"),
+    [(2, 0, 2), (2, 1, 1), (2, 8, 2), (8, 3, 2), (8, 7, 4), (1, 4, 1)],
+)
+def test_one_process_per_gpu_and_a_divisor_of_those_asked_for(
+    wanted: int, gpus: int, expected: int
+) -> None:
+    assert processes_here(wanted, gpus=gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "name"),
+    [
+        (Gpus(0, has_bf16=False), "cpu_fp32"),
+        (Gpus(1, has_bf16=True), "zero2_bf16"),
+        (Gpus(8, has_bf16=False), "zero2_fp32"),
+    ],
+)
+def test_auto_is_what_fits_the_machine(
+    gpus: Gpus, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ds_config, "visible_gpus", lambda: gpus)
+    assert name_for(gpus) == name
+    assert load_ds_config("auto") == load_ds_config(name)
+
+
+def test_a_machine_without_a_driver_has_no_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path_factory.mktemp("empty")))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine._capabilities.cache_clear()
+    try:
+        assert visible_gpus() == Gpus(0, has_bf16=False)
+    finally:
+        machine._capabilities.cache_clear()
+
+
+def test_what_a_driver_says_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("bin")
+    tool = folder / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine._capabilities.cache_clear()
+    try:
+        assert visible_gpus() == Gpus(2, has_bf16=True)
+    finally:
+        machine._capabilities.cache_clear()
