@@ -1,6 +1,8 @@
 """mix: temperature sampling probabilities, and how often each pair will be seen.
 
-Reads shards, makes a mixture (``mixture.json``).
+Reads shards, makes a mixture (``mixture.json``), which depends on how much text there is and on the
+temperature alone. How often training will see each pair is said for the recipe's updates and
+batches, in the summary and statistics: another number of updates makes no other mixture.
 """
 
 import math
@@ -23,7 +25,6 @@ class PairShare:
 
     train_lines: int
     probability: float
-    expected_epochs: float
 
 
 def run(call: StageCall) -> None:
@@ -34,12 +35,24 @@ def run(call: StageCall) -> None:
         counts, sampling_temperature=recipe.mixture.sampling_temperature
     )
     sentences = expected_sentences(recipe, probabilities, tokens_per_sentence(shards))
-    shares = pair_shares(counts, probabilities, sentences=sentences)
+    shares = {pair: PairShare(count, probabilities[pair]) for pair, count in counts.items()}
+    epochs = expected_epochs(shares, sentences=sentences)
     with call.new_artifact() as writer:
         pairs = {pair: asdict(share) for pair, share in shares.items()}
-        writer.write_json(MIXTURE_NAME, {"pairs": pairs, "expected_sentences": sentences})
-        writer.statistics |= {"expected_sentences": sentences, "table": table(shares)}
-        writer.summary += summary(shares, sentences=sentences, emptied=emptied_pairs(shards))
+        writer.write_json(MIXTURE_NAME, {"pairs": pairs})
+        writer.statistics |= {
+            "updates": recipe.training.updates,
+            "expected_sentences": sentences,
+            "expected_epochs": epochs,
+            "table": table(shares, epochs),
+        }
+        writer.summary += summary(
+            shares,
+            epochs,
+            updates=recipe.training.updates,
+            sentences=sentences,
+            emptied=emptied_pairs(shards),
+        )
 
 
 def tokens_per_sentence(shards: Artifact) -> dict[str, float]:
@@ -69,41 +82,42 @@ def expected_sentences(
     return tokens / mean_size
 
 
-def pair_shares(
-    counts: Mapping[str, int], probabilities: Mapping[str, float], *, sentences: float
-) -> dict[str, PairShare]:
-    """Lines, probability and expected epochs of each pair.
+def expected_epochs(shares: Mapping[str, PairShare], *, sentences: float) -> dict[str, float]:
+    """Pair → how often each of its sentence pairs is seen, in one of its two directions.
 
-    Both directions of a pair are drawn equally often; one epoch is every sentence pair seen once,
-    in one of them.
+    Both directions of a pair are drawn equally often.
     """
     return {
-        pair: PairShare(count, probabilities[pair], sentences * probabilities[pair] / count)
-        for pair, count in counts.items()
+        pair: sentences * share.probability / share.train_lines for pair, share in shares.items()
     }
 
 
-def table(shares: Mapping[str, PairShare]) -> list[str]:
+def table(shares: Mapping[str, PairShare], epochs: Mapping[str, float]) -> list[str]:
     """The mixture as lines of a Markdown table, the largest pair first."""
     rows = [
-        f"| {pair} | {share.train_lines:,} | {share.probability:.4%} "
-        f"| {share.expected_epochs:.3g} |"
+        f"| {pair} | {share.train_lines:,} | {share.probability:.4%} | {epochs[pair]:.3g} |"
         for pair, share in sorted(shares.items(), key=lambda item: (-item[1].train_lines, item[0]))
     ]
     return ["| pair | training lines | probability | epochs |", "|---|---:|---:|---:|", *rows]
 
 
 def summary(
-    shares: Mapping[str, PairShare], *, sentences: float, emptied: Iterable[str]
+    shares: Mapping[str, PairShare],
+    epochs: Mapping[str, float],
+    *,
+    updates: int,
+    sentences: float,
+    emptied: Iterable[str],
 ) -> list[str]:
     """What is drawn from what, the pairs most and least repeated, and those left out."""
     train_lines = sum(share.train_lines for share in shares.values())
-    by_epochs = sorted(shares, key=lambda pair: (-shares[pair].expected_epochs, pair))
+    by_epochs = sorted(epochs, key=lambda pair: (-epochs[pair], pair))
     extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
-    times = (f"each of {pair} {shares[pair].expected_epochs:.3g} times" for pair in extremes)
+    times = (f"each of {pair} {epochs[pair]:.3g} times" for pair in extremes)
     lines = [
-        f"{counted(len(shares), 'pair')} with {counted(train_lines, 'training line')}; the updates "
-        f"draw about {sentences:,.0f} sentence pairs: {', '.join(times)}"
+        f"{counted(len(shares), 'pair')} with {counted(train_lines, 'training line')}; "
+        f"{counted(updates, 'update')} of the recipe would draw about {sentences:,.0f} sentence "
+        f"pairs: {', '.join(times)}"
     ]
     if left := sorted(emptied):
         lines.append(f"left out, no training data left: {listed(left)}")

@@ -7,6 +7,7 @@ machine they run on are not settings of a recipe (see ``jobs/plan.py``, ``ds_con
 ``slurm/``).
 """
 
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -507,9 +508,21 @@ class Recipe(Settings):
         return self
 
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """The named sections as plain JSON, for manifests and stage keys."""
-        dump = self.model_dump(mode="json")
-        return {name: dump[name] for name in names}
+        """The named sections, and settings of others (``training.seed``), as plain JSON."""
+        return chosen_settings(self.model_dump(mode="json"), names)
+
+
+def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Of nested settings, the sections (``loss``) and settings (``training.seed``) named."""
+    found: dict[str, Any] = {}
+    for name in names:
+        section, _, setting = name.partition(".")
+        value = tree.get(section)
+        if not setting and section in tree:
+            found[section] = value
+        elif isinstance(value, Mapping) and setting in value:
+            found[section] = {**found.get(section, {}), setting: value[setting]}
+    return found
 
 
 def recipe_names() -> list[str]:

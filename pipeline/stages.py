@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import Recipe
+from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
+from pipeline.config import Recipe, chosen_settings
 from pipeline.ds_config import load_ds_config
 
 
@@ -38,12 +39,15 @@ class Stage:
     makes: Kind
     help: str
     sections: tuple[str, ...]
-    """Sections of the recipe that decide the result."""
+    """Sections of the recipe that decide the result, and single settings of other sections
+    (``training.resource_thresholds``): what stands in the manifest."""
     inputs: dict[str, Input] = field(default_factory=dict)
     parallel: Literal["no", "workers", "ranks"] = "no"
     """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
     trains: bool = False
     """Takes a ds_config."""
+    undeciding: tuple[str, ...] = ()
+    """Settings of its sections that stand in the manifest but change nothing in the result."""
     needs_recipe: bool = True
     """Where it has sections; False: their defaults serve where no recipe is named."""
 
@@ -52,9 +56,14 @@ class Stage:
         """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
         return self.parallel == "ranks"
 
+    def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the settings in a manifest, those on which the stage's result depends."""
+        chosen = chosen_settings(config, (*self.sections, "ds_config"))
+        return without_settings(chosen, self.undeciding)
+
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
-    """The settings that decide a stage's result, as they stand in its manifest."""
+    """The settings of a stage as they stand in its manifest."""
     config = recipe.sections(stage.sections)
     return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
 
@@ -180,7 +189,7 @@ STAGES: dict[str, Stage] = {
             module="data_prep.mix",
             makes="mixture",
             help="temperature sampling probabilities and expected epochs per pair",
-            sections=("mixture", "batches", "training"),
+            sections=("mixture",),
             inputs={"shards": Input("shards", "tokenised sentences")},
         ),
         Stage(
@@ -208,6 +217,7 @@ STAGES: dict[str, Stage] = {
             },
             parallel="ranks",
             trains=True,
+            undeciding=DECIDE_NOTHING,
         ),
         Stage(
             name="upcycle",
@@ -231,6 +241,7 @@ STAGES: dict[str, Stage] = {
             inputs={**_TRAINING_INPUTS, "checkpoint": Input("checkpoint", "where to start")},
             parallel="ranks",
             trains=True,
+            undeciding=DECIDE_NOTHING,
         ),
         Stage(
             name="translate",
@@ -257,7 +268,7 @@ STAGES: dict[str, Stage] = {
             module="pipeline.evaluate",
             makes="evaluation",
             help="score systems side by side; JSON, Markdown and HTML reports",
-            sections=("evaluation", "training"),
+            sections=("evaluation", "training.resource_thresholds"),
             inputs={
                 "corpus": Input("corpus", "references"),
                 "systems": Input("translations", "NAME=DIR, one per system", many=True),

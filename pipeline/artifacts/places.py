@@ -5,6 +5,9 @@ Beside an output ``NAME`` there may be
 - ``.NAME.unfinished``: the artifact under construction;
 - ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
 - ``NAME.run``: what a stage that can be interrupted keeps for its next run;
+- ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier ``NAME`` with its run
+  folder, set aside when the user had it trained anew; nothing here reads them, so they can be
+  removed, or renamed to be what they were;
 - ``.NAME.lock``: one writer at a time;
 - ``.NAME.verified.jsonl``: which files were found to be as the manifest says (``digests``).
 
@@ -14,6 +17,7 @@ there, or it is a working folder with our marker in it. Links are never followed
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -285,6 +289,37 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# ---------------------------------------------------------------- setting aside
+
+
+def free_place_aside(out_dir: Path) -> Path:
+    """The first ``NAME.before-1``, ``-2``, … where nothing lies, nor beside it a run folder."""
+    places = (out_dir.parent / f"{out_dir.name}.before-{n}" for n in itertools.count(1))
+    return next(
+        place
+        for place in places
+        if not os.path.lexists(place) and not os.path.lexists(run_dir(place))
+    )
+
+
+def set_aside(out_dir: Path) -> Path:
+    """Rename the artifact of a training stage, and its run folder, to a free place; returns it.
+
+    Raises:
+        ArtifactError: what lies there is not ours; nothing is renamed.
+    """
+    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
+    refuse_run_folder(run_folder, work="training")
+    if os.path.lexists(out_dir):
+        refuse_to_overwrite(out_dir, overwrite=True)
+    if run_folder.exists():
+        run_folder.rename(run_dir(place))
+    if out_dir.exists():
+        out_dir.rename(place)
+    sync(out_dir.parent)
+    return place
 
 
 # ---------------------------------------------------------------- run folders

@@ -8,6 +8,22 @@ from pydantic import ValidationError
 from pipeline.config import Recipe
 from pipeline.settings import Settings
 
+DECIDE_NOTHING = (
+    "training.checkpoint_every",
+    "training.expert_parallel_size",
+    "training.keep_last",
+    "training.recompute_layers",
+    "training.resource_thresholds",
+)
+"""Settings of training stages that change neither an update nor which weights are kept: how often
+and how many states are written in the run's folder, on which ranks experts lie, what is computed
+twice to save memory, and how the curves sum up validation. ([logging] and [saving], which say how
+metrics and states are written, are in no manifest at all.)"""
+
+DECIDE_WHICH_WEIGHTS = ("batches.evaluation_tokens", "training.validate_every")
+"""Settings that change no update, but after which of them the weights may be kept: a run goes on
+with other ones, a finished model is another with them."""
+
 
 def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """``section.setting: old → new`` for every setting that differs, sorted."""
@@ -34,17 +50,28 @@ def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | Non
     return next(iter(setting_changes(old, new)), None)
 
 
+def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Nested settings but those named, ``section.setting`` each."""
+    kept = dict(tree)
+    for name in names:
+        section, _, setting = name.partition(".")
+        if isinstance(table := kept.get(section), Mapping):
+            kept[section] = {key: value for key, value in table.items() if key != setting}
+    return kept
+
+
 def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
     """What an artifact notes of a recipe's sections, with the settings there were not yet.
 
     Those are at their defaults, since a new setting does by default what was done before. As noted
-    where a section cannot be read any more. Names that are no sections of a recipe are passed over.
+    where a section cannot be read any more. Names that are no sections of a recipe are passed over;
+    of a setting (``training.seed``) the whole section is filled in.
     """
     kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
     try:
         read = {
             name: kinds[name].model_validate(noted.get(name, {}))
-            for name in sections
+            for name in {entry.partition(".")[0] for entry in sections}
             if name in kinds
         }
     except ValidationError:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pipeline.artifacts.artifact import UNWRITABLE
 from pipeline.distributed.world import rank_of
@@ -17,6 +17,14 @@ from pipeline.errors import (
 
 EXIT_KEYBOARD = 130
 EXIT_BROKEN_PIPE = 141
+
+_SIZE_NAMES = {
+    "RANK": ("WORLD_SIZE",),
+    "SLURM_STEP_ID": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
+    "PMI_RANK": ("PMI_SIZE",),
+}
+"""What tells a launcher → where it says how many ranks it started; looked for in this order."""
 
 
 def guarded(name: str, action: Callable[[], int]) -> int:
@@ -89,3 +97,12 @@ def own_rank() -> int:
         return rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
         return 0
+
+
+def launched_size(environment: Mapping[str, str]) -> int | None:
+    """How many ranks a launcher started, as it says in the environment; None where it does not."""
+    for mark, names in _SIZE_NAMES.items():
+        if mark in environment:
+            sizes = [environment[name] for name in names if name in environment]
+            return int(sizes[0]) if sizes and sizes[0].isdecimal() else None
+    return None

@@ -21,9 +21,9 @@ def _run(options: argparse.Namespace) -> int:
         processes=options.processes,
     )
     if options.dry_run:
-        dry_run(placed)
+        dry_run(placed, rebuild=options.rebuild)
         return 0
-    return run_plan(placed, say=say)
+    return run_plan(placed, rebuild=options.rebuild, say=say)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -41,6 +41,14 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add_plan_options(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would run and why, and start nothing"
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="let STAGE train anew where its settings or inputs differ; what it trained before is "
+        "kept as STAGE.before-1 (may be repeated)",
     )
     parser.add_argument(
         "--processes",

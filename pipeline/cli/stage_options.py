@@ -48,9 +48,8 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
         parser.add_argument(
             "--processes",
             type=whole_number(MAX_PROCESSES),
-            default=1,
             metavar="N",
-            help="processes on this machine (a launcher's own ranks come first)",
+            help="processes on this machine, 1 unless said; a launcher's own ranks come first",
         )
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

@@ -25,7 +25,7 @@ from pipeline.artifacts.places import (
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
-from pipeline.cli.ending import guarded, own_rank, say, say_once
+from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
 from pipeline.cli.option_types import named_paths, whole_number
 from pipeline.cli.stage_options import check_required, is_filter, stage_parser
@@ -47,6 +47,8 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     """
     prepare_process()
     stage = STAGES[name]
+    if stage.parallel != "ranks" and own_rank() != 0:
+        return 0  # one process makes it, however many a launcher started: no other waits for it
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = stage_parser(stage)
     options = parser.parse_args(arguments)
@@ -64,6 +66,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
         say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         return 0
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
+    _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(
             ["-m", "pipeline.cli", stage.name, *arguments],
@@ -75,6 +78,18 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     if own_rank() == 0:
         _say_summary(call)
     return 0
+
+
+def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
+    """Say that ``--processes`` starts none where a launcher started another number of ranks."""
+    if asked is None or not is_launched(os.environ):
+        return
+    started = launched_size(os.environ)
+    if started is not None and started != asked:
+        say_once(
+            f"mmnmt {stage.name}: --processes {asked} is not used, since a launcher started "
+            f"{started} rank{'s' * (started != 1)}: leave it out, or change the launcher's number."
+        )
 
 
 def _code_of(stage: Stage) -> Callable[[StageCall], None]:
@@ -132,7 +147,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         config=stage_config(
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
-        processes=options.processes if stage.parallel != "no" else 1,
+        processes=(options.processes or 1) if stage.parallel != "no" else 1,
         overwrite=options.overwrite,
     )
 

@@ -1,11 +1,13 @@
 """Why a stage of a plan must run again, or that it need not.
 
-A stage runs when its key (settings and digests of its inputs, see ``artifacts.stage_key``) differs
-from that of the finished artifact; a stage that is rebuilt with the same result leaves what follows
-alone. A setting that did not exist when the artifact was made counts as at its default.
+A finished artifact of the same key (see ``artifacts.stage_key``) is up to date. With another key a
+stage runs when a setting that decides its result (``Stage.deciding``) or the digest of an input
+differs from what the manifest says; a stage that is rebuilt with the same
+result leaves what follows alone. A setting that did not exist when the artifact was made counts as
+at its default, and one that its stage does not read any more counts no longer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +42,24 @@ def why_not_done(
     key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
     if manifest.key == key:
         return None
-    manifest = _as_of_today(manifest, stage)
-    if manifest.key == key and manifest.format_version == FORMAT_VERSION[stage.makes]:
-        return None
-    return _describe_changes(manifest, stage=stage, config=config, digests=digests)
+    changes = changes_since(manifest, stage=stage, config=config, digests=digests)
+    return listed_changes(changes) if changes else None
 
 
-def _as_of_today(manifest: Manifest, stage: Stage) -> Manifest:
-    """The manifest of an artifact had it been made with all the settings there are today."""
-    config = with_defaults(manifest.config, sections=stage.sections)
-    inputs = {name: record.digest for name, record in manifest.inputs.items()}
-    key = stage_key(stage=manifest.stage, kind=manifest.kind, config=config, inputs=inputs)
-    return manifest.model_copy(update={"config": config, "key": key})
+def listed_changes(changes: Sequence[str]) -> str:
+    """The first few changes, and how many more there are."""
+    more = len(changes) - _SHOWN_CHANGES
+    return "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _describe_changes(
+def changes_since(
     manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
-) -> str:
-    """What differs between an artifact and what the stage would make now."""
+) -> list[str]:
+    """What differs between an artifact and what the stage would make now, all that decides."""
     if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
-        return f"it holds a {manifest.kind} made by {manifest.stage}"
-    changes = setting_changes(manifest.config, config)
+        return [f"it holds a {manifest.kind} made by {manifest.stage}"]
+    noted = with_defaults(manifest.config, sections=stage.sections)
+    changes = setting_changes(stage.deciding(noted), stage.deciding(config))
     for name in sorted({*manifest.inputs, *digests}):
         if name not in manifest.inputs:
             changes.append(f"input {name} is new")
@@ -70,9 +69,7 @@ def _describe_changes(
             changes.append(f"input {name} changed")
     if manifest.format_version != FORMAT_VERSION[stage.makes]:
         changes.append(f"format version: {manifest.format_version} → {FORMAT_VERSION[stage.makes]}")
-    more = len(changes) - _SHOWN_CHANGES
-    shown = "; ".join(changes[:_SHOWN_CHANGES]) or "its key differs"
-    return shown + (f"; and {more} more" if more > 0 else "")
+    return changes
 
 
 def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:

@@ -5,24 +5,28 @@ same command goes on where a stage failed or was stopped.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.artifacts.artifact import read_manifest, refuse_changed
+from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.places import (
     files_below,
     plan_lock_path,
     restore,
     run_dir,
+    set_aside,
+    sole_writer,
     unfinished_dir,
 )
-from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError
+from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.hints import hint
 from pipeline.jobs.freshness import change_of_files, forecast, reason_to_run
 from pipeline.jobs.launch import StopRequests, describe_exit, launch
 from pipeline.jobs.plan import PlacedPlan, Task
+from pipeline.jobs.training_at_stake import going_on, refusal, training_done, why_lost
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
@@ -52,28 +56,48 @@ class Outcome:
 def run_plan(
     placed: PlacedPlan,
     *,
+    rebuild: Collection[str] = (),
     launcher: Launcher = launch,
     program: Sequence[str] = ("-m", "pipeline.cli"),
     say: Callable[[str], None] = print,
 ) -> int:
     """Run every stage that is not up to date, in order, and print a summary.
 
-    ``program`` is what python runs as the command line.
+    ``program`` is what python runs as the command line; ``rebuild`` are names of stages whose
+    training may begin anew: what they trained before is then set aside.
 
     Returns:
         0; EXIT_RUN_AGAIN if a signal asked to stop; else the exit code of the stage that failed.
 
     Raises:
-        ConfigError: an input of the plan is not given.
-        ArtifactError: another run holds the folder.
+        ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
+        ArtifactError: another run holds the folder, or training would be thrown away.
     """
     placed.require_inputs()
+    _check_rebuild(placed, rebuild)
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
-        run = _Run(placed, launcher=launcher, program=program, say=say, requests=requests)
+        run = _Run(
+            placed,
+            rebuild=rebuild,
+            launcher=launcher,
+            program=program,
+            say=say,
+            requests=requests,
+        )
+        run.refuse_losses()
         code = run.all_stages()
     say(text_table(["stage", "", "seconds"], [_row(outcome) for outcome in run.outcomes]))
     return code
+
+
+def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
+    known = [task.name for task in placed.tasks]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--rebuild {name}: plan {placed.plan.name!r} has no such stage{hint(name, known)}"
+            )
 
 
 def _row(outcome: Outcome) -> list[str]:
@@ -87,6 +111,7 @@ class _Run:
         self,
         placed: PlacedPlan,
         *,
+        rebuild: Collection[str],
         launcher: Launcher,
         program: Sequence[str],
         say: Callable[[str], None],
@@ -94,7 +119,21 @@ class _Run:
     ) -> None:
         self.outcomes: list[Outcome] = []
         self._placed, self._launcher, self._program = placed, launcher, program
+        self._rebuild = rebuild
         self._say, self._requests = say, requests
+
+    def refuse_losses(self) -> None:
+        """Before any stage runs, as far as settings tell: inputs may change yet.
+
+        Raises:
+            ArtifactError: training would be thrown away, and that is not asked for.
+        """
+        for task in self._placed.tasks:
+            self._refuse_loss(task, why_lost(task))
+
+    def _refuse_loss(self, task: Task, cause: str | None) -> None:
+        if cause is not None and task.name not in self._rebuild:
+            raise ArtifactError(refusal(task, cause))
 
     def all_stages(self) -> int:
         for task in self._placed.tasks:
@@ -124,12 +163,23 @@ class _Run:
             self._say(f"{task.name}: already done")
             self.outcomes.append(Outcome(task.name, "already done"))
             return 0
+        self._set_aside(task)
         self._say(f"{task.name}: running {task.stage.name} ({reason})")
         started = time.monotonic()
         code = self._run_until_done(task)
         state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
         self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
         return code
+
+    def _set_aside(self, task: Task) -> None:
+        """Where training begins anew, keep what was trained before under another name."""
+        cause = why_lost(task, digests=self._placed.digests(task))
+        self._refuse_loss(task, cause)
+        if cause is not None:
+            done = training_done(task)
+            with sole_writer(task.out_dir):
+                place = set_aside(task.out_dir)
+            self._say(f"{task.name}: {done} set aside as {place} ({cause})")
 
     def _run_until_done(self, task: Task) -> int:
         """Run again while the stage asks for it and saved something new, MAX_RERUNS times."""
@@ -170,7 +220,8 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     """The command line of one stage of a plan: the verb and its options.
 
     What lies at its output is stale, or is an unfinished run: of the same settings it is resumed,
-    of others it is replaced.
+    of others it is replaced. Training that is of no use was set aside before: a model is there only
+    where it is trained for longer.
     """
     arguments = [task.stage.name]
     if task.stage.sections and task.recipe:
@@ -187,7 +238,8 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
         arguments.append(f"--processes={task.planned.processes}")
     if task.stage.trains:
         arguments.append(f"--ds-config={task.planned.ds_config}")
-    return [*arguments, f"--out={task.out_dir}", "--overwrite"]
+    replaces = not task.stage.trains or (task.out_dir / MANIFEST_NAME).is_file()
+    return [*arguments, f"--out={task.out_dir}", *(["--overwrite"] if replaces else [])]
 
 
 def saved_files(out_dir: Path) -> set[str]:
@@ -204,36 +256,85 @@ def saved_files(out_dir: Path) -> set[str]:
 # ---------------------------------------------------------------- looking
 
 
-def dry_run(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
-    """Print per stage whether it would run, and why; nothing is started."""
+def dry_run(
+    placed: PlacedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
+) -> None:
+    """Print per stage whether it would run, and why; nothing is started.
+
+    Raises:
+        ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
+    """
     placed.require_inputs()
+    _check_rebuild(placed, rebuild)
     reasons = forecast(placed)
     for task in placed.tasks:
         reason, change = reasons[task.name], change_of_files(task)
         if reason is not None:
-            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change)))})")
+            training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
+            say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change, training)))})")
         else:
             say(f"{task.name}: would be checked ({change})" if change else f"{task.name}: done")
+
+
+def _fate_of_training(
+    placed: PlacedPlan,
+    task: Task,
+    *,
+    reasons: Mapping[str, str | None],
+    rebuild: Collection[str] = (),
+) -> str | None:
+    """What becomes of the training a stage has done when it runs; None if it has done none."""
+    try:
+        done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
+    except ArtifactError:  # unreadable: a run refuses it with the sentence
+        return None
+    inputs_may_change = any(reasons[name] is not None for name in task.planned.dependencies())
+    if done is None:
+        return None
+    if cause is None and not inputs_may_change:
+        return going_on(task)
+    condition = "" if cause else " if its inputs change"
+    if task.name in rebuild:
+        return f"{done} would be set aside{condition}"
+    return f"{done} would be lost{condition}: it is refused without --rebuild {task.name}"
+
+
+def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
+    """Of a stage's inputs, where all of them are there."""
+    try:
+        return placed.digests(task)
+    except ArtifactError:
+        return None
 
 
 def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
     """Print a table of the plan's stages; raw data that is not given passes as unchanged."""
     reasons = forecast(placed)
     rows = [
-        _status_row(task, reasons[task.name], change=change_of_files(task)) for task in placed.tasks
+        _status_row(
+            task,
+            reasons[task.name],
+            change=change_of_files(task),
+            training=_fate_of_training(placed, task, reasons=reasons),
+        )
+        for task in placed.tasks
     ]
     say(text_table(["stage", "state", ""], rows))
 
 
-def _status_row(task: Task, reason: str | None, *, change: str | None) -> list[str]:
+def _status_row(
+    task: Task, reason: str | None, *, change: str | None, training: str | None
+) -> list[str]:
     if change is not None:
         return [task.name, "changed", "; ".join(filter(None, (change, reason)))]
     if reason is None:
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
-    if unfinished_dir(task.out_dir).exists() or run_dir(task.out_dir).exists():
-        return [task.name, "in progress", "" if reason == "missing" else reason]
+    begun = run_dir(task.out_dir).exists() and not (task.out_dir / MANIFEST_NAME).is_file()
+    if begun or unfinished_dir(task.out_dir).exists():
+        told = (None if reason == "missing" else reason, training)
+        return [task.name, "in progress", "; ".join(filter(None, told))]
     if reason == "missing":
         return [task.name, reason, ""]
-    return [task.name, "stale", reason]
+    return [task.name, "stale", "; ".join(filter(None, (reason, training)))]

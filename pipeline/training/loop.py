@@ -17,6 +17,7 @@ from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.artifacts.training_states import replanned
 from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
@@ -92,6 +93,7 @@ class TrainingRun:
             world=world,
         )
         self.position = Position()
+        self.replanned: list[dict[str, int]] = []
         self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
@@ -130,6 +132,9 @@ class TrainingRun:
         if state is not None:
             check_together(state, state.names())
             self.position = read_position(state)
+            kept = self.run_directory.best_after(self.position.update)
+            self.position = replace(self.position, **kept)
+            self.replanned = replanned(state, config=self.call.config)
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.position.update)
             if self.world.rank == 0:
                 self._interval = _Interval(self.position.interval)
@@ -281,7 +286,7 @@ class TrainingRun:
             write_pieces(writer.directory / "optimizer", copied, part=self.world.rank)
             if self.world.rank == 0:
                 writer.write_json(PROGRESS_FILE, progress.to_json())
-                writer.statistics["update"] = progress.update
+                writer.statistics.update(update=progress.update, replanned=self.replanned)
 
         self.run_directory.write(
             self.run_directory.states_dir / f"update-{progress.update:07d}",
@@ -358,16 +363,25 @@ class TrainingRun:
             writer.statistics.update(
                 best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config
             )
+            if self.replanned:
+                writer.statistics["replanned"] = self.replanned
             writer.summary += self._summary()
 
     def _summary(self) -> list[str]:
         progress, training = self.position, self.data.train_lines
-        return [
+        lines = [
             f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
             f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
             f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
             f"{progress.best_perplexity:.3f}, is the lowest",
         ]
+        if self.replanned:
+            changes = (
+                f"{change['from']:,} → {change['to']:,} after update {change['after']:,}"
+                for change in self.replanned
+            )
+            lines.append(f"the number of updates was changed on the way: {'; '.join(changes)}")
+        return lines
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._clock, 3)

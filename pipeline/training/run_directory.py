@@ -6,7 +6,6 @@ a time. A run resumes from the highest complete state.
 """
 
 import errno
-import re
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,16 +46,22 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.artifacts.settings_diff import describe_change, with_defaults
+from pipeline.artifacts.training_states import (
+    STATE_NAME,
+    change_of_total,
+    state_names,
+    states_dir,
+    why_not_to_go_on,
+)
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
+from pipeline.config import OptimizerConfig
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError, UserError
+from pipeline.training.optim import learning_rate
 
 LOCK_PATIENCE_SECONDS = 5.0
 """A run that was just stopped may still be ending."""
-
-STATE_NAME = re.compile(r"update-\d+")
 
 _WRITTEN_BY_EARLIER_VERSIONS = {
     *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
@@ -77,7 +83,7 @@ class RunDirectory:
         world: World,
     ) -> None:
         self.directory = run_dir(out_dir)
-        self.states_dir = self.directory / "states"
+        self.states_dir = states_dir(self.directory)
         self.best_dir = self.directory / "best"
         self.metrics_path = self.directory / "metrics.jsonl"
         self._stage, self._config, self._inputs = stage, config, inputs
@@ -115,8 +121,9 @@ class RunDirectory:
     def resume_from(self, *, overwrite: bool) -> Artifact | None:
         """The highest complete training state of this very run, or None to begin.
 
-        Unfinished leftovers are removed. A state of other settings or inputs is an error that
-        names the difference, or is removed with ``overwrite``.
+        Unfinished leftovers are removed. Other settings or inputs under which a state cannot be
+        gone on from (``artifacts/training_states.py``) are an error that names the difference; the
+        state is removed with ``overwrite``. Another number of updates is said.
         """
         name: str | None = None
         problem: str | None = None
@@ -140,16 +147,11 @@ class RunDirectory:
             self.metrics_path.unlink(missing_ok=True)
             return None
         newest = names[-1]
-        manifest = open_artifact(self.states_dir / newest, kind="training_state").manifest
-        noted, wanted = (
-            without_topology(with_defaults(config, sections=self._config))
-            for config in (manifest.config, self._config)
-        )
-        change = describe_change(noted, wanted) or describe_change(
-            {name: record.digest for name, record in manifest.inputs.items()},
-            {name: record.digest for name, record in self._inputs.items()},
-        )
+        state = open_artifact(self.states_dir / newest, kind="training_state")
+        digests = {name: record.digest for name, record in self._inputs.items()}
+        change = why_not_to_go_on(state, config=self._config, digests=digests)
         if change is None:
+            self._say_change_of_total(state)
             return newest
         if not overwrite:
             raise CheckpointError(
@@ -162,6 +164,29 @@ class RunDirectory:
         remove_artifact(self.best_dir)
         self.metrics_path.unlink(missing_ok=True)
         return None
+
+    def _say_change_of_total(self, state: Artifact) -> None:
+        """Say that a run goes on to another number of updates, and at which learning rates."""
+        change = change_of_total(state, config=self._config)
+        if change is not None:
+            print(
+                f"{self.directory}: goes on after update {change['after']:,} to "
+                f"{change['to']:,} updates instead of {change['from']:,}; "
+                f"{_describe_rates(self._config, change)}",
+                file=sys.stderr,
+            )
+
+    def best_after(self, update: int) -> dict[str, Any]:
+        """Where the kept weights are of a later update than that: which, and their perplexity.
+
+        An attempt that ended before it saved a state may have kept them. Validated at other
+        updates, or trained with other learning rates, the run may not come by those weights again.
+        """
+        manifest = read_manifest(self.best_dir)
+        found = manifest.statistics if manifest else {}
+        if found.get("update", 0) <= update:
+            return {}
+        return {"best_update": found["update"], "best_perplexity": found["perplexity"]}
 
     def _remove_leftovers(self) -> None:
         """What a killed write left of a state or of the best weights; nothing else is touched."""
@@ -177,10 +202,7 @@ class RunDirectory:
 
     def state_names(self) -> list[str]:
         """Names of the complete states, oldest first."""
-        if not self.states_dir.is_dir():
-            return []
-        found = [path for path in self.states_dir.iterdir() if STATE_NAME.fullmatch(path.name)]
-        return sorted(path.name for path in found if read_manifest(path) is not None)
+        return state_names(self.directory)
 
     def write(
         self,
@@ -354,10 +376,16 @@ def describe_os_error(error: OSError) -> str:
     return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
 
 
-def without_topology(config: Mapping[str, object]) -> dict[str, object]:
-    """The settings that decide a run's result: a run may resume on other ranks or ZeRO stages."""
-    kept = {key: value for key, value in config.items() if key != "ds_config"}
-    training = kept.get("training")
-    if isinstance(training, Mapping):
-        kept["training"] = {k: v for k, v in training.items() if k != "expert_parallel_size"}
-    return kept
+def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:
+    """What another number of updates means for the learning rate from here on."""
+    optimizer = OptimizerConfig.model_validate(config.get("optimizer", {}))
+    update = max(change["after"], optimizer.warmup_updates) + 1
+    before, now = (
+        learning_rate(optimizer, update, total_updates=change[total]) for total in ("from", "to")
+    )
+    if before == now:
+        return f"the {optimizer.schedule} schedule of the learning rate does not depend on them"
+    return (
+        f"the {optimizer.schedule} schedule of the learning rate ends at the new number: at update "
+        f"{update:,} the rate is {now:.3g} instead of {before:.3g}"
+    )

@@ -23,7 +23,13 @@ TOKENS = {
 }
 
 
-def mixture(tmp_path: Path, *, sampling_temperature: float = 2.0) -> Artifact:
+def mixture(
+    tmp_path: Path,
+    *,
+    sampling_temperature: float = 2.0,
+    updates: int = 50,
+    micro_batches: int = 8,
+) -> Artifact:
     with new_artifact(
         tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
     ) as writer:
@@ -33,9 +39,9 @@ def mixture(tmp_path: Path, *, sampling_temperature: float = 2.0) -> Artifact:
     recipe = Recipe(
         name="test",
         mixture=MixtureConfig(sampling_temperature=sampling_temperature),
-        batches=BatchesConfig(micro_batches=8, tokens=100),
+        batches=BatchesConfig(micro_batches=micro_batches, tokens=100),
         optimizer=OptimizerConfig(warmup_updates=5),
-        training=TrainingConfig(updates=50),
+        training=TrainingConfig(updates=updates),
     )
     stage = STAGES["mix"]
     mix.run(
@@ -99,18 +105,25 @@ def test_the_mixture_is_read_as_it_was_computed(tmp_path: Path) -> None:
 
 def test_expected_epochs_spend_the_tokens_of_all_updates(tmp_path: Path) -> None:
     made = mixture(tmp_path)
-    pairs = made.read_json("mixture.json")["pairs"]
+    epochs = made.statistics["expected_epochs"]
     # Mean tokens of the longer side, and 2: 22, 17 and 12.
     sizes = {"de-en": 22, "en-fr": 17, "en-yi": 12}
-    spent = sum(
-        entry["expected_epochs"] * entry["train_lines"] * sizes[pair]
-        for pair, entry in pairs.items()
-    )
+    spent = sum(epochs[pair] * count * sizes[pair] for pair, count in COUNTS.items())
     assert spent == pytest.approx(50 * 8 * 100)
-    drawn = {pair: entry["expected_epochs"] * entry["train_lines"] for pair, entry in pairs.items()}
+    drawn = {pair: epochs[pair] * count for pair, count in COUNTS.items()}
     shares = {pair: count / sum(drawn.values()) for pair, count in drawn.items()}
     assert shares == pytest.approx(read_mixture(made))
     assert made.statistics["expected_sentences"] == pytest.approx(sum(drawn.values()))
+
+
+def test_how_long_training_will_be_is_told_but_makes_no_other_mixture(tmp_path: Path) -> None:
+    short = mixture(tmp_path / "short")
+    long = mixture(tmp_path / "long", updates=100, micro_batches=4 * 8)
+    assert long.statistics["expected_sentences"] == pytest.approx(
+        8 * short.statistics["expected_sentences"]
+    )
+    assert "100 updates of the recipe would draw about" in long.manifest.summary[0]
+    assert (long.digest, long.manifest.key) == (short.digest, short.manifest.key)
 
 
 def test_the_table_lists_every_training_pair_the_largest_first(tmp_path: Path) -> None:
@@ -123,21 +136,19 @@ def test_the_summary_has_the_pairs_most_and_least_repeated_and_those_left_out(
     tmp_path: Path,
 ) -> None:
     made = mixture(tmp_path)
-    epochs = {
-        pair: f"{entry['expected_epochs']:.3g}"
-        for pair, entry in made.read_json("mixture.json")["pairs"].items()
-    }
+    epochs = {pair: f"{number:.3g}" for pair, number in made.statistics["expected_epochs"].items()}
     sentences = made.statistics["expected_sentences"]
     assert made.manifest.summary == (
-        f"3 pairs with 1,004 training lines; the updates draw about {sentences:,.0f} sentence "
-        f"pairs: each of en-yi {epochs['en-yi']} times, each of de-en {epochs['de-en']} times",
+        f"3 pairs with 1,004 training lines; 50 updates of the recipe would draw about "
+        f"{sentences:,.0f} sentence pairs: each of en-yi {epochs['en-yi']} times, each of de-en "
+        f"{epochs['de-en']} times",
         "left out, no training data left: de-fr",
     )
 
 
 def test_proportional_sampling_gives_every_pair_the_same_epochs(tmp_path: Path) -> None:
-    pairs = mixture(tmp_path, sampling_temperature=1).read_json("mixture.json")["pairs"]
-    epochs = [entry["expected_epochs"] for entry in pairs.values()]
+    statistics = mixture(tmp_path, sampling_temperature=1).statistics
+    epochs = list(statistics["expected_epochs"].values())
     assert epochs == pytest.approx([epochs[0]] * 3)
 
 

@@ -29,6 +29,7 @@ from pipeline.artifacts.places import (
     replaced_dir,
     restore,
     run_dir,
+    set_aside,
     unfinished_dir,
     why_not_ours,
 )
@@ -469,6 +470,21 @@ def test_a_training_does_not_work_in_a_folder_of_the_users(tmp_path: Path) -> No
     with pytest.raises(ArtifactError, match="nothing there is touched"):
         train(tmp_path / "model", overwrite=True)
     assert tree(tmp_path) == {"model.run/metrics.jsonl": b"mine"}
+
+
+@pytest.mark.parametrize("foreign", ["model", "model.run"])
+def test_a_folder_of_the_users_is_not_set_aside(tmp_path: Path, foreign: str) -> None:
+    """Nor what is ours beside it: either both are renamed, or none."""
+    save_state(RunDirectory(tmp_path / "model", stage="x", config={}, inputs={}, world=ALONE), 1)
+    (tmp_path / "model.run" / MARKER_NAME).touch()
+    if foreign == "model.run":
+        (tmp_path / "model.run").rename(tmp_path / "ours")
+    (tmp_path / foreign).mkdir()
+    (tmp_path / foreign / "thesis.txt").write_text("thesis")
+    before = tree(tmp_path)
+    with pytest.raises(ArtifactError, match="name another --out"):
+        set_aside(tmp_path / "model")
+    assert tree(tmp_path) == before
 
 
 def test_a_link_is_never_worked_in(tmp_path: Path) -> None:

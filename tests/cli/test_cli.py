@@ -17,6 +17,7 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
+from pipeline.artifacts.places import sole_writer
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
@@ -417,6 +418,91 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
         monkeypatch.setenv(name, value)
     assert bench.train("--processes", "2") == 0
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks: leave it out"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
+            "a launcher started 1 rank:",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, "started 8 ranks"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
+    ],
+)
+@pytest.mark.usefixtures("launched")
+def test_processes_that_a_launcher_leaves_unused_are_said_once_where_they_differ(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    bench.read()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bench.train("--processes", "2")
+    error = capsys.readouterr().err
+    assert error.count("--processes 2 is not used") == bool(said)
+    assert said in error
+    assert len(error.splitlines()) == bool(said)
+
+
+def test_nothing_is_said_of_processes_that_were_not_asked_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert bench.train() == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "environments",
+    [
+        [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
+        [
+            {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+            for rank in (0, 1)
+        ],
+        [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"} for rank in (0, 1)],
+    ],
+    ids=["torchrun", "srun", "mpirun"],
+)
+def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
+    tmp_path: Path, environments: list[dict[str, str]]
+) -> None:
+    """Two real processes; the other does not wait for the lock that a writer holds meanwhile."""
+    out_dir = tmp_path / "corpus"
+    command = [sys.executable, "-m", "pipeline.cli", "import_corpus", "--recipe", "demo_dense"]
+    names = ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    cleared = {name: value for name, value in os.environ.items() if name not in names}
+
+    def start(environment: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, "--out", str(out_dir)],
+            env=cleared | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with sole_writer(out_dir):
+        other = start(environments[1])
+        assert other.communicate(timeout=60) == ("", "")
+    assert other.returncode == 0
+    assert not out_dir.exists()
+    first, other = (start(environment) for environment in environments)
+    said, error = first.communicate(timeout=120)
+    assert other.communicate(timeout=60) == ("", "")
+    assert (first.returncode, other.returncode, error) == (0, 0, "")
+    assert "mmnmt import_corpus: " in said
+    assert open_artifact(out_dir, kind="corpus").manifest.stage == "import_corpus"
 
 
 # ---------------------------------------------------------------- translate as a filter

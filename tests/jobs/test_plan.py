@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,8 @@ class Workshop:
             overwrite="overwrite" in named,
         ) as writer:
             writer.path("text").write_text("".join(sorted(set(text))))
+            if stage.trains:
+                writer.statistics["updates"] = recipe.training.updates
 
 
 def _read(path: Path) -> str:
@@ -181,16 +183,18 @@ class Setup:
         plan = load_plan(str(self.plan_path), table=TABLE)
         return place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
 
-    def run(self, **options: Any) -> tuple[int, str]:
+    def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
         lines: list[str] = []
-        code = run_plan(self.placed(**options), launcher=self.workshop, say=lines.append)
+        code = run_plan(
+            self.placed(**options), rebuild=rebuild, launcher=self.workshop, say=lines.append
+        )
         return code, "\n".join(lines)
 
-    def forecast(self, **options: Any) -> list[str]:
+    def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
         lines: list[str] = []
-        dry_run(self.placed(**options), say=lines.append)
+        dry_run(self.placed(**options), rebuild=rebuild, say=lines.append)
         return lines
 
     def status(self, **options: Any) -> str:
@@ -312,11 +316,11 @@ def test_a_changed_setting_rebuilds_the_stages_that_read_it_and_says_from_what_t
     setup: Setup,
 ) -> None:
     setup.run()
-    setup.recipe_path.write_text(RECIPE.replace("updates = 10", "updates = 20"))
-    _, said = setup.run()
-    assert setup.workshop.started == ["model"]
-    assert "model: running train (training.updates: 10 → 20)" in said
-    assert "--overwrite" in setup.workshop.commands[-1]
+    setup.recipe_path.write_text(RECIPE.replace("max_tokens = 16", "max_tokens = 32"))
+    _, said = setup.run(rebuild=["model"])
+    assert setup.workshop.started == ["shards", "model"]
+    assert "shards: running count (shards.max_tokens: 16 → 32)" in said
+    assert ["--overwrite" in command for command in setup.workshop.commands[-2:]] == [True, False]
 
 
 def _made_before(path: Path, section: str, setting: str) -> None:
@@ -345,7 +349,7 @@ def test_a_setting_that_is_new_and_not_at_its_default_is_named_beside_it(setup: 
     _made_before(setup.out_dir / "model", "training", "expert_parallel_size")
     setup.recipe_path.write_text(f"{RECIPE}expert_parallel_size = 2\n")
     change = "training.expert_parallel_size: 1 → 2"
-    assert setup.forecast()[-1] == f"model: would run ({change})"
+    assert setup.forecast()[-1].startswith(f"model: would run ({change}; ")
 
 
 def test_where_a_setting_is_no_more_the_artifact_is_stale(setup: Setup) -> None:
@@ -363,9 +367,10 @@ def test_a_stage_rebuilt_with_another_result_rebuilds_what_follows(setup: Setup)
     assert setup.forecast() == [
         "corpus: would run (input raw changed)",
         "shards: would run (because corpus will run)",
-        "model: would run (because shards will run)",
+        "model: would run (because shards will run; 10 updates (0.0 hours) of training would be "
+        "lost if its inputs change: it is refused without --rebuild model)",
     ]
-    _, said = setup.run()
+    _, said = setup.run(rebuild=["model"])
     assert setup.workshop.started == ["corpus", "shards", "model"]
     assert "shards: running count (input corpus changed)" in said
     assert "model: running train (input shards/only changed)" in said
@@ -396,7 +401,7 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     overlay_path = setup.folder / "short.toml"
     overlay_path.write_text("[training]\nupdates = 2\n")
     setup.run()
-    setup.run(overlay=str(overlay_path))
+    setup.run(overlay=str(overlay_path), rebuild=["model"])
     assert setup.workshop.started == ["model"]
     manifest = open_artifact(setup.out_dir / "model", kind="checkpoint").manifest
     assert manifest.config["training"]["updates"] == 2
@@ -405,7 +410,7 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
 def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
     setup.run()
     _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
-    _, said = setup.run()
+    _, said = setup.run(rebuild=["model"])
     assert setup.workshop.started == ["model"]
     assert "ds_config.zero_optimization.stage: 1 → 2" in said
 
@@ -462,6 +467,185 @@ def test_a_data_set_of_the_hub_reaches_the_stage_and_is_up_to_date_by_its_name(
     assert placed.digests(placed.tasks[0]) == {"raw": dataset.records("raw")["raw"].digest}
 
 
+# ---------------------------------------------------------------- what was trained
+
+
+def _leave_state(setup: Setup, update: int, *, seconds: float = 7200) -> None:
+    """An unfinished run of the model, of the settings and inputs as they are."""
+    task = setup.placed().tasks[-1]
+    shards = open_artifact(setup.out_dir / "shards", kind="shards")
+    with new_artifact(
+        setup.out_dir / "model.run" / "states" / f"update-{update:07d}",
+        kind="training_state",
+        stage="train",
+        config=task.config,
+        inputs={"shards/only": shards.as_input},
+    ) as writer:
+        writer.write_json("progress.json", {"update": update})
+    (setup.out_dir / "model.run" / ".made-by-mmnmt").touch()
+    with (setup.out_dir / "model.run" / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps({"kind": "train", "update": update, "seconds": seconds}) + "\n")
+
+
+def _change(setup: Setup, setting: str, *, section: str = "training") -> None:
+    """Set a setting of the recipe."""
+    name = setting.partition("=")[0]
+    lines = setup.recipe_path.read_text().splitlines()
+    lines = [line for line in lines if not line.startswith(name)]
+    lines.insert(lines.index(f"[{section}]") + 1, setting)
+    setup.recipe_path.write_text("\n".join(lines) + "\n")
+
+
+def _fail_in_model(setup: Setup) -> None:
+    setup.workshop.codes = [0, 0, 3]
+    assert setup.run()[0] == 3
+
+
+def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_told(
+    setup: Setup,
+) -> None:
+    setup.run()
+    _leave_state(setup, 8)
+    before = open_artifact(setup.out_dir / "model", kind="checkpoint").digest
+    _change(setup, "dropout = 0.25")
+    words = r"Stage model would throw away 10 updates \(0\.0 hours\) of training in .*/out/model "
+    words += r"\(training\.dropout: 0\.3 → 0\.25\): undo that change, or pass --rebuild model, "
+    words += r"which sets what is there aside as .*/model\.before-1 and trains anew\."
+    with pytest.raises(ArtifactError, match=words):
+        setup.run()
+    assert setup.workshop.started == []
+    done = "0.3 → 0.25; 10 updates (0.0 hours) of training would be"
+    refused = f"{done} lost: it is refused without --rebuild model"
+    assert setup.forecast()[-1].endswith(f"{refused})")
+    assert setup.forecast(rebuild=["model"])[-1].endswith(f"{done} set aside)")
+    assert setup.status().endswith(refused)
+    assert setup.status().splitlines()[-1].startswith("model   stale")
+    code, said = setup.run(rebuild=["model"])
+    assert (code, setup.workshop.started) == (0, ["model"])
+    assert "model: 10 updates (0.0 hours) of training set aside as " in said
+    assert open_artifact(setup.out_dir / "model.before-1", kind="checkpoint").digest == before
+    assert names_in(setup.out_dir / "model.before-1.run" / "states") == ["update-0000008"]
+    assert not (setup.out_dir / "model.run").exists()
+    assert setup.forecast()[-1] == "model: done"
+
+
+def test_an_unfinished_run_that_a_changed_setting_makes_useless_is_kept_until_told(
+    setup: Setup,
+) -> None:
+    _fail_in_model(setup)
+    _leave_state(setup, 8)
+    _change(setup, "seed = 2")
+    lost = "8 updates (2.0 hours) of training would be lost: "
+    lost += "it is refused without --rebuild model"
+    assert setup.forecast()[-1] == f"model: would run (missing; {lost})"
+    assert setup.status().splitlines()[-1] == f"model   in progress  {lost}"
+    with pytest.raises(ArtifactError, match=r"8 updates \(2\.0 hours\).*training\.seed: 1 → 2"):
+        setup.run()
+    assert setup.run(rebuild=["model"])[0] == 0
+    assert names_in(setup.out_dir) == [
+        *("corpus", "model", "model.before-1.run", "shards"),
+    ]
+
+
+def test_training_that_changed_inputs_make_useless_is_kept_until_told(setup: Setup) -> None:
+    setup.run()
+    setup.text_path.write_text("bananas")
+    with pytest.raises(ArtifactError, match=r"10 updates .*\(input shards/only changed\)"):
+        setup.run()
+    assert setup.workshop.started == ["corpus", "shards"]
+    assert (setup.out_dir / "model" / MANIFEST_NAME).is_file()
+    assert setup.run(rebuild=["model"])[0] == 0
+
+
+def test_the_same_command_after_a_stop_trains_anew_only_once(setup: Setup) -> None:
+    setup.run()
+    _change(setup, "seed = 2")
+    setup.workshop.codes = [EXIT_RUN_AGAIN]
+    assert setup.run(rebuild=["model"])[0] != 0
+    _leave_state(setup, 4)
+    code, said = setup.run(rebuild=["model"])
+    assert (code, setup.workshop.started) == (0, ["model"])
+    assert "set aside" not in said
+    assert not (setup.out_dir / "model.before-2").exists()
+
+
+def test_what_is_set_aside_takes_no_place_that_is_taken(setup: Setup) -> None:
+    setup.run()
+    for seed, places in ((2, 1), (3, 2), (4, 4)):
+        (setup.out_dir / "model.before-3.run").mkdir(exist_ok=True)
+        _change(setup, f"seed = {seed}")
+        assert setup.run(rebuild=["model"])[0] == 0
+        assert (setup.out_dir / f"model.before-{places}" / MANIFEST_NAME).is_file()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) -> None:
+    if finished:
+        setup.run()
+    else:
+        _fail_in_model(setup)
+    _leave_state(setup, 8)
+    _change(setup, "updates = 20")
+    assert "training goes on after update 8)" in setup.forecast()[-1]
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["model"])
+    assert ("--overwrite" in setup.workshop.commands[-1]) == finished
+    assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
+    assert setup.forecast()[-1] == "model: done"
+
+
+def test_more_updates_of_a_model_whose_states_are_gone_would_begin_anew(setup: Setup) -> None:
+    setup.run()
+    _change(setup, "updates = 20")
+    with pytest.raises(ArtifactError, match=r"10 → 20; .*run has no training state to go on from"):
+        setup.run()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_fewer_updates_than_are_done_are_refused(setup: Setup, finished: bool) -> None:
+    if finished:
+        setup.run()
+    else:
+        _fail_in_model(setup)
+    _leave_state(setup, 8)
+    _change(setup, "updates = 7")
+    with pytest.raises(ArtifactError, match=r"throw away (8|10) updates .*updates: 10 → 7"):
+        setup.run()
+    assert names_in(setup.out_dir / "model.run" / "states") == ["update-0000008"]
+
+
+@pytest.mark.parametrize("setting", ["keep_last = 5", "checkpoint_every = 7", "validate_every = 3"])
+def test_an_unfinished_run_goes_on_with_other_intervals(setup: Setup, setting: str) -> None:
+    _fail_in_model(setup)
+    _leave_state(setup, 8)
+    _change(setup, setting)
+    assert setup.forecast()[-1] == "model: would run (missing; training goes on after update 8)"
+    assert setup.run()[0] == 0
+    assert "--overwrite" not in setup.workshop.commands[-1]
+
+
+def test_a_finished_model_of_other_validations_may_be_another(setup: Setup) -> None:
+    setup.run()
+    _leave_state(setup, 8)
+    _change(setup, "validate_every = 3")
+    with pytest.raises(ArtifactError, match=r"10 updates .*validate_every: 1000 → 3"):
+        setup.run()
+
+
+def test_stages_that_take_no_training_are_rebuilt_unasked(setup: Setup) -> None:
+    setup.run()
+    shutil.rmtree(setup.out_dir / "model")
+    _change(setup, "max_tokens = 32", section="shards")
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == ["shards", "model"]
+
+
+def test_a_stage_to_be_rebuilt_is_one_of_the_plans(setup: Setup) -> None:
+    for look in (setup.run, setup.forecast):
+        with pytest.raises(ConfigError, match=r"--rebuild modle: .* did you mean 'model'"):
+            look(rebuild=["modle"])
+
+
 # ---------------------------------------------------------------- changed since they were made
 
 
@@ -499,7 +683,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
     assert path.read_text() == "xyz"
     assert setup.workshop.started == []
     shutil.rmtree(path.parent)
-    assert setup.run()[0] == 0
+    assert setup.run(rebuild=["model"])[0] == 0
     assert setup.workshop.started[0] == "corpus"
 
 

@@ -41,6 +41,7 @@ from pipeline.pretrain import model_spec
 from pipeline.stages import STAGES, StageCall, stage_config
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.loop import train, training_data
+from pipeline.training.optim import learning_rate
 from pipeline.training.validation import summarize_validation
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
@@ -401,6 +402,51 @@ def test_a_run_that_died_goes_on_from_its_last_state_and_rewrites_what_came_afte
     assert not leftover.exists()
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_more_updates_go_on_from_the_last_state_and_the_model_says_so(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path, finished: bool
+) -> None:
+    """Its curves are those of the earlier plan up to that state, and have the new total's rates."""
+    out_dir, recipe = tmp_path / "model", make_recipe()
+    planned = recipe.training.updates
+    if finished:
+        pool2.run(pretrain, inputs, out_dir, recipe)
+    else:
+        pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 4))
+    before = read_metrics(tmp_path / "model.run" / "metrics.jsonl")
+    done = max(
+        int(name.removeprefix("update-")) for name in names_in(tmp_path / "model.run/states")
+    )
+    longer = changed(recipe, "training", updates=planned + 2)
+    assert pool2.run(pretrain, inputs, out_dir, longer, overwrite=finished) == ["done"] * 2
+    found = read_metrics(out_dir / "metrics.jsonl")
+    kept = [record for record in before if record["update"] <= done]
+    assert found[: len(kept)] == kept
+    rates = {one["update"]: one["learning_rate"] for one in found if one["kind"] == "train"}
+    assert list(rates) == list(range(1, planned + 3))
+    assert rates[planned + 2] == pytest.approx(
+        learning_rate(longer.optimizer, planned + 2, total_updates=planned + 2)
+    )
+    made = open_artifact(out_dir, kind="checkpoint")
+    assert made.statistics["updates"] == planned + 2
+    change = {"after": done, "from": planned, "to": planned + 2}
+    assert made.statistics["replanned"] == [change]
+    words = "the number of updates was changed on the way"
+    said = f"{words}: {planned} → {planned + 2} after update {done}"
+    assert made.manifest.summary[-1] == said
+
+
+def test_a_longer_run_that_is_stopped_still_knows_that_it_was_made_longer(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, recipe = tmp_path / "model", make_recipe()
+    pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 3))
+    longer = changed(recipe, "training", updates=recipe.training.updates + 2)
+    pool2.run(pretrain, inputs, out_dir, longer, terminate_at=(1, 2))
+    assert pool2.run(pretrain, inputs, out_dir, longer) == ["done"] * 2
+    assert len(open_artifact(out_dir, kind="checkpoint").statistics["replanned"]) == 1
 
 
 def test_a_state_of_other_settings_is_refused_with_the_difference_and_removed_on_demand(

@@ -122,8 +122,12 @@ def test_best_weights_and_curves_of_a_run_with_a_state_are_kept(tmp_path: Path) 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another setting": (
-        {"config": {**CONFIG, "training": {"updates": 20, "seed": 1}}},
-        r"training\.updates: 10 → 20",
+        {"config": {**CONFIG, "training": {"updates": 10, "seed": 2}}},
+        r"training\.seed: 1 → 2",
+    ),
+    "fewer updates than are done": (
+        {"config": {**CONFIG, "training": {"updates": 9, "seed": 1}}},
+        r"training\.updates: 10 → 9, where 10 are done",
     ),
     "a setting more": (
         {"config": {**CONFIG, "training": {"updates": 10, "seed": 1, "dropout": 0.25}}},
@@ -156,14 +160,57 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_removed_on_de
     [
         {**CONFIG, "ds_config": {"zero_optimization": {"stage": 2}}},
         {**CONFIG, "training": {"updates": 10, "seed": 1, "expert_parallel_size": 4}},
+        {**CONFIG, "training": {"updates": 10, "seed": 1, "checkpoint_every": 4, "keep_last": 9}},
+        {**CONFIG, "training": {"updates": 10, "seed": 1, "validate_every": 4}},
     ],
-    ids=["ds_config", "expert_parallel_size"],
+    ids=["ds_config", "expert_parallel_size", "states", "validation"],
 )
-def test_a_run_goes_on_where_only_its_machine_changed(
+def test_a_run_goes_on_where_only_its_machine_or_intervals_changed(
     tmp_path: Path, config: dict[str, object]
 ) -> None:
     save(run_directory(tmp_path), 10)
     assert resumed_update(run_directory(tmp_path, config=config)) == 10
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (
+            "polynomial",
+            "the polynomial schedule of the learning rate ends at the new number: at update 7 the "
+            "rate is 0.0155 instead of 0.01",
+        ),
+        ("inverse_sqrt", "inverse_sqrt schedule of the learning rate does not depend on them"),
+    ],
+)
+def test_more_updates_go_on_and_what_becomes_of_the_learning_rate_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, said: str
+) -> None:
+    optimizer = {
+        "schedule": schedule,
+        "learning_rate": 0.02,
+        "final_learning_rate": 0.005,
+        "warmup_updates": 4,
+    }
+    config = {**CONFIG, "optimizer": optimizer, "training": {"updates": 8, "seed": 1}}
+    save(run_directory(tmp_path, config={**config, "training": {"updates": 10}}), 6)
+    longer = {**config, "training": {"updates": 14, "seed": 1}}
+    assert resumed_update(run_directory(tmp_path, config=longer)) == 6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "goes on after update 6 to 14 updates instead of 10; " in line
+    assert said in line
+
+
+def test_the_kept_weights_may_be_of_a_later_update_than_the_last_state(tmp_path: Path) -> None:
+    directory = run_directory(tmp_path)
+    assert directory.best_after(0) == {}
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.statistics.update(update=8, perplexity=3.5)
+
+    directory.write(directory.best_dir, kind="checkpoint", write=write)
+    assert directory.best_after(8) == {}
+    assert directory.best_after(7) == {"best_update": 8, "best_perplexity": 3.5}
 
 
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:

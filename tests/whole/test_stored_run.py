@@ -98,3 +98,19 @@ def test_checkpoints_are_compared_averaged_and_pruned(
     out = ["--out", str(tmp_path / "pruned")]
     experts = ["--languages", "de", "fr", "--experts", "2"]
     printed(["checkpoint", "prune-experts", "run/mmnmt", *experts, *out], capsys)
+
+
+def test_settings_that_decide_nothing_of_a_stage_make_nothing_of_it_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where its manifest notes them, as those of mixtures and evaluations did then."""
+    beside, dropout = tmp_path / "beside.toml", tmp_path / "dropout.toml"
+    beside.write_text("[training]\nkeep_last = 7\ncheckpoint_every = 3\n[logging]\nevery = 9\n")
+    dropout.write_text("[training]\ndropout = 0.375\n[batches]\nmicro_batches = 64\n")
+    plan = ["run", "plan.toml", "--out", "run", "--dry-run"]
+    lines = printed([*plan, "--with", str(beside)], capsys)
+    assert "→" not in lines
+    lines = printed([*plan, "--with", str(dropout)], capsys)
+    assert "mixture: done" in lines.splitlines()
+    assert "dense: would run (batches.micro_batches" in lines
+    assert "evaluation: would run (because translations will run)" in lines

@@ -1,0 +1,118 @@
+"""The table of stages: what each reads of a recipe, and which of it decides the result."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.artifacts.settings_diff import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
+from pipeline.config import Recipe
+from pipeline.settings import Settings
+from pipeline.stages import STAGES, stage_config
+
+MODEL = {
+    *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
+    *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    *("positions", "scale_embedding", "width"),
+}
+TRAINING: dict[str, set[str]] = {
+    "model": MODEL,
+    "batches": {
+        *("evaluation_tokens", "micro_batches", "one_direction", "tag_scheme", "tokens"),
+        "window_steps",
+    },
+    "optimizer": {
+        *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
+        *("warmup_updates", "weight_decay"),
+    },
+    "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
+    "training": {
+        *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
+        *("router_jitter", "seed", "updates", "validate_every"),
+    },
+}
+DECIDING: dict[str, dict[str, set[str]]] = {
+    "import_corpus": {
+        "corpus": {
+            *("cldr", "languages", "max_line_bytes", "max_test_lines", "max_train_lines"),
+            *("max_valid_lines", "source", "swapped_sides"),
+        }
+    },
+    "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
+    "clean": {
+        "clean": {
+            *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
+            *("drop_held_out_overlap", "max_characters", "max_length_ratio"),
+        }
+    },
+    "train_tokenizer": {
+        "tokenizer": {
+            *("character_coverage", "kind", "language_token_scheme", "model_type"),
+            *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
+        }
+    },
+    "make_shards": {"shards": {"max_tokens"}},
+    "mix": {"mixture": {"sampling_temperature"}},
+    "group_languages": {
+        "groups": {"extend", "max_group_share", "method", "pivot"},
+        "languages": {"family"},
+    },
+    "pretrain": TRAINING,
+    "upcycle": {
+        "model": MODEL,
+        "upcycling": {"graft_group_routers", "mask_ratio", "method", "noise_std", "seed"},
+    },
+    "finetune": TRAINING,
+    "translate": {
+        "decoding": {
+            *("beam_size", "length_penalty", "max_extra_length", "max_length_ratio"),
+            # How many lines at once: where evaluation_capacity_factor is set, which tokens an
+            # expert drops depends on it.
+            *("precision", "stopping", "tokens"),
+        }
+    },
+    "retrieve": {},
+    "evaluate": {
+        "evaluation": {"bleu_tokenizer", "language_accuracy", "scores", "seed"},
+        "training": {"resource_thresholds"},
+    },
+}
+"""Stage → section → settings on which its result depends."""
+
+BESIDE: dict[str, dict[str, set[str]]] = {
+    stage: {
+        "training": {
+            *("checkpoint_every", "expert_parallel_size", "keep_last", "recompute_layers"),
+            "resource_thresholds",
+        }
+    }
+    for stage in ("pretrain", "finetune")
+}
+"""Stage → section → settings that stand in its manifest, and decide nothing."""
+
+
+def names_of(tree: dict[str, Any]) -> dict[str, set[str]]:
+    return {section: set(settings) for section, settings in tree.items() if section != "ds_config"}
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return stage_config(STAGES[name], recipe=Recipe(name="defaults"), ds_config="cpu_fp32")
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_setting_of_a_stage_is_named_as_deciding_its_result_or_not(name: str) -> None:
+    config = config_of(name)
+    assert names_of(STAGES[name].deciding(config)) == DECIDING[name]
+    beside = BESIDE.get(name, {})
+    assert names_of(config) == {
+        section: DECIDING[name].get(section, set()) | beside.get(section, set())
+        for section in {*DECIDING[name], *beside}
+    }
+    assert ("ds_config" in STAGES[name].deciding(config)) == STAGES[name].trains
+
+
+@pytest.mark.parametrize("entry", [*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS])
+def test_the_settings_said_to_decide_little_are_settings(entry: str) -> None:
+    section, _, setting = entry.partition(".")
+    table = getattr(Recipe(name="defaults"), section)
+    assert isinstance(table, Settings)
+    assert setting in type(table).model_fields
