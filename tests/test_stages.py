@@ -12,13 +12,13 @@ from pipeline.stages import STAGES, stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
-    *("positions", "scale_embedding", "width"),
+    *("initialization", "positions", "scale_embedding", "width"),
 }
 TRAINING: dict[str, set[str]] = {
     "model": MODEL,
     "batches": {
         *("evaluation_tokens", "micro_batches", "one_direction", "tag_scheme", "tokens"),
-        "window_steps",
+        *("tag_is_label", "window_steps"),
     },
     "optimizer": {
         *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
