@@ -310,6 +310,7 @@ def step_of(sizes: list[int]) -> GlobalStep:
     )
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(1, 6))
 def test_ranks_take_every_micro_batch_once_and_similar_ones_in_the_same_turn(
     data: st.DataObject, ranks: int, per_rank: int

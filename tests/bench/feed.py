@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,8 @@ SAMPLING_TEMPERATURE = 5.0
 TIMEOUT_SECONDS = 600
 BATCHES = 1000
 """Micro-batches that assembly is timed on."""
+UPDATES = 36
+"""That training waits for: a window and a bit."""
 TRAINING_SECONDS = 0.002
 """Per micro-batch: what a fast device takes for a small model."""
 MEBIBYTE = 2**20
@@ -172,16 +173,14 @@ def measure(directory: Path, micro_batches: int) -> Row:
         with closing(data.updates((0, 0), rank=0, ranks=1)) as updates:
             next(next(updates).batches)
             first_batch = time.perf_counter() - started
-        window = data.planner.window(1)  # warm
-        updates_of_window = len(window) // micro_batches
-        plan_seconds = processor_seconds(lambda: data.planner.window(1)) / updates_of_window
-        some = window[:BATCHES]
-        del window
-        assembly_seconds = processor_seconds(partial(read_all, data, some)) / len(some)
-        tokens = sum(plan.num_tokens for plan in some) / len(some)
-        del some
-        waits = waiting(data, updates=updates_of_window + 3, micro_batches=micro_batches)
+        waits = waiting(data, micro_batches=micro_batches)
         kept = own_memory()
+    window = data.planner.window(1)
+    plan_seconds = processor_seconds(lambda: data.planner.window(1))
+    plan_seconds /= len(window) // micro_batches
+    some = window[:BATCHES]
+    assembly_seconds = processor_seconds(lambda: read_all(data, some)) / len(some)
+    tokens = sum(plan.num_tokens for plan in some) / len(some)
     seconds = plan_seconds / micro_batches + assembly_seconds
     return Row(
         micro_batches=micro_batches,
@@ -208,11 +207,11 @@ def read_all(data: TrainingData, plans: Sequence[MicroBatch]) -> None:
         data.train.batch(plan)
 
 
-def waiting(data: TrainingData, *, updates: int, micro_batches: int) -> list[float]:
+def waiting(data: TrainingData, *, micro_batches: int) -> list[float]:
     """Seconds that training waits for each micro-batch after the first update."""
     waits = []
     with closing(data.updates((0, 0), rank=0, ranks=1)) as arriving:
-        arrivals = chain.from_iterable(update.batches for update in islice(arriving, updates))
+        arrivals = chain.from_iterable(update.batches for update in islice(arriving, UPDATES))
         asked = time.perf_counter()
         for _ in arrivals:
             waits.append(time.perf_counter() - asked)
