@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,13 +206,15 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Sequence[Batch],
+        micro_batches: Iterable[Batch],
         *,
         seeds: Sequence[int],
         total_labels: int,
         learning_rate: float,
     ) -> StepResult:
         """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
+
+        The micro-batches are gone through once, as they arrive, and are as many as the ``seeds``.
 
         Every micro-batch starts from its own seed, so that dropout does not depend on the world.
         DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the

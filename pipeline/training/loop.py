@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.artifacts.training_states import replanned
-from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.checkpoint import write_model_files
@@ -158,7 +156,7 @@ class TrainingRun:
         """One update; returns the note for the progress bar."""
         recipe, update, clock = self.recipe, self.position.update + 1, time.monotonic()
         result = self.engine.train_step(
-            cast(Sequence[Batch], feed.batches),  # gone through once, as they arrive
+            feed.batches,
             seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in feed.indices],
             total_labels=feed.step.num_labels,
             learning_rate=learning_rate(
