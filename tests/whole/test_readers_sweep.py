@@ -1,37 +1,24 @@
 """No reader of the project meets a broken file with anything but success or one sentence.
 
-The sweep runs in a process of its own, whose memory is bounded: a reader that believes what a file
-says of its size fails it, and so does a library that ends the process.
+The sweep runs in a process of its own, beside the other tests, and its memory is bounded: a reader
+that believes what a file says of its size fails it, and so does a library that ends the process.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.background_sweep import Sweep
 from support.readable_artifacts import READERS, Reader
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("sweep")
-    done = subprocess.run(
-        [sys.executable, "-m", "support.readers_sweep", str(folder), str(folder / "results.json")],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=1800,
-        cwd=SUPPORT.parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: Results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+def results(sweep: Sweep) -> Results:
+    errors = sweep.wait(timeout_seconds=1800)
+    assert sweep.process.returncode == 0, errors[-3000:]
+    found: Results = json.loads(sweep.results_path.read_text(encoding="utf-8"))
     return found
 
 

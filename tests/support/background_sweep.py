@@ -1,0 +1,32 @@
+"""The sweep of broken files, started when the tests begin: it takes minutes and one core."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Sweep:
+    """One running sweep, its messages in a file, so that no pipe fills up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.results_path = folder / "results.json"
+        self._errors_path = folder / "errors.txt"
+        arguments = ["-m", "support.readers_sweep", str(folder / "files"), str(self.results_path)]
+        (folder / "files").mkdir()
+        with self._errors_path.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd=Path(__file__).parents[1],
+            )
+
+    def wait(self, *, timeout_seconds: float) -> str:
+        """Until it ends; what it said on standard error."""
+        self.process.wait(timeout=timeout_seconds)
+        return self._errors_path.read_text(encoding="utf-8", errors="replace")
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        self.process.kill()
+        self.process.wait()
