@@ -15,7 +15,7 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.regularization import Regularization
-from pipeline.model.spec import ModelSpec, groups_of_languages
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
@@ -42,7 +42,7 @@ def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
     """The model's full shape, stated here once and carried by its checkpoints from now on."""
     groups = call.artifacts.get("groups")
     recipe = call.recipe
-    return ModelSpec(
+    return make_spec(
         model=recipe.model,
         vocabulary_size=tokenizer.size,
         pad_id=tokenizer.pad_id,

@@ -21,7 +21,7 @@ from pipeline.checkpoints.assembly import Part, assemble, plan_assembly, receipt
 from pipeline.checkpoints.checkpoint import read_spec, read_tokenizer, write_model_files
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ConfigError
-from pipeline.model.spec import ModelSpec, groups_of_languages
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.stages import StageCall
 
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
@@ -75,7 +75,7 @@ def target_spec(call: StageCall, checkpoints: Mapping[Part, Artifact]) -> ModelS
     language_groups = groups_of_languages(
         model, languages=base.languages, groups=decoder_groups or given
     )
-    return base.model_copy(update={"model": model, "language_groups": language_groups})
+    return make_spec(**{**dict(base), "model": model, "language_groups": language_groups})
 
 
 def _refuse_misfit(checkpoint: Artifact, first: Artifact, call: StageCall) -> None:

@@ -3,13 +3,13 @@
 It is fixed when a model is first made and travels in its checkpoint from then on.
 """
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from pipeline.config import ModelConfig, TagScheme
 from pipeline.errors import ConfigError
-from pipeline.settings import Settings, whole
+from pipeline.settings import Settings, describe_validation, whole
 
 
 class ModelSpec(Settings):
@@ -55,9 +55,21 @@ class ModelSpec(Settings):
         return 0 if self.language_groups is None else max(self.language_groups) + 1
 
 
+def make_spec(**values: Any) -> ModelSpec:
+    """A spec of what recipe, tokenizer and groups say.
+
+    Raises:
+        ConfigError: they do not fit together.
+    """
+    try:
+        return ModelSpec(**values)
+    except ValidationError as error:
+        raise ConfigError(f"The recipe's model: {describe_validation(error, ModelSpec)}") from error
+
+
 def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: int) -> ModelSpec:
     """A spec of that size with languages of no name, one per group: to count and to estimate."""
-    return ModelSpec(
+    return make_spec(
         model=model,
         vocabulary_size=vocabulary_size,
         pad_id=0,

@@ -887,3 +887,16 @@ def test_numbers_of_options_have_ranges(
     said = capsys.readouterr().err.splitlines()[-1]
     assert f"argument {option}: {value!r} is not a " in said
     assert " to 1" in said or "at most 1" in said
+
+
+@pytest.mark.parametrize("verb", ["describe", "memory", "estimate"])
+def test_a_vocabulary_that_one_hot_embeddings_have_no_room_for_is_one_sentence(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "one_hot.toml"
+    recipe.write_text('[model]\nwidth = 256\n[model.embedding]\ninput = "one_hot"\n')
+    more = ["--processes", "1"] if verb == "memory" else []
+    arguments = [verb, "--recipe", str(recipe), "--vocabulary", "300", *more]
+    assert cli.main(arguments) == EXIT_USER_ERROR
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the vocabulary of 300 does not fit a width of 256" in line
