@@ -218,9 +218,12 @@ class ArtifactWriter:
         """A file of another artifact, under its name, without reading it where it can be linked.
 
         Its digest comes along: who wrote the file has taken it. A copy is hashed like a new file.
+
+        Raises:
+            ArtifactError: the file is missing, or has changed since it was written.
         """
         target = self.path(name)
-        if link_or_copy(source.directory / name, target):
+        if link_or_copy(source.file(name), target):
             self.taken_over[target] = source.manifest.files[name]
 
 

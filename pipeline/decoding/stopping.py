@@ -46,8 +46,8 @@ class FairseqRule:
 class HuggingFaceRule:
     """Done when no running hypothesis can still overtake the worst of those kept.
 
-    The forced tag counts as generated. As in transformers' ``BeamSearchScorer`` with
-    ``early_stopping = False``.
+    The forced tag counts as generated. As in transformers' beam search with
+    ``early_stopping = False`` (``generation/utils.py``).
     """
 
     forces_end_at_limit = False

@@ -62,8 +62,8 @@ def check_widths(*, width: int, hidden_width: int, device: torch.device) -> None
     if device.type == "cpu" or not (width % GROUPED_MULTIPLE or hidden_width % GROUPED_MULTIPLE):
         return
     raise ConfigError(
-        f"Experts of width {width} and feed_forward_width {hidden_width} cannot be computed on "
-        f"{device.type}: its grouped products take rows of a multiple of 16 bytes; make "
+        f"Experts of width {width} and feed_forward_width {hidden_width} cannot be computed on a "
+        f"GPU: its grouped products take rows of a multiple of 16 bytes; make "
         f"model.width and model.feed_forward_width multiples of {GROUPED_MULTIPLE}."
     )
 

@@ -476,3 +476,21 @@ def test_a_file_taken_over_is_linked_and_not_read_again_or_else_copied(
     second.check(second.names())
     linked = (tmp_path / "second/deep/weights").samefile(tmp_path / "first/deep/weights")
     assert linked == has_links
+
+
+@pytest.mark.parametrize("change", ["removed", "edited"])
+def test_a_file_that_is_not_what_was_written_is_not_taken_over(change: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"kind": "corpus", "stage": "clean", "config": {}, "inputs": {}}
+    with new_artifact(tmp_path / "first", **given) as writer:
+        writer.path("weights").write_bytes(b"weights")
+    first = open_artifact(tmp_path / "first", kind="corpus")
+    if change == "removed":
+        (tmp_path / "first/weights").unlink()
+    else:
+        (tmp_path / "first/weights").write_bytes(b"WEIGHTS")
+    with (
+        pytest.raises(ArtifactError, match="weights"),
+        new_artifact(tmp_path / "second", **given) as writer,
+    ):
+        writer.take_over("weights", first)
+    assert not (tmp_path / "second").exists()
