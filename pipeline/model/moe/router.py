@@ -32,8 +32,8 @@ class Routing:
         expert_NC: chosen experts, best first.
         weight_NC: how their outputs are weighted; differentiable.
         balance_loss: l_aux = E · Σ_e m_e c_e, of the mean probabilities m and the shares c of
-            tokens that choose an expert first (Switch Transformer, §2.2): 1 when balanced, 0 without
-            tokens; differentiable.
+            tokens that choose an expert first (Switch Transformer, §2.2): 1 when balanced, 0
+            without tokens; differentiable.
     """
 
     logits_NE: Tensor
