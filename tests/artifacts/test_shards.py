@@ -1,11 +1,11 @@
 """Token ids on disk, and the stage that writes them."""
 
 import random
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.corpora import Texts, make_corpus
 
 from data_prep import make_shards
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
@@ -15,7 +15,6 @@ from pipeline.artifacts.corpus import (
     imported_lines,
     languages,
     line_counts,
-    text_name,
 )
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
@@ -27,8 +26,6 @@ from pipeline.artifacts.tokenizer import (
 from pipeline.config import Recipe, ShardsConfig
 from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
-
-Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
 
 
 def made_up_lines(count: int, *, seed: int) -> list[str]:
@@ -46,20 +43,6 @@ TEXTS: Texts = {
     "valid": {"de-en": {"de": made_up_lines(20, seed=5), "en": made_up_lines(20, seed=6)}},
     "test": {"de-ru": {"de": made_up_lines(20, seed=7), "ru": made_up_lines(20, seed=8)}},
 }
-
-
-def make_corpus(directory: Path, texts: Texts) -> Artifact:
-    """A corpus from split → pair → language → lines."""
-    pairs: dict[str, dict[str, int]] = {}
-    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
-        for split, by_pair in texts.items():
-            for pair, sides in by_pair.items():
-                for code, lines in sides.items():
-                    text = "".join(f"{line}\n" for line in lines)
-                    writer.path(text_name(split, pair, code)).write_bytes(text.encode())
-                    pairs.setdefault(pair, {})[split] = len(lines)
-        writer.statistics["pairs"] = pairs
-    return open_artifact(directory, kind="corpus")
 
 
 def make_tokenizer(directory: Path, codes: tuple[str, ...] = ("de", "en", "ru")) -> Artifact:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
+from support.corpora import Texts, make_corpus
 
 from data_prep import train_tokenizer
 from data_prep.train_tokenizer import draw, sample_quotas
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import temperature_probabilities
 from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
@@ -46,20 +46,6 @@ def sentences(code: str, count: int, *, seed: int = 0) -> list[str]:
     generator = random.Random(f"{code} {seed}")
     words = ["".join(generator.choices(LETTERS[code], k=k)) for k in (2, 3, 4, 5, 6, 7) * 20]
     return [" ".join(generator.choices(words, k=generator.randint(3, 9))) for _ in range(count)]
-
-
-def make_corpus(directory: Path, texts: dict[Split, dict[str, dict[str, list[str]]]]) -> Artifact:
-    """A corpus from split → pair → language → lines."""
-    pairs: dict[str, dict[str, int]] = {}
-    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
-        for split, by_pair in texts.items():
-            for pair, sides in by_pair.items():
-                for code, lines in sides.items():
-                    text = "".join(f"{line}\n" for line in lines)
-                    writer.path(text_name(split, pair, code)).write_bytes(text.encode())
-                    pairs.setdefault(pair, {})[split] = len(lines)
-        writer.statistics["pairs"] = pairs
-    return open_artifact(directory, kind="corpus")
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +311,7 @@ def test_statistics_count_what_was_drawn_and_covered(trained: Artifact) -> None:
 
 
 def test_a_language_of_which_nothing_was_sampled_is_named(tmp_path: Path) -> None:
-    texts: dict[Split, dict[str, dict[str, list[str]]]] = {
+    texts: Texts = {
         "train": {"de-en": {"de": sentences("de", 200), "en": sentences("en", 200)}},
         "test": {"de-ru": {"de": ["a"], "ru": ["б"]}},
     }

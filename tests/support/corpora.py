@@ -1,0 +1,23 @@
+"""Corpora made of a few lines."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split, text_name
+
+Texts = Mapping[Split, Mapping[str, Mapping[str, list[str]]]]
+
+
+def make_corpus(directory: Path, texts: Texts) -> Artifact:
+    """A corpus from split → pair → language → lines."""
+    pairs: dict[str, dict[str, int]] = {}
+    with new_artifact(directory, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split, by_pair in texts.items():
+            for pair, sides in by_pair.items():
+                for code, lines in sides.items():
+                    text = "".join(f"{line}\n" for line in lines)
+                    writer.path(text_name(split, pair, code)).write_bytes(text.encode())
+                    pairs.setdefault(pair, {})[split] = len(lines)
+        writer.statistics["pairs"] = pairs
+    return open_artifact(directory, kind="corpus")
