@@ -1,8 +1,11 @@
 """The sweep of broken files, started when the tests begin: it takes minutes and one core."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
 
 
 class Sweep:
@@ -18,7 +21,9 @@ class Sweep:
                 [sys.executable, *arguments],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                cwd=Path(__file__).parents[1],
+                # Begun in the root: from the tests' folder, tests/data_prep would be data_prep.
+                cwd=TESTS.parent,
+                env={**os.environ, "PYTHONPATH": str(TESTS)},
             )
 
     def wait(self, *, timeout_seconds: float) -> str:
