@@ -8,8 +8,9 @@ specials are never the result of encoding text: ``</s>`` or ``__de__`` within a 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
 
@@ -111,11 +112,14 @@ class Vocabulary(Protocol):
 class SentencePieceVocabulary:
     """A SentencePiece model; its special ids are read from it.
 
+    ``has_specials``: it must have four distinct ones (pad, bos, eos, unk), as a vocabulary that is
+    not numbered anew needs them.
+
     Raises:
-        ArtifactError: not a model, or one without four distinct specials (pad, bos, eos, unk).
+        ArtifactError: not a model, or one that lacks a special.
     """
 
-    def __init__(self, model: bytes) -> None:
+    def __init__(self, model: bytes, *, has_specials: bool = True) -> None:
         if not model:  # without one the processor is made, and complains of every question
             raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
         try:
@@ -125,15 +129,17 @@ class SentencePieceVocabulary:
                 f"{MODEL_NAME} is not a SentencePiece model: restore it from a copy."
             ) from error
         self._model = model
+        self._has_specials = has_specials
         self.size = self._processor.get_piece_size()
         self.pad_id = self._processor.pad_id()
         self.bos_id = self._processor.bos_id()
         self.eos_id = self._processor.eos_id()
         self.unk_id = self._processor.unk_id()
-        self._check_specials()
+        if has_specials:
+            self._check_specials()
 
-    def __reduce__(self) -> tuple[type[Self], tuple[bytes]]:
-        return type(self), (self._model,)
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
+        return partial(type(self), has_specials=self._has_specials), (self._model,)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
@@ -306,11 +312,32 @@ def language_token(code: str, scheme: LanguageTokenScheme) -> str:
             return f"<2{code}>"
 
 
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The contents of a tokenizer's files."""
+
+    description: TokenizerDescription
+    model: bytes | None
+    """None for bytes."""
+
+    def build(self) -> Tokenizer:
+        """The tokenizer that the files are of."""
+        return build_tokenizer(self.description, self.model)
+
+    def write(self, directory: Path) -> None:
+        """Write them into a folder, which is made."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_tokenizer(directory, description=self.description, model=self.model)
+
+
 def build_tokenizer(description: TokenizerDescription, model: bytes | None) -> Tokenizer:
     """A tokenizer from the contents of its files; ``model`` is None for bytes."""
-    vocabulary: Vocabulary
-    vocabulary = ByteVocabulary() if model is None else SentencePieceVocabulary(model)
     numbering, languages = description.numbering, description.languages
+    vocabulary: Vocabulary
+    if model is None:
+        vocabulary = ByteVocabulary()
+    else:
+        vocabulary = SentencePieceVocabulary(model, has_specials=numbering is None)
     if numbering is None:
         size = vocabulary.size + len(languages)
         language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
@@ -353,14 +380,22 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     Raises:
         ArtifactError: a file is missing or damaged, or the vocabulary lacks a special.
     """
-    description = _read_description(directory)
-    if description.kind == "bytes":
-        return build_tokenizer(description, None)
-    model = _read(directory / MODEL_NAME)
+    files = read_tokenizer_files(directory)
     try:
-        return build_tokenizer(description, model)
+        return files.build()
     except ArtifactError as error:
         raise ArtifactError(f"In {directory}, {error}") from error
+
+
+def read_tokenizer_files(directory: Path) -> TokenizerFiles:
+    """The contents of a tokenizer's files.
+
+    Raises:
+        ArtifactError: a file is missing or damaged.
+    """
+    description = _read_description(directory)
+    model = None if description.kind == "bytes" else _read(directory / MODEL_NAME)
+    return TokenizerFiles(description, model)
 
 
 def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:

@@ -128,5 +128,15 @@ def load_weights(model: Transformer, checkpoint: Artifact) -> None:
 
 def write_model_files(writer: ArtifactWriter, *, spec: ModelSpec, tokenizer_dir: Path) -> None:
     """Shape and tokenizer of a checkpoint."""
+    write_spec(writer, spec)
+    copy_tokenizer(tokenizer_dir, tokenizer_directory(writer))
+
+
+def write_spec(writer: ArtifactWriter, spec: ModelSpec) -> None:
+    """The shape of a checkpoint's model."""
     writer.write_json(MODEL_FILE, spec.model_dump(mode="json"))
-    copy_tokenizer(tokenizer_dir, writer.path(f"tokenizer/{MODEL_FILE}").parent)
+
+
+def tokenizer_directory(writer: ArtifactWriter) -> Path:
+    """Where the tokenizer of a checkpoint that is being made belongs."""
+    return writer.path(f"tokenizer/{MODEL_FILE}").parent

@@ -23,7 +23,7 @@ PART_FOLDERS = ("weights", "optimizer")
 SHARD_BYTES = 1024 * 1024 * 1024
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
+UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
 """What safetensors 0.8 raises for a damaged file or for a type of values that torch lacks."""
 
 
@@ -51,7 +51,7 @@ def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
                 for name in sorted(stream.keys()):
                     entry = stream.get_slice(name)
                     yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             artifact.verify([file])
             raise CheckpointError(
                 f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
@@ -115,7 +115,7 @@ class TensorFiles:
         try:
             with safe_open(path, framework="pt") as stream:
                 tensor: Tensor = stream.get_tensor(name)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise CheckpointError(
                 f"{path}: tensor {name} cannot be read ({one_line(error)}): run its stage again."
             ) from error

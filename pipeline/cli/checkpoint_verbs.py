@@ -65,6 +65,20 @@ def _average(options: argparse.Namespace) -> int:
     return 0
 
 
+def _import(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.importing import import_checkpoint
+    from pipeline.checkpoints.names import num_parameters
+
+    with interruptible(), sole_writer(options.out):
+        source = import_checkpoint(options.source, out_dir=options.out, overwrite=options.overwrite)
+    languages = len(source.spec.languages)
+    print(
+        f"{options.out}: {num_parameters(source.spec):,} parameters, {languages} languages, from "
+        f"{source.origin}"
+    )
+    return 0
+
+
 def _prune_experts(options: argparse.Namespace) -> int:
     from pipeline.checkpoints.pruning import prune_experts
 
@@ -102,6 +116,11 @@ def _add_average_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last", type=whole_number(MAX_STATES), metavar="N", help="how many of its states"
     )
+    _add_output_options(parser)
+
+
+def _add_import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of other software")
     _add_output_options(parser)
 
 
@@ -152,6 +171,12 @@ _VERBS = (
         "make a checkpoint of the mean of checkpoints, or of a run's training states",
         _add_average_options,
         _average,
+    ),
+    Verb(
+        "checkpoint import",
+        "make a checkpoint of one of other software",
+        _add_import_options,
+        _import,
     ),
     Verb(
         "checkpoint prune-experts",

@@ -1,0 +1,1 @@
+"""Checkpoints of other software, read as ours and written as theirs: one file per family."""

@@ -1,0 +1,87 @@
+"""M2M-100 and NLLB-200's dense models, as Hugging Face's M2M100ForConditionalGeneration keeps them.
+
+Pre-norm, tied embeddings, sinusoidal positions that count from ``pad_token_id`` + 1.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from pipeline.checkpoints.foreign.model_folder import Described, ModelFolder
+from pipeline.checkpoints.foreign.name_table import NameTable
+from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.config import ModelConfig
+from pipeline.kernels.activations import Activation
+from pipeline.model.transformer import POSITION_OFFSET
+
+TABLE = NameTable.parse("""
+model.shared.weight                                          embedding.weight
+model.encoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
+model.decoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
+lm_head.weight                                               embedding.weight  # tied, saved once more
+model.encoder.embed_positions.weights                        -                 # sinusoids: computed
+model.decoder.embed_positions.weights                        -                 # sinusoids: computed
+model.{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
+model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
+model.{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
+model.{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
+model.{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
+model.{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
+model.{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
+model.{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
+model.{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
+model.{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
+model.{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
+model.{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
+model.{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
+model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
+""")  # noqa: E501 (a table)
+
+
+class M2M100Config(Described):
+    """What ``config.json`` says of the model."""
+
+    vocab_size: int
+    d_model: int
+    encoder_layers: int
+    decoder_layers: int
+    encoder_attention_heads: int
+    decoder_attention_heads: int
+    encoder_ffn_dim: int
+    decoder_ffn_dim: int
+    max_position_embeddings: int = 1024
+    activation_function: Activation = "relu"
+    scale_embedding: bool = True
+    tie_word_embeddings: Literal[True] = True
+    pad_token_id: int = 1
+    eos_token_id: int = 2
+    bos_token_id: int = 0
+    decoder_start_token_id: int = Field(default=2)
+
+
+def model_config(folder: ModelFolder) -> ModelConfig:
+    """The model that ``config.json`` describes.
+
+    Raises:
+        CheckpointError: it has something that our model lacks; names it.
+    """
+    config = folder.described(M2M100Config)
+    refuse_other(
+        folder.origin,
+        decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
+        decoder_ffn_dim=(config.decoder_ffn_dim, config.encoder_ffn_dim),
+        pad_token_id=(config.pad_token_id, POSITION_OFFSET - 1),
+        decoder_start_token_id=(config.decoder_start_token_id, config.eos_token_id),
+    )
+    return ModelConfig(
+        encoder_layers=config.encoder_layers,
+        decoder_layers=config.decoder_layers,
+        width=config.d_model,
+        feed_forward_width=config.encoder_ffn_dim,
+        num_heads=config.encoder_attention_heads,
+        norm="pre",
+        activation=config.activation_function,
+        positions="sinusoidal",
+        max_positions=config.max_position_embeddings,
+        scale_embedding=config.scale_embedding,
+    )

@@ -1,0 +1,42 @@
+"""A checkpoint of other software as one of ours, tensor by tensor."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.places import refuse_inputs
+from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
+from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.weights import write_weights
+from pipeline.terminal import track
+
+
+def import_checkpoint(path: Path, *, out_dir: Path, overwrite: bool = False) -> ModelSource:
+    """Write a checkpoint of ours with the values, the vocabulary and the shape of another.
+
+    Raises:
+        CheckpointError: it cannot be read, or has something that ours lacks.
+    """
+    refuse_inputs(out_dir, inputs={"source": path}, run_folder=False)
+    source = open_foreign(path)
+    with new_artifact(
+        out_dir,
+        kind="checkpoint",
+        stage="import_checkpoint",
+        config={},
+        inputs={"source": source.record},
+        overwrite=overwrite,
+    ) as writer:
+        write_weights(writer.directory / "weights", _tensors(source))
+        write_spec(writer, source.spec)
+        source.tokenizer.write(tokenizer_directory(writer))
+    return source
+
+
+def _tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
+    for name in track(tensor_shapes(source.spec), label="import"):
+        yield name, source.tensors.read(name)
