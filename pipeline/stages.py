@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
 from pipeline.config import Recipe, chosen_settings
@@ -52,9 +53,13 @@ class Stage:
     """Where it has sections; False: their defaults serve where no recipe is named."""
 
     @property
-    def keeps_work(self) -> bool:
-        """Keeps in ``OUT.run`` what an interrupted run has done, as all stages of ranks do."""
-        return self.parallel == "ranks"
+    def work(self) -> Work | None:
+        """What it keeps in ``OUT.run`` of an interrupted run, where it does."""
+        if self.name == "upcycle":
+            return "assembly"
+        if self.parallel == "ranks":
+            return "training" if self.trains else "translation"
+        return None
 
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Of the settings in a manifest, those on which the stage's result depends."""
@@ -231,6 +236,7 @@ STAGES: dict[str, Stage] = {
                 "decoder": Input("checkpoint", "source of the decoder; none: fresh", False),
                 "groups": Input("groups", "for a fresh language-group router", required=False),
             },
+            parallel="workers",
         ),
         Stage(
             name="finetune",

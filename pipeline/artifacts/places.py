@@ -30,11 +30,12 @@ from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifes
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
 
-Work = Literal["training", "translation"]
+Work = Literal["training", "translation", "assembly"]
 
 RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "training": ("states", "best", "metrics.jsonl"),
     "translation": ("identity.json",),
+    "assembly": ("assembly.json",),
 }
 """What tells the run folder of one kind of stage from the other's."""
 

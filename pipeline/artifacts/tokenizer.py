@@ -108,6 +108,9 @@ class Vocabulary(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Text of ids none of which is a special."""
 
+    def piece(self, index: int) -> str | None:
+        """How the vocabulary spells an id, None where that is no piece of text."""
+
 
 class SentencePieceVocabulary:
     """A SentencePiece model; its special ids are read from it.
@@ -148,6 +151,12 @@ class SentencePieceVocabulary:
     def decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))
 
+    def piece(self, index: int) -> str | None:
+        is_text = index < self.size and not (
+            self._processor.is_control(index) or self._processor.is_unknown(index)
+        )
+        return str(self._processor.id_to_piece(index)) if is_text else None
+
     def _check_specials(self) -> None:
         ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id}
         if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
@@ -172,6 +181,10 @@ class ByteVocabulary:
     def decode(self, ids: list[int]) -> str:
         """Bytes that are not UTF-8 are dropped."""
         return bytes(index - len(SPECIALS) for index in ids).decode(errors="ignore")
+
+    def piece(self, index: int) -> str | None:
+        """As SentencePiece spells bytes."""
+        return f"<0x{index - len(SPECIALS):02X}>" if len(SPECIALS) <= index < self.size else None
 
 
 class RenumberedVocabulary:
@@ -203,6 +216,10 @@ class RenumberedVocabulary:
     def decode(self, ids: list[int]) -> str:
         """Ids that no piece has are dropped."""
         return self._vocabulary.decode([self._pieces[i] for i in ids if i in self._pieces])
+
+    def piece(self, index: int) -> str | None:
+        own = self._pieces.get(index)
+        return None if own is None else self._vocabulary.piece(own)
 
 
 class Tokenizer:
@@ -253,6 +270,12 @@ class Tokenizer:
                 if index not in self._specials and self.language_of_token(index) is None
             ]
         )
+
+    def piece(self, index: int) -> str | None:
+        """How the vocabulary spells an id; None for specials, language tokens and spare ids."""
+        if index in self._specials or index in self._languages_by_id:
+            return None
+        return self._vocabulary.piece(index)
 
     def language_token_id(self, code: str) -> int:
         """Id of a language's token.

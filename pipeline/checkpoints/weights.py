@@ -72,13 +72,22 @@ class TensorFiles:
     def __init__(self, artifact: Artifact, prefix: str) -> None:
         self.artifact = artifact
         self._file_of: dict[str, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._file_names = artifact.names(prefix)
         artifact.check(self._file_names)
         for header in tensor_headers(artifact, prefix):
             self._file_of[header.name] = header.file
+            self._shapes[header.name] = header.shape
+
+    @property
+    def origin(self) -> Path:
+        return self.artifact.directory
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
         """One tensor of finite numbers.

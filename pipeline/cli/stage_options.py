@@ -40,6 +40,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     _add_process_options(parser, stage)
     if stage.name == "translate":
         _add_filter_options(parser)
+    if stage.name == "upcycle":
+        _add_declaration_options(parser)
     return parser
 
 
@@ -65,6 +67,36 @@ def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--from", dest="source", metavar="CODE", help="language of the input, en")
     group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
+
+
+def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "as declared in a file",
+        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
+    )
+    group.add_argument(
+        "assembly", type=Path, nargs="?", metavar="ASSEMBLY.toml", help="what is assembled of what"
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="check all of it, print the plan, write nothing"
+    )
+
+
+def is_declared(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Whether ``upcycle`` is given a declaration; stops with the usage at half."""
+    if options.assembly is None:
+        if options.dry_run:
+            parser.error("--dry-run is of an ASSEMBLY.toml: name one")
+        return False
+    given = [name for name in ("recipe", *_INPUTS_OF_UPCYCLE) if getattr(options, name)]
+    if given:
+        parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
+    if options.out is None and not options.dry_run:
+        parser.error("the following options are required: --out")
+    return True
+
+
+_INPUTS_OF_UPCYCLE = ("embeddings", "encoder", "decoder", "groups")
 
 
 def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:

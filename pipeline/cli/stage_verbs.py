@@ -25,10 +25,11 @@ from pipeline.artifacts.places import (
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
+from pipeline.cli.assembly_command import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
 from pipeline.cli.option_types import named_paths, whole_number
-from pipeline.cli.stage_options import check_required, is_filter, stage_parser
+from pipeline.cli.stage_options import check_required, is_declared, is_filter, stage_parser
 from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
@@ -54,6 +55,8 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if name == "translate" and is_filter(options, parser):
         return guarded(name, lambda: filter_command(options))
+    if name == "upcycle" and is_declared(options, parser):
+        return guarded(name, lambda: declared_command(options))
     check_required(stage, options, parser)
     return guarded(name, lambda: _stage_command(stage, options, arguments))
 
@@ -103,10 +106,8 @@ def _prepare_output(call: StageCall) -> None:
     if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
         with sole_writer(call.out_dir):
             restore(call.out_dir)
-    if call.stage.trains:
-        refuse_run_folder(run_dir(call.out_dir), work="training")
-    elif call.stage.keeps_work:
-        refuse_run_folder(run_dir(call.out_dir), work="translation")
+    if call.stage.work is not None:
+        refuse_run_folder(run_dir(call.out_dir), work=call.stage.work)
 
 
 def _say_summary(call: StageCall) -> None:
@@ -153,7 +154,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
 
 
 def _refuse_inputs(paths: Mapping[str, Path], stage: Stage, options: argparse.Namespace) -> None:
-    refuse_inputs(options.out, inputs=paths, run_folder=stage.keeps_work)
+    refuse_inputs(options.out, inputs=paths, run_folder=stage.work is not None)
 
 
 def _named_inputs(name: str, value: Path | list[str]) -> dict[str, Path]:

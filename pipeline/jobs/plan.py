@@ -293,6 +293,9 @@ def place_plan(
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)
         tasks.append(Task(name, stage, planned, recipe, place / name, config))
         refuse_inputs(
-            place / name, inputs=paths, run_folder=stage.keeps_work, what=f"Stage {name}'s folder"
+            place / name,
+            inputs=paths,
+            run_folder=stage.work is not None,
+            what=f"Stage {name}'s folder",
         )
     return PlacedPlan(plan=plan, out_dir=place, given=given, tasks=tasks)

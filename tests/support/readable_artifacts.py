@@ -30,6 +30,7 @@ from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
+from pipeline.checkpoints.assembly.plan import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
@@ -371,7 +372,7 @@ def _diff(shelf: Shelf, directory: Path, _: Path) -> None:
 
 def _upcycle(shelf: Shelf, directory: Path, scratch: Path) -> None:
     checkpoint = open_artifact(directory, kind="checkpoint")
-    inputs: dict[str, Artifact] = dict.fromkeys(upcycle.PARTS, checkpoint)
+    inputs: dict[str, Artifact] = dict.fromkeys(PARTS, checkpoint)
     inputs["groups"] = shelf.open("groups")
     upcycle.run(stage_call("upcycle", scratch / "out", inputs))
 

@@ -185,7 +185,7 @@ def test_training_and_decoding_import_few_packages() -> None:
     assert {
         "pipeline.training.loop",
         "pipeline.decoding.beam_search",
-        "pipeline.checkpoints.assembly",
+        "pipeline.checkpoints.assembly.plan",
     } <= ours
     assert not {name for name in ours if name.startswith("data_prep")}
     third_party = {

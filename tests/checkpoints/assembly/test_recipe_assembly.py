@@ -14,15 +14,9 @@ from torch import Tensor
 from pipeline import upcycle
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.checkpoints.assembly import (
-    Assignment,
-    Part,
-    assemble,
-    expert_from_dense,
-    part_of,
-    plan_assembly,
-    receipt_lines,
-)
+from pipeline.checkpoints.assembly.plan import Assignment, Part, part_of, plan_assembly
+from pipeline.checkpoints.assembly.receipt import receipt_lines
+from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.checkpoint import load_model, read_spec, write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import TensorFiles, write_weights
@@ -82,8 +76,10 @@ def files_of(
 def assembled(
     spec: ModelSpec, sources: Mapping[Part, TensorFiles | None], config: UpcyclingConfig
 ) -> tuple[list[Assignment], dict[str, Tensor]]:
-    plan = plan_assembly(spec, sources, config)
-    return plan, dict(assemble(plan, spec, sources, config))
+    blueprint = Blueprint(spec, sources, config)
+    return blueprint.plan, {
+        entry.target: blueprint.value(entry).clone() for entry in blueprint.plan
+    }
 
 
 def model_of(spec: ModelSpec, tensors: dict[str, Tensor]) -> Transformer:
@@ -216,118 +212,72 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
     )
 
 
-# ---------------------------------------------------------------- masks
-
-LAYER = "encoder.layers.1.feed_forward"
-TENSORS = {
-    "up.weight": (128, 64),
-    "up.bias": (128,),
-    "down.weight": (64, 128),
-    "down.bias": (64,),
-}
-
-
-def experts(config: UpcyclingConfig, ids: list[int]) -> dict[int, dict[str, Tensor]]:
-    """Experts made of a dense layer without zeros, in the order of the ids."""
-    generator = torch.Generator().manual_seed(1)
-    whole = {name: torch.rand(shape, generator=generator) + 0.5 for name, shape in TENSORS.items()}
-    return {
-        index: {
-            name: expert_from_dense(value, f"{LAYER}.experts.{index}.{name}", config)
-            for name, value in whole.items()
-        }
-        for index in ids
-    }
-
-
-def masks(config: UpcyclingConfig, ids: list[int], name: str) -> dict[int, Tensor]:
-    return {index: tensors[name] == 0 for index, tensors in experts(config, ids).items()}
-
-
-@pytest.mark.parametrize("method", ["elementwise", "per_neuron"])
-@pytest.mark.parametrize("name", ["up.weight", "up.bias", "down.weight"])
-def test_the_masks_of_32_experts_all_differ(method: str, name: str) -> None:
-    config = UpcyclingConfig.model_validate({"method": method, "mask_ratio": 0.1})
-    found = masks(config, list(range(32)), name)
-    assert len({mask.numpy().tobytes() for mask in found.values()}) == 32
-
-
-@pytest.mark.parametrize("ratio", [0.1, 0.4])
-def test_the_asked_share_of_every_tensor_is_zero_weights_and_biases(ratio: float) -> None:
-    config = UpcyclingConfig(mask_ratio=ratio)
-    for name, shape in TENSORS.items():
-        found = torch.stack(list(masks(config, list(range(32)), name).values())).float()
-        deviation = (ratio * (1 - ratio) / found.numel()) ** 0.5
-        assert abs(found.mean().item() - ratio) < 4 * deviation, name
-        assert found.shape == (32, *shape)
-
-
-def test_what_is_kept_is_not_rescaled() -> None:
-    whole = torch.rand(128, 64) + 0.5
-    made = expert_from_dense(whole, f"{LAYER}.experts.0.up.weight", UpcyclingConfig())
-    assert torch.equal(made[made != 0], whole[made != 0])
-
-
-@pytest.mark.parametrize("method", ["elementwise", "per_neuron", "noise"])
-def test_an_expert_depends_neither_on_the_order_nor_on_the_number_of_experts(method: str) -> None:
-    config = UpcyclingConfig.model_validate({"method": method})
-    forwards = experts(config, list(range(8)))
-    backwards = experts(config, list(range(31, -1, -1)))
-    for index, tensors in forwards.items():
-        for name, value in tensors.items():
-            assert torch.equal(backwards[index][name], value)
-
-
-def test_another_seed_or_layer_has_other_masks() -> None:
-    whole = torch.ones(128, 64)
-    target = f"{LAYER}.experts.0.up.weight"
-    made = expert_from_dense(whole, target, UpcyclingConfig())
-    other_seed = expert_from_dense(whole, target, UpcyclingConfig(seed=2))
-    other_layer = expert_from_dense(whole, target.replace("1", "3", 1), UpcyclingConfig())
-    assert not torch.equal(made, other_seed)
-    assert not torch.equal(made, other_layer)
-
-
-def test_per_neuron_removes_the_same_hidden_neurons_from_all_tensors_of_an_expert() -> None:
-    config = UpcyclingConfig(method="per_neuron", mask_ratio=0.25)
-    shares = []
-    for tensors in experts(config, list(range(32))).values():
-        gone = tensors["up.bias"] == 0
-        shares.append(gone.float().mean())
-        assert torch.equal((tensors["up.weight"] == 0).all(1), gone)
-        assert torch.equal((tensors["up.weight"] == 0).any(1), gone)
-        assert torch.equal((tensors["down.weight"] == 0).all(0), gone)
-        assert torch.equal((tensors["down.weight"] == 0).any(0), gone)
-        assert (tensors["down.bias"] != 0).all()
-    assert torch.stack(shares).mean().item() == pytest.approx(0.25, abs=0.03)
-
-
-def test_noise_is_gaussian_and_relative_to_each_tensors_own_deviation() -> None:
-    config = UpcyclingConfig(method="noise", noise_std=0.05)
-    generator = torch.Generator().manual_seed(1)
-    whole = 3.0 * torch.randn(128, 256, generator=generator) + 1.0
-    target = f"{LAYER}.experts.0.up.weight"
-    noise = (expert_from_dense(whole, target, config) - whole) / whole.std()
-    assert noise.mean().item() == pytest.approx(0.0, abs=0.002)
-    assert noise.std().item() == pytest.approx(0.05, rel=0.02)
-    assert (noise.abs() > 3 * 0.05).float().mean().item() == pytest.approx(0.0027, abs=0.001)
-    other = expert_from_dense(whole, target.replace(".0.", ".1."), config)
-    assert not torch.equal(other - whole, noise * whole.std())
-
-
 # ---------------------------------------------------------------- what is refused
+
+
+def test_fewer_experts_than_the_source_has_must_be_named(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=None)
+    fewer = tiny_spec(moe=MOE.model_copy(update={"num_experts": 2}))
+    with pytest.raises(CheckpointError, match="has 4 experts per layer and the model 2: say"):
+        plan_assembly(fewer, sources, COPY)
+
+
+def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    fewer = tiny_spec(moe=MOE.model_copy(update={"num_experts": 2}))
+    config = UpcyclingConfig(mask_ratio=0.5, kept_experts=(3, 1))
+    plan, tensors = assembled(fewer, sources, config)
+    whole = TensorFiles(moe, "weights/")
+    layer = "decoder.layers.1.feed_forward"
+    assert {entry.rule for entry in plan} == {"copied", "rows of kept experts"}
+    for new, old in enumerate((3, 1)):
+        for tensor in ("up.weight", "down.bias"):
+            value = tensors[f"{layer}.experts.{new}.{tensor}"]
+            assert torch.equal(value, whole.read(f"{layer}.experts.{old}.{tensor}"))
+    router = whole.read(f"{layer}.router.weight")
+    assert torch.equal(tensors[f"{layer}.router.weight"], router[[3, 1]])
+
+
+def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:
+    """The first copy of each is as it was; what is masked of the others is their own."""
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    more = tiny_spec(moe=MOE.model_copy(update={"num_experts": 10}))
+    config = UpcyclingConfig(mask_ratio=0.3)
+    plan, tensors = assembled(more, sources, config)
+    whole = TensorFiles(moe, "weights/")
+    layer = "encoder.layers.1.feed_forward"
+    made = []
+    for expert in range(10):
+        value = tensors[f"{layer}.experts.{expert}.up.weight"]
+        origin = whole.read(f"{layer}.experts.{expert % 4}.up.weight")
+        kept = value != 0
+        assert torch.equal(value[kept], origin[kept])
+        assert kept.all() == (expert < 4)
+        made.append(kept.numpy().tobytes())
+    assert len(set(made[4:])) == 6
+    router = tensors[f"{layer}.router.weight"]
+    expected = whole.read(f"{layer}.router.weight")
+    assert torch.equal(router, expected[[index % 4 for index in range(10)]])
+    rules = {entry.rule for entry in plan}
+    assert rules == {"copied", "expert of expert", "rows of more experts"}
+
+
+def test_routers_that_a_source_has_can_start_fresh(moe: Artifact) -> None:
+    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
+    plan, tensors = assembled(TOKEN_ROUTED, sources, UpcyclingConfig(token_routers="fresh"))
+    fresh = {entry.target for entry in plan if entry.rule == "fresh"}
+    assert fresh == {f"{side}.layers.1.feed_forward.router.weight" for side in PARTS[1:]}
+    for name in fresh:
+        expected = initialize(name, tensors[name].shape, spec=TOKEN_ROUTED, seed=1)
+        assert torch.equal(tensors[name], expected)
 
 
 def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=None)
     with pytest.raises(
-        CheckpointError, match=r"8 tensors of the encoder of .* would be lost \(encoder.layers.1"
+        CheckpointError, match=r"29 tensors of the encoder of .* would be lost \(encoder.layers.1"
     ):
-        plan_assembly(
-            tiny_spec(moe=MOE.model_copy(update={"num_experts": 2})),
-            sources,
-            COPY,
-        )
+        plan_assembly(tiny_spec(moe=MOE, layers=1), sources, COPY)
 
 
 def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
@@ -342,13 +292,6 @@ def test_a_layer_the_source_does_not_have_is_an_error_that_names_it(dense: Artif
         plan_assembly(tiny_spec(moe=MOE, layers=3), sources, COPY)
 
 
-def test_more_experts_than_the_source_has_are_not_made_up(moe: Artifact) -> None:
-    sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    spec = tiny_spec(moe=MOE.model_copy(update={"num_experts": 5}))
-    with pytest.raises(CheckpointError, match=r"nothing for .*experts\.4\."):
-        plan_assembly(spec, sources, COPY)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
@@ -361,17 +304,15 @@ def test_a_source_of_another_size_is_an_error_that_names_both_shapes(
     dense: Artifact, spec: ModelSpec
 ) -> None:
     sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    plan = plan_assembly(spec, sources, COPY)
     with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* wants \(\d+, 16\)"):
-        list(assemble(plan, spec, sources, COPY))
+        plan_assembly(spec, sources, COPY)
 
 
 def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> None:
     sources = files_of(embeddings=moe_lgr, encoder=moe_lgr, decoder=moe_lgr)
     spec = tiny_spec(moe=MOE, groups=4)
-    plan = plan_assembly(spec, sources, COPY)
     with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* wants \(4, 4, 16\)"):
-        list(assemble(plan, spec, sources, COPY))
+        plan_assembly(spec, sources, COPY)
 
 
 def test_a_tensor_of_no_part_is_refused() -> None:
@@ -422,15 +363,17 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     assert {name: r.digest for name, r in made.manifest.inputs.items()} == {
         name: artifact.digest for name, artifact in artifacts.items()
     }
-    receipt = made.read_json("receipt.json")
+    document = made.read_json("receipt.json")
+    receipt = document["tensors"]
     targets = [entry["target"] for entry in receipt]
     assert targets == [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
     assert made.statistics["tensors"] == len(targets)
-    (summary,) = made.manifest.summary
+    summary, check = made.manifest.summary
     fresh = sum(entry["rule"] == "fresh" for entry in receipt)
     assert f"{len(targets)} tensors: " in summary
     assert f", {fresh} fresh" in summary
-    assert json.loads(json.dumps(receipt)) == receipt
+    assert json.loads(json.dumps(document)) == document
+    assert "logits of a fixed batch" in check
     printed = capsys.readouterr().out
     up = "encoder.layers.1.feed_forward.experts.*.up.weight"
     source = f"{dense.directory.name}: encoder.layers.1.feed_forward.up.weight"
@@ -485,7 +428,7 @@ def test_groups_other_than_those_the_decoder_was_trained_with_are_refused(
             tmp_path / "groups", dict(zip(DENSE.languages, (1, 0, 1, 0), strict=True))
         ),
     }
-    with pytest.raises(ConfigError, match="leave --groups out"):
+    with pytest.raises(ConfigError, match="leave the groups out"):
         upcycle.run(upcycle_call(tmp_path / "made", GROUP_ROUTED.model, artifacts))
     assert not (tmp_path / "made").exists()
 

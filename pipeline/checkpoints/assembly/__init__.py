@@ -1,0 +1,1 @@
+"""Models assembled from the modules of others: declared, planned, written tensor by tensor."""

@@ -1,0 +1,115 @@
+"""From a declaration to a plan: everything named is opened, nothing is written."""
+
+from pathlib import Path
+
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.manifest import InputRecord, read_manifest
+from pipeline.artifacts.tokenizer import TokenizerFiles, read_tokenizer_files, tokenizer_folder
+from pipeline.checkpoints.assembly.declaration import FRESH, Assembly, SourceDeclaration
+from pipeline.checkpoints.assembly.making import Parts, Sources, tensors_of
+from pipeline.checkpoints.assembly.plan import PARTS
+from pipeline.checkpoints.assembly.shapes import recipe_source
+from pipeline.checkpoints.assembly.target import target_spec
+from pipeline.checkpoints.assembly.values import Blueprint
+from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows, with_languages
+from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.errors import ArtifactError, ConfigError
+
+
+def plan_declared(assembly: Assembly) -> Parts:
+    """Open what a declaration names and plan it whole; nothing is written.
+
+    Raises:
+        UserError: something named cannot be used, or does not fit.
+    """
+    opened = {name: _open(source) for name, source in assembly.sources.items()}
+    sources: Sources = {part: opened.get(getattr(assembly.parts, part)) for part in PARTS}
+    tokenizer = _tokenizer(assembly, sources)
+    groups = _groups(assembly)
+    return Parts(
+        Blueprint(
+            spec=target_spec(
+                sources,
+                assembly,
+                tokenizer=tokenizer.build(),
+                groups=read_groups(groups) if groups is not None else None,
+            ),
+            sources=tensors_of(sources),
+            config=assembly.upcycling,
+            rows=_rows(assembly, sources["embeddings"], tokenizer),
+            precision=assembly.precision,
+        ),
+        sources,
+        tokenizer,
+    )
+
+
+def records(assembly: Assembly, sources: Sources) -> dict[str, InputRecord]:
+    """What a manifest says of everything that is read."""
+    found = {str(part): source.record for part, source in sources.items() if source is not None}
+    groups = _groups(assembly)
+    if groups is not None:
+        found["groups"] = groups.as_input
+    if assembly.tokenizer:
+        found["tokenizer"] = _vocabulary(Path(assembly.tokenizer)).as_input
+    return found
+
+
+def _open(source: SourceDeclaration) -> ModelSource:
+    return recipe_source(source) if source.recipe else open_model(Path(source.path))
+
+
+def _groups(assembly: Assembly) -> Artifact | None:
+    return open_artifact(Path(assembly.groups), kind="groups") if assembly.groups else None
+
+
+def _tokenizer(assembly: Assembly, sources: Sources) -> TokenizerFiles:
+    """The tokenizer of the result: as named, else the embeddings' own, with new languages."""
+    if assembly.tokenizer:
+        files = read_tokenizer_files(tokenizer_folder(_vocabulary(Path(assembly.tokenizer))))
+    elif sources["embeddings"] is not None:
+        files = sources["embeddings"].tokenizer
+    else:
+        raise ConfigError(
+            "The embeddings are to start fresh, and no vocabulary is named: name the folder of a "
+            "tokenizer as `tokenizer`."
+        )
+    languages = files.build().languages
+    added = [code for code in assembly.languages if code not in languages]
+    if added and assembly.tokenizer:
+        raise ConfigError(
+            f"The tokenizer that is named has no language {added[0]!r}: train it on a corpus with "
+            "that language, or leave it out of [languages]."
+        )
+    return with_languages(files, added) if added else files
+
+
+def _vocabulary(path: Path) -> Artifact:
+    """An artifact that carries a tokenizer: of that kind, or a checkpoint or shards."""
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is None or manifest.kind not in ("tokenizer", "checkpoint", "shards"):
+        raise ArtifactError(
+            f"{path} carries no tokenizer: name a tokenizer artifact, or a checkpoint that has one."
+        )
+    return open_artifact(path, kind=manifest.kind)
+
+
+def _rows(
+    assembly: Assembly, embeddings: ModelSource | None, tokenizer: TokenizerFiles
+) -> RowPlan | None:
+    """Where the rows of the vocabulary come from, where it is not the source's."""
+    if embeddings is None:
+        return None
+    old, new = embeddings.tokenizer.build(), tokenizer.build()
+    resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
+    unknown = [code for code in assembly.languages if code in old.languages]
+    if unknown:
+        raise ConfigError(
+            f"The model of {embeddings.origin} knows the language {unknown[0]!r} already: leave it "
+            "out of [languages]."
+        )
+    if old.fingerprint == new.fingerprint:
+        return None
+    return plan_rows(old, new, resembling=resembling)

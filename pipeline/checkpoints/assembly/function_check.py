@@ -1,0 +1,182 @@
+"""What an assembled model computes, beside what its sources computed: logits of a fixed batch.
+
+The reference runs each part as its source has it, the embeddings' source for both ends. Where all
+experts are plain copies the logits are equal; otherwise the divergence is what the masks did.
+Neither model is ever whole in memory: a layer is filled before it runs and emptied after it.
+
+Legend: L predicted tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifacts.tokenizer import Tokenizer, tags
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.checkpoints.assembly.plan import Part, part_of
+from pipeline.checkpoints.assembly.vocabulary import meanings
+from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.sources import ModelSource, Tensors
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.seeds import named_generator
+
+SENTENCES = 8
+LENGTH = 12
+"""Pieces of a sentence, on either side."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the logits of two models are from each other.
+
+    Attributes:
+        tokens: predicted tokens that were compared.
+        largest: largest absolute difference of two logits, over the largest absolute logit.
+        mean_kl: mean over tokens of the Kullback–Leibler divergence of the reference's
+            distribution from the model's, in nats.
+        same_choice: share of tokens whose most probable id is the same.
+    """
+
+    tokens: int
+    largest: float
+    mean_kl: float
+    same_choice: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"logits of a fixed batch ({self.tokens} tokens) beside the sources': largest "
+            f"difference {self.largest:.1e} of the largest logit, mean divergence "
+            f"{self.mean_kl:.1e} nats, the same choice at {self.same_choice:.1%}"
+        )
+
+
+def divergence(
+    spec: ModelSpec,
+    tensors: Tensors,
+    tokenizer: Tokenizer,
+    sources: Mapping[Part, ModelSource | None],
+) -> Divergence | None:
+    """Of a finished model from its sources; None where a part of it started fresh."""
+    embeddings, encoder, decoder = (sources[p] for p in ("embeddings", "encoder", "decoder"))
+    if embeddings is None or encoder is None or decoder is None:
+        return None
+    old = embeddings.tokenizer.build()
+    pairs = shared_ids(old, tokenizer)
+    reference = Streamed.of_parts(embeddings, encoder, decoder)
+    before_LV = reference.logits(fixed_batch(old, [one for one, _ in pairs], reference.spec))
+    model = Streamed(spec, dict.fromkeys(("embeddings", "encoder", "decoder"), tensors))
+    after_LV = model.logits(fixed_batch(tokenizer, [other for _, other in pairs], spec))
+    old_ids, new_ids = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+    return compare(before_LV[:, old_ids], after_LV[:, new_ids])
+
+
+def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
+    """The divergence of logits over the same ids."""
+    before_LV, after_LV = before_LV.double(), after_LV.double()
+    log_p, log_q = before_LV.log_softmax(-1), after_LV.log_softmax(-1)
+    return Divergence(
+        tokens=len(before_LV),
+        largest=float((before_LV - after_LV).abs().max() / before_LV.abs().max()),
+        mean_kl=max(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), 0.0),
+        same_choice=float((before_LV.argmax(-1) == after_LV.argmax(-1)).double().mean()),
+    )
+
+
+def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
+    """(old, new) ids that mean the same: pieces, languages and the end of a sentence."""
+    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    return [
+        (known[meaning], index)
+        for index, meaning in enumerate(meanings(new))
+        if meaning in known and meaning.name not in ("pad", "bos", "unk")
+    ]
+
+
+def fixed_batch(tokenizer: Tokenizer, ids: list[int], spec: ModelSpec) -> Batch:
+    """Sentences of pieces drawn from a fixed seed, into and out of languages in turn.
+
+    Args:
+        ids: what may be drawn, in an order that both vocabularies share.
+    """
+    pieces = [index for index in ids if tokenizer.piece(index) is not None]
+    generator = named_generator("function check")
+    drawn = torch.randint(len(pieces), (SENTENCES, 2, LENGTH), generator=generator)
+    codes = [code for code in tokenizer.languages if tokenizer.language_token_id(code) in ids]
+    examples = []
+    for number, (source, target) in enumerate(drawn.tolist()):
+        one, other = codes[number % len(codes)], codes[(number + 1) % len(codes)]
+        found = tags(tokenizer, spec.tag_scheme, source=one, target=other)
+        examples.append(
+            Example(
+                source=[pieces[index] for index in source[: LENGTH - number]],
+                target=[pieces[index] for index in target[: 1 + number]],
+                source_prefix=found.source_prefix,
+                decoder_prompt=found.decoder_prompt,
+                source_language=tokenizer.languages.index(one),
+                target_language=tokenizer.languages.index(other),
+            )
+        )
+    return collate(examples, eos_id=tokenizer.eos_id)
+
+
+class Streamed:
+    """A model of which one layer at a time is in memory."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[Part, Tensors], model: Transformer | None = None
+    ) -> None:
+        self.spec = spec
+        self.tensors = tensors
+        self.model = (model or shape_of_model(spec)).eval()
+
+    @classmethod
+    def of_parts(
+        cls, embeddings: ModelSource, encoder: ModelSource, decoder: ModelSource
+    ) -> "Streamed":
+        """The parts of three models, each as its own model has it."""
+        model = shape_of_model(decoder.spec)
+        of_encoder = shape_of_model(encoder.spec)
+        model.encoder, model.front = of_encoder.encoder, of_encoder.front
+        model.embedding = shape_of_model(embeddings.spec).embedding
+        tensors: dict[Part, Tensors] = {
+            "embeddings": embeddings.tensors,
+            "encoder": encoder.tensors,
+            "decoder": decoder.tensors,
+        }
+        return cls(decoder.spec, tensors, model)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """(L, V), in float32."""
+        layers = [*self.model.encoder.layers, *self.model.decoder.layers]
+        inner = {module for layer in layers for module in layer.modules()}
+        for name, module in self.model.named_modules():
+            if module not in inner and any(True for _ in module.parameters(recurse=False)):
+                self._fill(name, module, recurse=False)
+        for stack in ("encoder", "decoder"):
+            for number, layer in enumerate(getattr(self.model, stack).layers):
+                name = f"{stack}.layers.{number}"
+                layer.register_forward_pre_hook(lambda m, _, n=name: self._fill(n, m))
+                layer.register_forward_hook(lambda m, _i, _o: self._empty(m))
+        self.model.reset_buffers(torch.device("cpu"))
+        found: Tensor = self.model(batch).logits_LV
+        return found
+
+    def _fill(self, prefix: str, module: nn.Module, *, recurse: bool = True) -> None:
+        module.to_empty(device="cpu", recurse=recurse)
+        for entry in named_slices(module):
+            if not recurse and "." in entry.name:
+                continue
+            name = f"{prefix}.{entry.name}"
+            entry.value.copy_(self.tensors[part_of(name)].read(name))
+
+    @staticmethod
+    def _empty(module: nn.Module) -> None:
+        module.to("meta")

@@ -1,0 +1,140 @@
+"""The shape of an assembled model: what its sources have, and what the declaration changes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.checkpoints.assembly.declaration import FRESH, Assembly
+from pipeline.checkpoints.assembly.plan import PARTS, Part
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.config import ModelConfig, MoEConfig
+from pipeline.errors import ConfigError
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
+from pipeline.settings import describe_validation
+
+FREE = {"moe", "encoder_layers", "decoder_layers", "initialization"}
+"""Settings of a model in which parts of one model may differ."""
+FREE_WITH_NEW_ROWS = {"embedding", "front"}
+
+
+def target_spec(
+    sources: Mapping[Part, ModelSource | None],
+    assembly: Assembly,
+    *,
+    tokenizer: Tokenizer,
+    groups: Mapping[str, int] | None,
+) -> ModelSpec:
+    """The model that is declared, over the vocabulary of ``tokenizer``.
+
+    Args:
+        groups: language → group of a groups artifact, where one is named.
+
+    Raises:
+        ConfigError: the sources do not fit each other or what is declared.
+    """
+    present = {part: source for part, source in sources.items() if source is not None}
+    base = next(present[part] for part in PARTS if part in present)
+    settings: dict[str, Any] = base.spec.model.model_dump()
+    for part, name in (("encoder", "encoder_layers"), ("decoder", "decoder_layers")):
+        if part in present:
+            settings[name] = getattr(present[part].spec.model, name)
+    moe = assembly.experts or _experts_of(present)
+    settings |= {"moe": moe and moe.model_dump(), **assembly.model}
+    try:
+        model = ModelConfig.model_validate(settings)
+    except ValidationError as error:
+        raise ConfigError(
+            f"The model that is declared: {describe_validation(error, ModelConfig)}"
+        ) from error
+    refuse_misfit(present, model)
+    resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
+    found = known_groups(present.get("decoder"), groups, resembling=resembling)
+    return make_spec(
+        model=model,
+        vocabulary_size=tokenizer.size,
+        pad_id=tokenizer.pad_id,
+        languages=tokenizer.languages,
+        language_groups=groups_of_languages(model, languages=tokenizer.languages, groups=found),
+        tag_scheme=base.spec.tag_scheme,
+    )
+
+
+def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> None:
+    """Refuse sources whose tensors would compute something else in the model.
+
+    Raises:
+        ConfigError: names the source and the setting.
+    """
+    first = next(present[part] for part in PARTS if part in present)
+    for source in present.values():
+        free = FREE if "embeddings" in present else FREE | FREE_WITH_NEW_ROWS
+        change = describe_change(
+            source.spec.model.model_dump(exclude=free), model.model_dump(exclude=free)
+        )
+        if change is not None:
+            raise ConfigError(
+                f"{source.origin} does not fit the model that is declared (model.{change}): "
+                "modules keep their sizes and conventions."
+            )
+        if source.spec.tag_scheme != first.spec.tag_scheme:
+            raise ConfigError(
+                f"{source.origin} was trained with other tags than {first.origin} (tag_scheme: "
+                f"{source.spec.tag_scheme} → {first.spec.tag_scheme}): name sources of one scheme."
+            )
+        if (
+            "embeddings" in present
+            and source.tokenizer.build().fingerprint != first.tokenizer.build().fingerprint
+        ):
+            raise ConfigError(
+                f"The tokenizers of {first.origin} and {source.origin} differ: modules can be "
+                "assembled only from models with one vocabulary."
+            )
+
+
+def _experts_of(present: Mapping[Part, ModelSource]) -> MoEConfig | None:
+    """The experts of the sources, which must be alike; how they are routed is the decoder's."""
+    found = {
+        part: moe
+        for part in ("encoder", "decoder")
+        if part in present and (moe := present[part].spec.model.moe) is not None
+    }
+    of_decoder = {"decoder_router", "num_groups"}
+    if len({moe.model_dump_json(exclude=of_decoder) for moe in found.values()}) > 1:
+        raise ConfigError(
+            f"{present['encoder'].origin} and {present['decoder'].origin} have different experts: "
+            "say in [experts] what the model is to have."
+        )
+    return found.get("decoder", found.get("encoder"))
+
+
+def known_groups(
+    decoder: ModelSource | None,
+    given: Mapping[str, int] | None,
+    *,
+    resembling: Mapping[str, str],
+) -> dict[str, int] | None:
+    """Language → group: as the decoder was trained with, else as given; None without either.
+
+    Args:
+        resembling: new language → the language whose group it joins.
+
+    Raises:
+        ConfigError: the decoder was trained with other groups than those given.
+    """
+    trained: dict[str, int] = {}
+    if decoder is not None and decoder.spec.language_groups is not None:
+        trained = dict(zip(decoder.spec.languages, decoder.spec.language_groups, strict=True))
+    for code, group in trained.items():
+        if given is not None and given.get(code) != group:
+            raise ConfigError(
+                f"The groups given differ from those {decoder and decoder.origin} was trained with "
+                f"({code}): leave the groups out."
+            )
+    found = dict(given or trained)
+    for code, like in resembling.items():
+        if like in found:
+            found.setdefault(code, found[like])
+    return found or None

@@ -1,0 +1,120 @@
+"""The values of an assembly's tensors, each from its source by its rule."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.assembly.diversity import diversified
+from pipeline.checkpoints.assembly.plan import (
+    Assignment,
+    Experts,
+    Part,
+    experts_of,
+    plan_assembly,
+)
+from pipeline.checkpoints.assembly.vocabulary import RowPlan
+from pipeline.checkpoints.names import NamedSlice, initial_value, named_slices
+from pipeline.checkpoints.sources import Tensors
+from pipeline.config import UpcyclingConfig
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import shape_of_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Blueprint:
+    """All that decides an assembly: the shape of the result, the sources of its parts, the rules.
+
+    Planned as soon as it is asked for its plan; it can be sent to another process.
+    """
+
+    spec: ModelSpec
+    sources: Mapping[Part, Tensors | None]
+    config: UpcyclingConfig
+    rows: RowPlan | None = None
+    precision: str = "float32"
+    _last: tuple[str, Tensor] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensors written."""
+        return DTYPES[self.precision]
+
+    @cached_property
+    def plan(self) -> list[Assignment]:
+        """One rule for every tensor (:func:`~.plan.plan_assembly`)."""
+        return plan_assembly(self.spec, self.sources, self.config, rows=self.rows)
+
+    @cached_property
+    def targets(self) -> dict[str, NamedSlice]:
+        """The tensors of the result, without values."""
+        return {target.name: target for target in named_slices(shape_of_model(self.spec))}
+
+    @cached_property
+    def experts(self) -> dict[Part, Experts | None]:
+        """How the experts of each part's source become those of the model."""
+        return {
+            part: experts_of(self.spec, tensors, self.config)
+            for part, tensors in self.sources.items()
+            if tensors is not None
+        }
+
+    def shape(self, entry: Assignment) -> tuple[int, ...]:
+        """Of one tensor of the result."""
+        return tuple(self.targets[entry.target].value.shape)
+
+    def value(self, entry: Assignment) -> Tensor:
+        """One tensor of the result, contiguous, in the type that is written."""
+        found = self._made(entry).to(self.dtype)
+        return found.expand(self.shape(entry)).contiguous()
+
+    def difference(self, entry: Assignment, value: Tensor) -> Tensor | None:
+        """What diversity changed of a tensor; None where it changes nothing."""
+        if entry.rule not in ("expert of dense", "expert of expert"):
+            return None
+        return value.float() - self._read(entry).float()
+
+    def _made(self, entry: Assignment) -> Tensor:
+        match entry.rule:
+            case "fresh":
+                return self._fresh(entry)
+            case "copied":
+                return self._read(entry)
+            case "expert of dense" | "expert of expert":
+                return diversified(self._read(entry), entry.target, self.config)
+            case "rows of kept experts" | "rows of more experts" | "group router of token router":
+                return self._rows_of_experts(entry)
+            case "rows by piece":
+                assert self.rows is not None
+                return self.rows.applied(self._read(entry), self._fresh(entry))
+
+    def _rows_of_experts(self, entry: Assignment) -> Tensor:
+        """A router's rows, (E, D) or (G, E, D), for the experts of the result."""
+        value = self._read(entry)
+        experts = self.experts[entry.part]
+        if experts is None or experts.unchanged:
+            return value
+        return value.index_select(-2, torch.tensor(experts.sources))
+
+    def _fresh(self, entry: Assignment) -> Tensor:
+        return initial_value(self.targets[entry.target], self.spec, seed=self.config.seed)
+
+    def _read(self, entry: Assignment) -> Tensor:
+        """The source tensor; the one last read is kept, which all experts of a layer share."""
+        tensors = self.sources[entry.part]
+        assert tensors is not None
+        assert entry.source is not None
+        key = f"{entry.part}: {entry.source}"
+        if self._last is None or self._last[0] != key:
+            self._last = (key, tensors.read(entry.source))
+        return self._last[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        for name in ("plan", "targets", "experts"):
+            state.pop(name, None)
+        return {**state, "_last": None}

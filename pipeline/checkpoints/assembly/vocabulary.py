@@ -1,0 +1,179 @@
+"""Embeddings of one vocabulary from those of another: rows by what their ids mean.
+
+A piece, special or language that both have keeps its row. A new piece starts from the mean of the
+rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
+resemble; what is left starts fresh.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.tokenizer import Numbering, Tokenizer, TokenizerFiles
+from pipeline.errors import ConfigError
+
+SPACE = "▁"
+"""SentencePiece's mark of a space."""
+
+
+class Meaning(NamedTuple):
+    """What an id stands for."""
+
+    kind: str
+    """``piece``, ``special`` or ``language``."""
+    name: str
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Where each row of a new embedding comes from.
+
+    Attributes:
+        sources: new id → old ids whose mean it is; an empty tuple: fresh.
+        kept, averaged, fresh: how many rows of each kind stand for something.
+        lost: old pieces that the new vocabulary lacks.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    kept: int
+    averaged: int
+    fresh: int
+    lost: int
+
+    def lines(self) -> list[str]:
+        """What a person wants to know of it."""
+        meaningful = max(self.kept + self.averaged + self.fresh, 1)
+        shares = ", ".join(
+            f"{count:,} {what} ({count / meaningful:.1%})"
+            for count, what in (
+                (self.kept, "kept by piece"),
+                (self.averaged, "means of their old pieces"),
+                (self.fresh, "fresh"),
+            )
+        )
+        return [f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"]
+
+    def applied(self, old_VD: Tensor, fresh_VD: Tensor) -> Tensor:
+        """The new rows: kept, averaged, or those of ``fresh_VD``."""
+        new_VD = fresh_VD.clone()
+        single = [(new, old[0]) for new, old in enumerate(self.sources) if len(old) == 1]
+        if single:
+            new_ids, old_ids = (torch.tensor(ids) for ids in zip(*single, strict=True))
+            new_VD[new_ids] = old_VD[old_ids].to(new_VD.dtype)
+        for new, old in enumerate(self.sources):
+            if len(old) > 1:
+                new_VD[new] = old_VD[list(old)].float().mean(0).to(new_VD.dtype)
+        return new_VD
+
+    @property
+    def kept_pairs(self) -> list[tuple[int, int]]:
+        """(old, new) ids that mean the same."""
+        return [(old[0], new) for new, old in enumerate(self.sources) if len(old) == 1]
+
+
+def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
+    """What every id stands for; None: nothing, or the same as an earlier id."""
+    specials = {
+        tokenizer.pad_id: "pad",
+        tokenizer.bos_id: "bos",
+        tokenizer.eos_id: "eos",
+        tokenizer.unk_id: "unk",
+    }
+    found: list[Meaning | None] = []
+    for index in range(tokenizer.size):
+        code = tokenizer.language_of_token(index)
+        if index in specials:
+            found.append(Meaning("special", specials[index]))
+        elif code is not None:
+            found.append(Meaning("language", code))
+        else:
+            piece = tokenizer.piece(index)
+            found.append(None if piece is None else Meaning("piece", piece))
+    return found
+
+
+def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) -> RowPlan:
+    """A plan for every row of the new vocabulary.
+
+    Args:
+        resembling: new language → language of the old tokenizer whose row it starts from.
+
+    Raises:
+        ConfigError: a language is to resemble one that the old tokenizer lacks.
+    """
+    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    new_meanings = meanings(new)
+    sources: list[tuple[int, ...]] = []
+    kept = averaged = fresh = 0
+    for meaning in new_meanings:
+        if meaning is None:
+            sources.append(())
+            continue
+        if meaning in known:
+            found: tuple[int, ...] = (known[meaning],)
+            kept += 1
+        elif meaning.kind == "language" and meaning.name in resembling:
+            found = (old.language_token_id(resembling[meaning.name]),)
+            kept += 1
+        else:
+            found = _parts(meaning, old) if meaning.kind == "piece" else ()
+            averaged, fresh = averaged + bool(found), fresh + (not found)
+        sources.append(found)
+    old_pieces = {meaning for meaning in known if meaning.kind == "piece"}
+    return RowPlan(
+        sources=tuple(sources),
+        kept=kept,
+        averaged=averaged,
+        fresh=fresh,
+        lost=len(old_pieces - set(filter(None, new_meanings))),
+    )
+
+
+def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
+    """The ids of a piece's text under the old tokenizer, without unknown ones."""
+    ids = old.encode(meaning.name.replace(SPACE, " "))
+    if not meaning.name.startswith(SPACE) and ids and old.piece(ids[0]) == SPACE:
+        ids = ids[1:]  # SentencePiece begins every text with a space
+    return tuple(index for index in ids if index != old.unk_id)
+
+
+def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
+    """The same vocabulary with more languages, whose tokens are new ids behind all others.
+
+    Raises:
+        ConfigError: it has one of them already.
+    """
+    tokenizer = files.build()
+    present = [code for code in added if code in tokenizer.languages]
+    if present:
+        raise ConfigError(
+            f"The tokenizer has the language {present[0]!r} already: leave it out of [languages]."
+        )
+    description = files.description
+    numbering = description.numbering or Numbering(
+        size=tokenizer.size,
+        pad=tokenizer.pad_id,
+        bos=tokenizer.bos_id,
+        eos=tokenizer.eos_id,
+        unk=tokenizer.unk_id,
+        pieces=tuple(range(tokenizer.size - len(tokenizer.languages))),
+        language_tokens={code: tokenizer.language_token_id(code) for code in tokenizer.languages},
+    )
+    tokens = {code: numbering.size + number for number, code in enumerate(added)}
+    return TokenizerFiles(
+        description.model_copy(
+            update={
+                "languages": tuple(sorted([*description.languages, *added])),
+                "numbering": numbering.model_copy(
+                    update={
+                        "size": numbering.size + len(added),
+                        "language_tokens": {**numbering.language_tokens, **tokens},
+                    }
+                ),
+            }
+        ),
+        files.model,
+    )

@@ -1,0 +1,177 @@
+"""Writing an assembly: tensor by tensor into files of bounded size, over processes, in any order.
+
+Which tensors share a file does not depend on the processes, so that the files are the same bytes
+for any number of them. What is finished stays in the output's run folder: an interrupted assembly
+goes on behind its last file.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.artifact import to_json
+from pipeline.artifacts.manifest import json_digest
+from pipeline.artifacts.places import claim_run_folder, link_or_copy, remove_files
+from pipeline.checkpoints.assembly.plan import Assignment
+from pipeline.checkpoints.assembly.receipt import ReceiptEntry, seed_of
+from pipeline.checkpoints.assembly.values import Blueprint
+from pipeline.checkpoints.tensor_file import TensorPlace, tensor_bytes, write_tensor_file
+from pipeline.checkpoints.weights import part_prefix
+from pipeline.documents import unfinished_path
+from pipeline.terminal import track
+
+FILE_BYTES = 256 * 1024 * 1024
+IDENTITY_FILE = "assembly.json"
+"""What the run folder's files are of."""
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One file of the result."""
+
+    number: int
+    entries: tuple[Assignment, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{part_prefix(0)}{self.number:03d}.safetensors"
+
+    @property
+    def receipt_name(self) -> str:
+        return f"{part_prefix(0)}{self.number:03d}.json"
+
+
+def weight_files(blueprint: Blueprint, *, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
+    """The tensors in the model's order, cut into files of about that size."""
+    files: list[WeightFile] = []
+    pending: list[Assignment] = []
+    size = 0
+    for entry in blueprint.plan:
+        nbytes = _place(blueprint, entry).nbytes
+        if pending and size + nbytes > file_bytes:
+            files.append(WeightFile(len(files), tuple(pending)))
+            pending, size = [], 0
+        pending.append(entry)
+        size += nbytes
+    return [*files, WeightFile(len(files), tuple(pending))] if pending else files
+
+
+def write_assembly(
+    blueprint: Blueprint,
+    directory: Path,
+    *,
+    work_dir: Path,
+    identity: Mapping[str, Any],
+    processes: int = 1,
+    file_bytes: int = FILE_BYTES,
+) -> list[ReceiptEntry]:
+    """Write all tensors into ``directory``; returns their receipt, in the model's order.
+
+    Args:
+        work_dir: the output's run folder, for what is finished; removed by
+            :func:`remove_finished` once the result is in its place.
+        identity: what the assembly is made of, JSON; finished files of another one are removed.
+    """
+    files = weight_files(blueprint, file_bytes=file_bytes)
+    digest = json_digest({"identity": dict(identity), "file_bytes": file_bytes})
+    _claim(work_dir, digest)
+    missing = [file for file in files if not (work_dir / file.receipt_name).exists()]
+    _run(blueprint, missing, work_dir, processes=processes)
+    directory.mkdir(parents=True, exist_ok=True)
+    receipt: list[ReceiptEntry] = []
+    for file in files:
+        link_or_copy(work_dir / file.name, directory / file.name)
+        entries = json.loads((work_dir / file.receipt_name).read_text(encoding="utf-8"))
+        receipt += [ReceiptEntry(**entry) for entry in entries]
+    return receipt
+
+
+def remove_finished(work_dir: Path) -> None:
+    """Remove what an assembly kept, now that its result is in its place."""
+    with contextlib.suppress(FileNotFoundError):
+        remove_files(work_dir, [f"{part_prefix(0)}*", f".{part_prefix(0)}*", IDENTITY_FILE])
+
+
+def _claim(work_dir: Path, digest: str) -> None:
+    """Make the run folder, or take over the one of the same assembly."""
+    claim_run_folder(work_dir, work="assembly")
+    identity = work_dir / IDENTITY_FILE
+    content = to_json({"digest": digest})
+    if not identity.exists() or identity.read_text(encoding="utf-8") != content:
+        for path in work_dir.glob(f"{part_prefix(0)}*"):
+            path.unlink()
+        identity.write_text(content, encoding="utf-8")
+
+
+def _run(
+    blueprint: Blueprint, files: Sequence[WeightFile], work_dir: Path, *, processes: int
+) -> None:
+    processes = min(processes, len(files))
+    if processes <= 1:
+        for file in track(files, label="files", total=len(files)):
+            write_file(blueprint, file, work_dir)
+        return
+    threads = max((os.cpu_count() or 1) // processes, 1)
+    with ProcessPoolExecutor(
+        processes,
+        mp_context=get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(threads,),
+    ) as pool:
+        futures = [pool.submit(write_file, blueprint, file, work_dir) for file in files]
+        try:
+            for future in track(as_completed(futures), label="files", total=len(futures)):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:
+    """Write one file and, once it is on disk, what its tensors are."""
+    receipt: list[ReceiptEntry] = []
+    unfinished = unfinished_path(work_dir / file.name)
+    places = [_place(blueprint, entry) for entry in file.entries]
+    write_tensor_file(unfinished, places, _values(blueprint, file, receipt))
+    unfinished.replace(work_dir / file.name)
+    document = unfinished_path(work_dir / file.receipt_name)
+    document.write_text(to_json([entry.to_json() for entry in receipt]), encoding="utf-8")
+    document.replace(work_dir / file.receipt_name)
+
+
+def _values(
+    blueprint: Blueprint, file: WeightFile, receipt: list[ReceiptEntry]
+) -> Iterator[Tensor]:
+    for entry in file.entries:
+        value = blueprint.value(entry)
+        receipt.append(_receipt_entry(blueprint, entry, value))
+        yield value
+
+
+def _receipt_entry(blueprint: Blueprint, entry: Assignment, value: Tensor) -> ReceiptEntry:
+    difference = blueprint.difference(entry, value)
+    if difference is None and entry.rule not in ("copied", "group router of token router"):
+        difference = value.float()  # there is nothing that it could be compared with
+    return ReceiptEntry(
+        target=entry.target,
+        part=entry.part,
+        source=entry.source,
+        rule=entry.rule,
+        seed=seed_of(entry, blueprint),
+        norm=0.0 if difference is None else float(torch.linalg.vector_norm(difference)),
+        digest=hashlib.sha256(tensor_bytes(value)).hexdigest(),
+    )
+
+
+def _place(blueprint: Blueprint, entry: Assignment) -> TensorPlace:
+    return TensorPlace(entry.target, blueprint.dtype, blueprint.shape(entry))
