@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pipeline.artifacts.manifest import MANIFEST_NAME
 from pipeline.artifacts.tokenizer import read_tokenizer_files, tokenizer_folder
-from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec
+from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, refuse_other_tokenizer
 from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import TensorFiles
@@ -22,9 +22,11 @@ def open_model(path: Path) -> ModelSource:
     if not (path / MANIFEST_NAME).exists():
         return open_foreign(path)
     checkpoint = open_checkpoint(path)
+    files = read_tokenizer_files(tokenizer_folder(checkpoint))
+    refuse_other_tokenizer(checkpoint, files.build())
     return ModelSource(
         spec=read_spec(checkpoint),
-        tokenizer=read_tokenizer_files(tokenizer_folder(checkpoint)),
+        tokenizer=files,
         tensors=TensorFiles(checkpoint, "weights/"),
         record=checkpoint.as_input,
     )

@@ -75,7 +75,10 @@ def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
         "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
     )
     group.add_argument(
-        "assembly", type=Path, nargs="?", metavar="ASSEMBLY.toml", help="what is assembled of what"
+        "assembly",
+        nargs="?",
+        metavar="ASSEMBLY.toml",
+        help="what is assembled of what; row12_opus100 comes with the package",
     )
     group.add_argument(
         "--dry-run", action="store_true", help="check all of it, print the plan, write nothing"

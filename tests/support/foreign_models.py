@@ -50,7 +50,7 @@ def sentencepiece_model(*, vocabulary: int = 60, lines: Sequence[str] = LINES) -
     return stream.getvalue()
 
 
-def pieces(model: bytes) -> list[str]:
+def pieces_of(model: bytes) -> list[str]:
     """In the model's order."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
@@ -73,11 +73,13 @@ def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
     return model.eval()
 
 
-def m2m100_folder(directory: Path, **changes: object) -> Any:
+def m2m100_folder(
+    directory: Path, *, lines: Sequence[str] = LINES, pieces: int = 60, **changes: object
+) -> Any:
     """M2M-100 with its tokenizer, saved by its own library; returns the model."""
     directory.mkdir(parents=True, exist_ok=True)
-    model = sentencepiece_model()
-    ordinary = [piece for piece in pieces(model) if piece not in SPECIALS]
+    model = sentencepiece_model(vocabulary=pieces, lines=lines)
+    ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
     vocabulary = SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
     (directory / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (directory / "spm.model").write_bytes(model)

@@ -8,13 +8,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact
-from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import Piece, Position, write_pieces
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config import MoEConfig
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from support.tiny_models import tiny_spec
 
@@ -23,6 +24,16 @@ LAYERS = ("encoder.layers.1", "decoder.layers.1")
 LANGUAGES = ("de", "en", "fr", "ru")
 
 Weights = dict[str, Tensor]
+
+
+def byte_spec(**settings: Any) -> ModelSpec:
+    """A tiny model over bytes, with the ids of the tokenizer that :func:`make_checkpoint` gives."""
+    spec = tiny_spec(**settings)
+    languages = tuple(sorted(spec.languages))
+    size = ByteVocabulary.size + len(languages)
+    return spec.model_copy(
+        update={"vocabulary_size": size, "pad_id": ByteVocabulary.pad_id, "languages": languages}
+    )
 
 
 def weights_of(model: Transformer) -> Weights:

@@ -19,6 +19,7 @@
 Paths are relative to the folder that the command is given in, as on a command line.
 """
 
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -106,13 +107,30 @@ class Assembly(Settings):
         return self
 
 
-def read_assembly(path: Path) -> Assembly:
-    """A declaration.
+def read_assembly(name: str) -> Assembly:
+    """A declaration: ``PATH.toml``, or the name of one that comes with the package.
 
     Raises:
-        ConfigError: the file cannot be read, or says what cannot be.
+        ConfigError: there is none, it cannot be read, or it says what cannot be.
     """
     try:
-        return Assembly.model_validate(read_toml(path))
+        return Assembly.model_validate(read_toml(_path(name)))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation(error, Assembly)}") from error
+        raise ConfigError(f"{name}: {describe_validation(error, Assembly)}") from error
+
+
+def assembly_names() -> list[str]:
+    """Declarations that come with the package."""
+    files = (resources.files("pipeline") / "assemblies").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def _path(name: str) -> Path:
+    if name.endswith(".toml"):
+        return Path(name)
+    if name not in assembly_names():
+        raise ConfigError(
+            f"There is no assembly {name!r}: name one of {', '.join(assembly_names())}, or give "
+            "the path of a .toml file."
+        )
+    return Path(str(resources.files("pipeline") / "assemblies" / f"{name}.toml"))

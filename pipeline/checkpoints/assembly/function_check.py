@@ -63,12 +63,19 @@ def divergence(
     tokenizer: Tokenizer,
     sources: Mapping[Part, ModelSource | None],
 ) -> Divergence | None:
-    """Of a finished model from its sources; None where a part of it started fresh."""
+    """Of a finished model from its sources.
+
+    None where a part of it started fresh, or where the vocabularies have no text in common.
+    """
     embeddings, encoder, decoder = (sources[p] for p in ("embeddings", "encoder", "decoder"))
     if embeddings is None or encoder is None or decoder is None:
         return None
     old = embeddings.tokenizer.build()
     pairs = shared_ids(old, tokenizer)
+    if not any(old.piece(one) for one, _ in pairs) or not set(old.languages).intersection(
+        tokenizer.languages
+    ):
+        return None
     reference = Streamed.of_parts(embeddings, encoder, decoder)
     before_LV = reference.logits(fixed_batch(old, [one for one, _ in pairs], reference.spec))
     model = Streamed(spec, dict.fromkeys(("embeddings", "encoder", "decoder"), tensors))

@@ -5,6 +5,7 @@ rows of its pieces under the old tokenizer; a new language from the row of one t
 resemble; what is left starts fresh.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,10 @@ from pipeline.errors import ConfigError
 
 SPACE = "▁"
 """SentencePiece's mark of a space."""
+
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece spells a byte."""
 
 
 class Meaning(NamedTuple):
@@ -134,10 +139,20 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
 
 def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
     """The ids of a piece's text under the old tokenizer, without unknown ones."""
-    ids = old.encode(meaning.name.replace(SPACE, " "))
+    text = _text(meaning.name)
+    ids = old.encode(text) if text.strip() else []
     if not meaning.name.startswith(SPACE) and ids and old.piece(ids[0]) == SPACE:
         ids = ids[1:]  # SentencePiece begins every text with a space
     return tuple(index for index in ids if index != old.unk_id)
+
+
+def _text(piece: str) -> str:
+    """What a piece stands for; nothing for a byte that alone is no character."""
+    byte = _BYTE.fullmatch(piece)
+    if byte is None:
+        return piece.replace(SPACE, " ")
+    value = int(byte[1], 16)
+    return chr(value) if value < 128 else ""
 
 
 def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:

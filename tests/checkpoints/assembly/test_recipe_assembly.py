@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_models import random_batch, tiny_model, tiny_spec
+from support.stored_checkpoints import byte_spec
+from support.tiny_models import random_batch, tiny_model
 from torch import Tensor
 
 from pipeline import upcycle
@@ -28,9 +29,9 @@ from pipeline.model.transformer import Transformer
 from pipeline.stages import STAGES, StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)
-DENSE = tiny_spec()
-TOKEN_ROUTED = tiny_spec(moe=MOE)
-GROUP_ROUTED = tiny_spec(moe=MOE, groups=2)
+DENSE = byte_spec()
+TOKEN_ROUTED = byte_spec(moe=MOE)
+GROUP_ROUTED = byte_spec(moe=MOE, groups=2)
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
 
 COPY = UpcyclingConfig(mask_ratio=0.0)
@@ -40,14 +41,13 @@ def make_checkpoint(
     directory: Path,
     model: Transformer,
     *,
-    languages: tuple[str, ...] | None = None,
     change: Callable[[dict[str, Tensor]], object] | None = None,
 ) -> Artifact:
     """A checkpoint of a model, its tensors changed before they are written."""
     directory.mkdir(parents=True, exist_ok=True)
     description = TokenizerDescription(
         kind="bytes",
-        languages=languages or model.spec.languages,
+        languages=model.spec.languages,
         language_token_scheme="underscores",
     )
     write_tokenizer(directory, description=description, model=None)
@@ -217,14 +217,14 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
 
 def test_fewer_experts_than_the_source_has_must_be_named(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=None)
-    fewer = tiny_spec(moe=MOE.model_copy(update={"num_experts": 2}))
+    fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
     with pytest.raises(CheckpointError, match="has 4 experts per layer and the model 2: say"):
         plan_assembly(fewer, sources, COPY)
 
 
 def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    fewer = tiny_spec(moe=MOE.model_copy(update={"num_experts": 2}))
+    fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
     config = UpcyclingConfig(mask_ratio=0.5, kept_experts=(3, 1))
     plan, tensors = assembled(fewer, sources, config)
     whole = TensorFiles(moe, "weights/")
@@ -241,7 +241,7 @@ def test_the_experts_that_are_named_stay_with_their_rows_of_the_router(moe: Arti
 def test_more_experts_than_the_source_has_are_masked_copies(moe: Artifact) -> None:
     """The first copy of each is as it was; what is masked of the others is their own."""
     sources = files_of(embeddings=moe, encoder=moe, decoder=moe)
-    more = tiny_spec(moe=MOE.model_copy(update={"num_experts": 10}))
+    more = byte_spec(moe=MOE.model_copy(update={"num_experts": 10}))
     config = UpcyclingConfig(mask_ratio=0.3)
     plan, tensors = assembled(more, sources, config)
     whole = TensorFiles(moe, "weights/")
@@ -277,7 +277,7 @@ def test_a_tensor_that_would_be_lost_is_an_error_that_names_it(moe: Artifact) ->
     with pytest.raises(
         CheckpointError, match=r"29 tensors of the encoder of .* would be lost \(encoder.layers.1"
     ):
-        plan_assembly(tiny_spec(moe=MOE, layers=1), sources, COPY)
+        plan_assembly(byte_spec(moe=MOE, layers=1), sources, COPY)
 
 
 def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
@@ -289,28 +289,28 @@ def test_experts_cannot_become_a_dense_layer(moe: Artifact) -> None:
 def test_a_layer_the_source_does_not_have_is_an_error_that_names_it(dense: Artifact) -> None:
     sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
     with pytest.raises(CheckpointError, match=r"nothing for encoder.layers.2.*\[model\]"):
-        plan_assembly(tiny_spec(moe=MOE, layers=3), sources, COPY)
+        plan_assembly(byte_spec(moe=MOE, layers=3), sources, COPY)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
-        tiny_spec(moe=MOE, feed_forward_width=48),
-        tiny_spec(moe=MOE, vocabulary=41),
+        byte_spec(moe=MOE, feed_forward_width=48),
+        byte_spec(moe=MOE, width=32),
     ],
-    ids=["width of the feed-forward", "vocabulary"],
+    ids=["width of the feed-forward", "width of the model"],
 )
 def test_a_source_of_another_size_is_an_error_that_names_both_shapes(
     dense: Artifact, spec: ModelSpec
 ) -> None:
     sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* wants \(\d+, 16\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* wants \(\d+, \d+\)"):
         plan_assembly(spec, sources, COPY)
 
 
 def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> None:
     sources = files_of(embeddings=moe_lgr, encoder=moe_lgr, decoder=moe_lgr)
-    spec = tiny_spec(moe=MOE, groups=4)
+    spec = byte_spec(moe=MOE, groups=4)
     with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* wants \(4, 4, 16\)"):
         plan_assembly(spec, sources, COPY)
 
@@ -368,7 +368,7 @@ def test_the_stage_writes_a_checkpoint_and_its_receipt_and_prints_it(
     targets = [entry["target"] for entry in receipt]
     assert targets == [entry.name for entry in named_slices(tiny_model(GROUP_ROUTED))]
     assert made.statistics["tensors"] == len(targets)
-    summary, check = made.manifest.summary
+    summary, *_, check = made.manifest.summary
     fresh = sum(entry["rule"] == "fresh" for entry in receipt)
     assert f"{len(targets)} tensors: " in summary
     assert f", {fresh} fresh" in summary
@@ -434,9 +434,8 @@ def test_groups_other_than_those_the_decoder_was_trained_with_are_refused(
 
 
 def test_sources_of_another_vocabulary_are_refused(dense: Artifact, tmp_path: Path) -> None:
-    other = make_checkpoint(
-        tmp_path / "other", tiny_model(DENSE), languages=("de", "en", "fr", "zh")
-    )
+    spec = DENSE.model_copy(update={"languages": ("de", "en", "fr", "zh")})
+    other = make_checkpoint(tmp_path / "other", tiny_model(spec))
     artifacts = {"embeddings": dense, "encoder": dense, "decoder": other}
     with pytest.raises(ConfigError, match=r"The tokenizers of .* differ"):
         upcycle.run(upcycle_call(tmp_path / "made", TOKEN_ROUTED.model, artifacts))

@@ -1,0 +1,421 @@
+"""``mmnmt upcycle ASSEMBLY.toml``: what is declared is what is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.foreign_models import LINES, m2m100_folder
+from support.stored_checkpoints import byte_spec, make_checkpoint
+from support.tiny_models import tiny_model
+from torch import Tensor
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.tokenizer import tags
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.checkpoints.assembly import writing
+from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
+from pipeline.checkpoints.opening import open_model
+from pipeline.checkpoints.weights import TensorFiles
+from pipeline.cli import main
+from pipeline.config import MoEConfig
+from pipeline.model.transformer import Transformer
+
+MOE = MoEConfig(num_experts=4, every=2)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, a group-routed one, and an M2M-100 of another library."""
+    folder = tmp_path_factory.mktemp("sources")
+    make_checkpoint(folder / "dense", tiny_model(byte_spec(), seed=1))
+    make_checkpoint(folder / "moe_lgr", tiny_model(byte_spec(moe=MOE, groups=2), seed=2))
+    m2m100_folder(folder / "m2m100")
+    return folder
+
+
+@pytest.fixture
+def at_shelf(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own in which the sources are found by their names."""
+    for name in ("dense", "moe_lgr", "m2m100"):
+        (tmp_path / name).symlink_to(shelf / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def declare(text: str, name: str = "assembly.toml") -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+ROW_12 = """
+[sources]
+dense = "dense"
+moe_lgr = "moe_lgr"
+[parts]
+embeddings = "dense"
+encoder = "dense"
+decoder = "moe_lgr"
+[upcycling]
+mask_ratio = 0.1
+seed = 3
+"""
+ALL_DENSE = """
+[sources]
+dense = "{source}"
+[parts]
+embeddings = "dense"
+encoder = "dense"
+decoder = "dense"
+[experts]
+num_experts = 4
+every = 2
+[upcycling]
+mask_ratio = {ratio}
+"""
+
+
+def receipt_of(directory: str) -> dict[str, Any]:
+    made = open_artifact(Path(directory), kind="checkpoint")
+    document: dict[str, Any] = made.read_json("receipt.json")
+    return document
+
+
+# ---------------------------------------------------------------- made as declared
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_row_12_is_declared_in_ten_lines() -> None:
+    assert main(["upcycle", declare(ROW_12), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    of_dense = TensorFiles(open_artifact(Path("dense"), kind="checkpoint"), "weights/")
+    of_lgr = TensorFiles(open_artifact(Path("moe_lgr"), kind="checkpoint"), "weights/")
+    tensors = TensorFiles(made, "weights/")
+    for entry in receipt_of("made")["tensors"]:
+        value = tensors.read(entry["target"])
+        source = {"decoder": of_lgr}.get(entry["part"], of_dense)
+        if entry["rule"] == "copied":
+            assert torch.equal(value, source.read(entry["source"]))
+            assert (entry["norm"], entry["seed"]) == (0.0, None)
+        elif entry["rule"] == "expert of dense":
+            difference = value - source.read(entry["source"])
+            assert entry["norm"] == pytest.approx(difference.norm().item(), rel=1e-5)
+            assert entry["seed"] == 3
+    assert not run_dir(Path("made")).exists()
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_a_dry_run_writes_nothing_and_prints_every_module(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = sorted(Path().iterdir())
+    name = declare(ROW_12)
+    assert main(["upcycle", name, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Enc(dense)-Dec(moe_lgr), embeddings of dense: 2+2 layers of width")
+    for words in ("language-group routers", "10% of its entries zero (seed 3)", "fresh", "copied"):
+        assert words in printed
+    assert sorted(Path().iterdir()) == sorted([*before, Path(name)])
+
+
+def test_the_papers_row_12_has_its_number_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """3.54 billion: the shapes of the recipes suffice to plan it."""
+    assert main(["upcycle", "row12_opus100", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "Enc(dense_opus100)-Dec(moe_lgr_opus100)" in printed
+    assert "32 experts, top-2, in layers 2, 4, 6, 8, 10, 12" in printed
+    assert "3,541,901,312" in printed
+    assert main(["upcycle", "row12_opus100", "--out", "nothing"]) == 2
+    assert "of which nothing can be made" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the same bytes however made
+
+
+def files_of(directory: str) -> dict[str, bytes]:
+    folder = Path(directory) / "weights"
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    name = declare(ROW_12)
+    assert main(["upcycle", name, "--out", "one"]) == 0
+    assert main(["upcycle", name, "--out", "four", "--processes", "4"]) == 0
+    assert len(files_of("one")) > 4
+    assert files_of("one") == files_of("four")
+    assert receipt_of("one") == receipt_of("four")
+
+
+KEYWORDS = dict(writing.write_assembly.__kwdefaults__ or {})
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_32_experts_have_32_masks() -> None:
+    text = ALL_DENSE.format(source="dense", ratio=0.1).replace("= 4", "= 32")
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    tensors = TensorFiles(open_artifact(Path("made"), kind="checkpoint"), "weights/")
+    for tensor in ("up.weight", "down.weight"):
+        name = "decoder.layers.1.feed_forward.experts.{}." + tensor
+        masks = {(tensors.read(name.format(e)) == 0).numpy().tobytes() for e in range(32)}
+        assert len(masks) == 32
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_an_interrupted_assembly_goes_on_behind_its_last_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(writing.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    name = declare(ROW_12)
+    assert main(["upcycle", name, "--out", "whole"]) == 0
+    written: list[int] = []
+    real = writing.write_file
+
+    def counted(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(file.number)
+        real(blueprint, file, work_dir)
+
+    monkeypatch.setattr(writing, "write_file", counted)
+    assert main(["upcycle", name, "--out", "made"]) == 130
+    assert not Path("made").exists()
+    assert written == [0, 1]
+
+    def counted_to_the_end(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+        written.append(file.number)
+        real(blueprint, file, work_dir)
+
+    monkeypatch.setattr(writing, "write_file", counted_to_the_end)
+    assert main(["upcycle", name, "--out", "made"]) == 0
+    assert written[2:] == list(range(2, len(files_of("whole"))))
+    assert files_of("made") == files_of("whole")
+    assert not run_dir(Path("made")).exists()
+    capsys.readouterr()
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_what_was_kept_of_another_assembly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = writing.write_file
+
+    def stopped(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+        real(blueprint, file, work_dir)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "write_file", stopped)
+    assert main(["upcycle", declare(ROW_12), "--out", "made"]) == 130
+    monkeypatch.setattr(writing, "write_file", real)
+    other = declare(ROW_12.replace("seed = 3", "seed = 4"), "other.toml")
+    assert main(["upcycle", other, "--out", "made"]) == 0
+    assert main(["upcycle", other, "--out", "expected"]) == 0
+    assert files_of("made") == files_of("expected")
+
+
+# ---------------------------------------------------------------- what it computes
+
+
+def batch_of(directory: Path) -> Batch:
+    """Some text between two languages of a checkpoint."""
+    tokenizer = open_model(directory).tokenizer.build()
+    found = tags(tokenizer, "src-tgt", source="en", target="de")
+    examples = [
+        Example(
+            source=tokenizer.encode(line),
+            target=tokenizer.encode(line)[:3],
+            source_prefix=found.source_prefix,
+            decoder_prompt=found.decoder_prompt,
+            source_language=tokenizer.languages.index("en"),
+            target_language=tokenizer.languages.index("de"),
+        )
+        for line in LINES
+    ]
+    return collate(examples, eos_id=tokenizer.eos_id)
+
+
+@torch.no_grad()
+def logits(model: Transformer, batch: Batch) -> Tensor:
+    found: Tensor = model.eval()(batch).logits_LV
+    return found
+
+
+@pytest.mark.parametrize("source", ["dense", "m2m100"])
+@pytest.mark.parametrize("ratio", [0.0, 0.1])
+def test_the_function_check_measures_what_the_masks_did(
+    source: str, ratio: float, at_shelf: Path
+) -> None:
+    """Against both models, whole in memory, on text of the test's own."""
+    text = ALL_DENSE.format(source=source, ratio=ratio)
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    check = receipt_of("made")["function_check"]
+    made = open_artifact(Path("made"), kind="checkpoint")
+    before = open_model(Path(source))
+    if source == "m2m100":
+        assert main(["checkpoint", "import", source, "--out", "imported"]) == 0
+    dense = load_model(
+        open_artifact(at_shelf / ("imported" if source != "dense" else source), kind="checkpoint")
+    )
+    batch = batch_of(Path(source))
+    one, other = logits(dense, batch), logits(load_model(made), batch)
+    largest = ((one - other).abs().max() / one.abs().max()).item()
+    assert read_tokenizer(made).fingerprint == before.tokenizer.build().fingerprint
+    if ratio == 0:
+        assert max(largest, check["largest"]) < 1e-5
+        assert check["same_choice"] == 1
+    else:
+        assert min(largest, check["largest"]) > 1e-3
+        assert check["largest"] == pytest.approx(largest, rel=3), "of the same order"
+        assert check["mean_kl"] > 1e-6
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_a_part_that_starts_fresh_has_no_function_to_compare(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = ROW_12.replace('decoder = "moe_lgr"', 'decoder = "fresh"').replace(
+        'moe_lgr = "moe_lgr"\n', ""
+    )
+    text += "[experts]\nnum_experts = 4\nevery = 2\n"
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    assert receipt_of("made")["function_check"] is None
+    assert "fixed batch" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_bfloat16_rounds_every_tensor_once() -> None:
+    text = ALL_DENSE.format(source="dense", ratio=0.1)
+    assert main(["upcycle", declare(text), "--out", "full"]) == 0
+    assert main(["upcycle", declare('precision = "bfloat16"\n' + text), "--out", "half"]) == 0
+    full = TensorFiles(open_artifact(Path("full"), kind="checkpoint"), "weights/")
+    half = TensorFiles(open_artifact(Path("half"), kind="checkpoint"), "weights/")
+    for name in full.names():
+        assert torch.equal(half.read(name), full.read(name).bfloat16())
+    load_model(open_artifact(Path("half"), kind="checkpoint"))
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_added_languages_start_from_a_language_or_fresh_and_change_no_other_id() -> None:
+    text = ALL_DENSE.format(source="m2m100", ratio=0.0) + '[languages]\ngsw = "de"\nlad = "fresh"\n'
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    old, new = open_model(Path("m2m100")).tokenizer.build(), read_tokenizer(made)
+    assert set(new.languages) == {*old.languages, "gsw", "lad"}
+    assert new.size == old.size + 2
+    assert [new.encode(line) for line in LINES] == [old.encode(line) for line in LINES]
+    assert all(new.language_token_id(c) == old.language_token_id(c) for c in old.languages)
+    table = TensorFiles(made, "weights/").read("embedding.weight")
+    before = open_model(Path("m2m100")).tensors.read("embedding.weight")
+    meant = [i for i in range(old.size) if old.piece(i) or old.language_of_token(i)]
+    assert torch.equal(table[meant], before[meant])
+    assert torch.equal(table[new.language_token_id("gsw")], before[old.language_token_id("de")])
+    assert not torch.equal(table[new.language_token_id("lad")], before[old.language_token_id("de")])
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_a_new_vocabulary_keeps_rows_by_piece_and_averages_the_rest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    more = ["ein ganzer Satz mit Wörtern", "whichever sentence goes on", "слова и три слова"]
+    m2m100_folder(Path("bigger"), pieces=90, lines=[*LINES, *more])
+    assert main(["checkpoint", "import", "bigger", "--out", "vocabulary"]) == 0
+    text = 'tokenizer = "vocabulary"\n' + ALL_DENSE.format(source="m2m100", ratio=0.0)
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    source = open_model(Path("m2m100"))
+    old, new = source.tokenizer.build(), read_tokenizer(made)
+    before = source.tensors.read("embedding.weight")
+    after = TensorFiles(made, "weights/").read("embedding.weight")
+    old_ids = {piece: index for index in range(old.size) if (piece := old.piece(index))}
+    kept = averaged = 0
+    for index in range(new.size):
+        piece = new.piece(index)
+        if piece in old_ids:
+            kept += 1
+            assert torch.equal(after[index], before[old_ids[piece]])
+        elif piece is not None:
+            parts = old.encode(piece.replace("▁", " "))
+            lone = parts[0] == old_ids["▁"] and not piece.startswith("▁")
+            averaged += 1
+            expected = before[parts[lone:]].mean(0)
+            torch.testing.assert_close(after[index], expected)
+    assert min(kept, averaged) > 5
+    for code in ("de", "en"):
+        one, other = new.language_token_id(code), old.language_token_id(code)
+        assert torch.equal(after[one], before[other])
+    assert receipt_of("made")["function_check"]["largest"] < 1e-5
+    # 4 specials and 100 languages have their rows too
+    assert f"{kept + 104:,} kept by piece" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_bytes_take_over_the_rows_of_characters_alone() -> None:
+    text = 'tokenizer = "dense"\n' + ALL_DENSE.format(source="m2m100", ratio=0.0)
+    assert main(["upcycle", declare(text), "--out", "made"]) == 0
+    made = open_artifact(Path("made"), kind="checkpoint")
+    source = open_model(Path("m2m100"))
+    old, new = source.tokenizer.build(), read_tokenizer(made)
+    before = source.tensors.read("embedding.weight")
+    after = TensorFiles(made, "weights/").read("embedding.weight")
+    (letter,) = new.encode("x")
+    assert torch.equal(after[letter], before[old.encode("x")[-1]])
+    first, second = new.encode("ä")
+    assert not any(torch.equal(after[index], row) for index in (first, second) for row in before)
+
+
+# ---------------------------------------------------------------- careless users
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('dense = "dense"', 'dense = "nowhere"'), "nowhere does not exist: name a checkpoint"),
+        (('encoder = "dense"', 'encoder = "danse"'), "parts name 'danse', and the sources are"),
+        (('decoder = "moe_lgr"', 'decoder = "dense"'), "no part comes from the source 'moe_lgr'"),
+        (("mask_ratio = 0.1", "mask_rate = 0.1"), "mask_rate"),
+        (("mask_ratio = 0.1", "mask_ratio = 1.5"), "mask_ratio"),
+        (("[upcycling]", "[model]\nnum_heads = 4\n[upcycling]"), "num_heads: 2 → 4"),
+        (("[upcycling]", "[model]\nmoe = 3\n[upcycling]"), "is what [experts] says"),
+        (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
+        (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "knows the language 'de' already"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_one_sentence(
+    change: tuple[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = set(Path().iterdir())
+    name = declare(ROW_12.replace(*change))
+    assert main(["upcycle", name, "--out", "made"]) == 2
+    error = capsys.readouterr().err
+    assert words in error, error
+    assert len(error.strip().splitlines()) == 1
+    assert {path.name for path in set(Path().iterdir()) - before} <= {name, ".made.lock"}
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["upcycle", declare(ROW_12), "--out", "dense", "--overwrite"]) == 2
+    assert "choose another folder for the output" in capsys.readouterr().err
+    assert json.loads(Path("dense/manifest.json").read_text())["kind"] == "checkpoint"
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--recipe", "demo_mmnmt", "--out", "made"], "leave out --recipe"),
+        ([], "--out"),
+    ],
+)
+def test_a_declaration_stands_alone(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["upcycle", declare(ROW_12), *options])
+    assert words in capsys.readouterr().err
