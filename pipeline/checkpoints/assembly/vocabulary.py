@@ -73,11 +73,6 @@ class RowPlan:
                 new_VD[new] = old_VD[list(old)].float().mean(0).to(new_VD.dtype)
         return new_VD
 
-    @property
-    def kept_pairs(self) -> list[tuple[int, int]]:
-        """(old, new) ids that mean the same."""
-        return [(old[0], new) for new, old in enumerate(self.sources) if len(old) == 1]
-
 
 def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
     """What every id stands for; None: nothing, or the same as an earlier id."""

@@ -341,9 +341,10 @@ def test_a_new_vocabulary_keeps_rows_by_piece_and_averages_the_rest(
         elif piece is not None:
             parts = old.encode(piece.replace("▁", " "))
             lone = parts[0] == old_ids["▁"] and not piece.startswith("▁")
-            averaged += 1
-            expected = before[parts[lone:]].mean(0)
-            torch.testing.assert_close(after[index], expected)
+            known = [part for part in parts[lone:] if part != old.unk_id]
+            if known:
+                averaged += 1
+                torch.testing.assert_close(after[index], before[known].mean(0))
     assert min(kept, averaged) > 5
     for code in ("de", "en"):
         one, other = new.language_token_id(code), old.language_token_id(code)
