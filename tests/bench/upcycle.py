@@ -1,0 +1,193 @@
+"""What assembling a mixture of experts costs, beside copying a file of the result's size.
+
+A dense checkpoint in float32 of M2M-100's width, with as many layers as asked for (12 are the
+paper's 418 million parameters, less its vocabulary), becomes 32 experts in every second layer, in
+bfloat16, 10 % of their entries zero: ``mmnmt upcycle ASSEMBLY.toml`` as a user runs it, in a process
+of its own. The peer copies the files of the result and forces them to disk. Memory is that of all
+processes together, mapped files not counted, looked at every few milliseconds.
+
+    python tests/bench/upcycle.py [--layers N] [--processes N] [--rounds N] [--quick] [--json FILE]
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from ratios import Options, Row, compare, interleaved, parse_options, report
+from support.stored_checkpoints import make_checkpoint
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.tokenizer import ByteVocabulary
+from pipeline.checkpoints.checkpoint import read_spec
+from pipeline.checkpoints.names import initialize_weights, num_parameters
+from pipeline.config import ModelConfig
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import build_model
+
+MEBIBYTE = 2**20
+SPEED_TARGET = 0.4
+MEMORY_TARGET = 2500 * 10**6
+"""Bytes."""
+LANGUAGES = ("de", "en")
+ASSEMBLY = """
+precision = "bfloat16"
+[sources]
+dense = "dense"
+[parts]
+embeddings = "dense"
+encoder = "dense"
+decoder = "dense"
+[experts]
+num_experts = {experts}
+"""
+
+
+class Upcycling:
+    """One dense checkpoint, and what is made of it again and again."""
+
+    def __init__(
+        self, folder: Path, *, layers: int, width: int, experts: int, processes: int
+    ) -> None:
+        self.folder, self.processes = folder, processes
+        spec = ModelSpec(
+            model=ModelConfig(
+                encoder_layers=layers,
+                decoder_layers=layers,
+                width=width,
+                feed_forward_width=4 * width,
+                num_heads=width // 64,
+            ),
+            vocabulary_size=ByteVocabulary.size + len(LANGUAGES),
+            pad_id=ByteVocabulary.pad_id,
+            languages=LANGUAGES,
+        )
+        model = build_model(spec)
+        initialize_weights(model, seed=1)
+        make_checkpoint(folder / "dense", model)
+        (folder / "assembly.toml").write_text(ASSEMBLY.format(experts=experts), encoding="utf-8")
+        self.dense_parameters = num_parameters(spec)
+        self.peak_bytes = 0
+
+    def upcycle(self) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "pipeline.cli",
+            "upcycle",
+            "assembly.toml",
+            "--out",
+            "made",
+        ]
+        command += ["--overwrite", "--processes", str(self.processes)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        with subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=subprocess.DEVNULL
+        ) as process:
+            done = threading.Event()
+            watcher = threading.Thread(target=self._watch, args=(process.pid, done))
+            watcher.start()
+            code = process.wait()
+            done.set()
+            watcher.join()
+        if code:
+            raise SystemExit("mmnmt upcycle did not succeed")
+
+    def copy(self) -> None:
+        target = self.folder / "copy"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        for path in self.files():
+            shutil.copyfile(path, target / path.name)
+            with (target / path.name).open("rb") as stream:
+                os.fsync(stream.fileno())
+
+    def files(self) -> list[Path]:
+        return sorted((self.folder / "made" / "weights").iterdir())
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+    @property
+    def parameters(self) -> int:
+        return num_parameters(read_spec(open_artifact(self.folder / "made", kind="checkpoint")))
+
+    def _watch(self, process_id: int, done: threading.Event) -> None:
+        while not done.wait(0.02):
+            self.peak_bytes = max(self.peak_bytes, sum(map(own_bytes, descendants(process_id))))
+
+
+def descendants(process_id: int) -> list[int]:
+    """A process and all that it has started."""
+    found = [process_id]
+    for parent in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += map(int, (task / "children").read_text(encoding="ascii").split())
+    return found
+
+
+def own_bytes(process_id: int) -> int:
+    """Memory of a process that no file stands behind; 0 of one that has ended."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process_id}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def memory_row(upcycling: Upcycling) -> Row:
+    peak = upcycling.peak_bytes
+    return Row(
+        case="peak memory, MiB, of at most",
+        metric="mebibytes",
+        ours=peak // MEBIBYTE,
+        peer=MEMORY_TARGET // MEBIBYTE,
+        ratio=round(MEMORY_TARGET / peak, 3),
+        target=1.0,
+        holds=peak <= MEMORY_TARGET,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2)
+    given, sys.argv[1:] = parser.parse_known_args()
+    options: Options = parse_options(__doc__ or "")
+    with tempfile.TemporaryDirectory() as folder:
+        upcycling = Upcycling(
+            Path(folder),
+            layers=2 if options.quick else given.layers,
+            width=64 if options.quick else 1024,
+            experts=4 if options.quick else 32,
+            processes=given.processes,
+        )
+        upcycling.upcycle()  # once before its files can be copied
+        seconds = interleaved(
+            {"ours": upcycling.upcycle, "copying the result": upcycling.copy},
+            rounds=options.rounds,
+            warm_up=0,
+        )
+        rows = [
+            *compare(seconds, case="assemble 32 experts", target=SPEED_TARGET),
+            memory_row(upcycling),
+        ]
+        shapes = (
+            f"{upcycling.dense_parameters / 1e6:,.0f} M parameters in float32 to "
+            f"{upcycling.parameters / 1e6:,.0f} M in bfloat16 ({upcycling.size / 1e9:.2f} GB), "
+            f"{given.layers}+{given.layers} layers, {given.processes} processes"
+        )
+    report(rows, options, shapes=shapes)
+
+
+if __name__ == "__main__":
+    main()
