@@ -27,6 +27,7 @@ from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.utils import (  # noqa: E402
     split_params_into_different_moe_groups_for_optimizer,
 )
+from deepspeed.runtime import compiler  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
@@ -121,8 +122,12 @@ def connect(world: World) -> None:
     """Hand the process group that exists already to DeepSpeed."""
     # deepspeed 0.19 compiles a shared-memory extension for its inference collectives at this
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
-    # Training does not use them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Training does not use them. Whoever reads this table otherwise waits until a compiler was
+    # started to see which other extensions there could be.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    # ZeRO loads the Muon optimizer to see whether ours is one, and Muon loads torch's compiler for
+    # its kernels (two seconds), by this function, which nothing else in deepspeed 0.19 calls.
+    compiler.compile = lambda: compiler.dummy_decorator
     device = local_device(world.local_rank)
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)  # by which DeepSpeed sets the device
