@@ -40,7 +40,9 @@ def run(call: StageCall) -> None:
     directories = {part: checkpoints[part].directory.name for part in checkpoints}
     print("\n".join(receipt_lines(plan, {part: directories.get(part, "") for part in PARTS})))
     with call.new_artifact() as writer:
-        write_weights(writer.directory / "weights", assemble(plan, spec, sources, config))
+        writer.settled |= write_weights(
+            writer.directory / "weights", assemble(plan, spec, sources, config)
+        )
         tokenizer_dir = tokenizer_folder(checkpoints["embeddings"])
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
         writer.write_json("receipt.json", [vars(entry) for entry in plan])

@@ -294,13 +294,17 @@ class Engine:
         group: dist.ProcessGroup = groups._get_expert_data_parallel_group(f"ep_size_{size}")
         return group
 
-    def optimizer_pieces(self) -> Iterator[Piece]:
-        """This rank's share of master weights and moments, cut at tensor and expert borders."""
+    def optimizer_pieces(self, *, copied: bool = True) -> Iterator[Piece]:
+        """This rank's share of master weights and moments, cut at tensor and expert borders.
+
+        Not ``copied``, those that are on the CPU are what the next update changes.
+        """
         for flat, state, entry, piece in self._fragments():
-            yield Piece("master", entry.name, piece.start, flat[piece.flat].detach().cpu().clone())
-            for what, values in state.items():
+            held = {"master": flat.detach(), **state}
+            for what, values in held.items():
                 if isinstance(values, Tensor) and values.shape == flat.shape:
-                    yield Piece(what, entry.name, piece.start, values[piece.flat].cpu().clone())
+                    share = values[piece.flat].to("cpu", copy=copied)
+                    yield Piece(what, entry.name, piece.start, share)
         if self.world.rank == 0:
             for entry in named_slices(self.model):
                 if not entry.parameter.requires_grad:
@@ -308,19 +312,23 @@ class Engine:
 
     def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""
+        owned: dict[str, list[tuple[Tensor, _Range]]] = {}
+        for flat, _, entry, piece in self._fragments():
+            owned.setdefault(entry.name, []).append((flat, piece))
         for entry in named_slices(self.model):
             length = entry.value.numel()
             master = reader.read(what="master", tensor=entry.name, start=0, length=length)
             entry.value.copy_(master.view_as(entry.value))
+            for flat, piece in owned.get(entry.name, []):
+                flat.data[piece.flat].copy_(master[piece.start : piece.start + piece.length])
         for flat, state, entry, piece in self._fragments():
-            for what in ("master", "exp_avg", "exp_avg_sq"):
+            for what in ("exp_avg", "exp_avg_sq"):
                 values = reader.read(
                     what=what, tensor=entry.name, start=piece.start, length=piece.length
                 )
-                if what != "master" and what not in state:
+                if what not in state:
                     state[what] = _zeros(flat)
-                target = flat if what == "master" else state[what]
-                target.data[piece.flat].copy_(values)
+                state[what].data[piece.flat].copy_(values)
             state["step"] = torch.tensor(float(update), device=flat.device)
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
