@@ -194,6 +194,8 @@ class ArtifactWriter:
     summary: list[str] = field(default_factory=list)
     taken_over: dict[Path, FileRecord] = field(default_factory=dict)
     """Files that are another artifact's as well, with their digests."""
+    settled: dict[Path, FileRecord] = field(default_factory=dict)
+    """Files that were hashed as they were written, and are on disk, with their digests."""
 
     def path(self, name: str) -> Path:
         """Path for a new file; its parent folders are made.
@@ -366,10 +368,7 @@ def seal_artifact(
     that is done here.
     """
     if files is None:
-        new = [path for path in files_below(writer.directory) if path not in writer.taken_over]
-        files = settle_files(writer.directory, new)
-        for path, record in writer.taken_over.items():
-            files[path.relative_to(writer.directory).as_posix()] = record
+        files = settle_files(writer, files_below(writer.directory))
     problem = describe_names(files)
     if problem is not None:
         raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")
@@ -397,9 +396,14 @@ def seal_artifact(
     return manifest
 
 
-def settle_files(directory: Path, paths: Iterable[Path]) -> dict[str, FileRecord]:
-    """Hash files and force them to disk; records by name relative to ``directory``."""
-    records = file_records(list(paths))
+def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Hash files and force them to disk where that is still to be done; records by name."""
+    known = writer.taken_over | writer.settled
+    found = {path: known.get(path) for path in paths}
+    records = file_records([path for path, record in found.items() if record is None])
     for path in records:
         sync(path)
-    return {path.relative_to(directory).as_posix(): record for path, record in records.items()}
+    return {
+        path.relative_to(writer.directory).as_posix(): record or records[path]
+        for path, record in found.items()
+    }

@@ -88,6 +88,14 @@ def _chunk_digest(chunk: tuple[Path, int]) -> str:
     return digest.hexdigest()
 
 
+def digest_of(chunk: Iterable[memoryview]) -> str:
+    """Digest of a chunk that is in memory, in pieces."""
+    digest = hashlib.sha256()
+    for piece in chunk:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def raw_digest(path: Path) -> str:
     """Digest of a raw input: a file, or every file below a folder by name and content.
 

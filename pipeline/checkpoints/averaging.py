@@ -148,7 +148,7 @@ def _write_mean(
             (name, _mean((read(name, shape) for read in readers), shape))
             for name, shape in track(tensor_shapes(spec).items(), label="average")
         )
-        write_weights(writer.directory / "weights", means)
+        writer.settled |= write_weights(writer.directory / "weights", means)
         write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_folder(model_of))
         writer.statistics["averaged"] = len(averaged)
         writer.statistics["averaged_updates"] = [

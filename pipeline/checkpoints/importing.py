@@ -31,7 +31,7 @@ def import_checkpoint(path: Path, *, out_dir: Path, overwrite: bool = False) -> 
         inputs={"source": source.record},
         overwrite=overwrite,
     ) as writer:
-        write_weights(writer.directory / "weights", _tensors(source))
+        writer.settled |= write_weights(writer.directory / "weights", _tensors(source))
         write_spec(writer, source.spec)
         source.tokenizer.write(tokenizer_directory(writer))
     return source

@@ -99,7 +99,9 @@ def prune_experts(
         inputs={"checkpoint": checkpoint.as_input},
         overwrite=overwrite,
     ) as writer:
-        write_weights(writer.directory / "weights", _pruned(checkpoint, plan, target))
+        writer.settled |= write_weights(
+            writer.directory / "weights", _pruned(checkpoint, plan, target)
+        )
         write_model_files(writer, spec=target, tokenizer_dir=tokenizer_folder(checkpoint))
         writer.statistics["kept_mass"] = plan.kept_mass
         writer.statistics["layers"] = {

@@ -1,13 +1,14 @@
-"""safetensors files written tensor by tensor: names, types and shapes first, values as they come.
+"""The bytes of a safetensors file, without a copy of its tensors.
 
-The library's own writer wants all values of a file in memory at once.
+The library writes a file only whole and by itself; here the same bytes are given out piece by
+piece, to be hashed and written at once. Its format: the length of a header, the header (JSON, ended
+with spaces up to a multiple of 8), and the values, the widest types first, then by name
+(``serialize`` in its ``tensor.rs``).
 """
 
 import json
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +17,29 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.artifacts.places import sync
-
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_NAMES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Types in the order of their values in a file."""
+_PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
 _ALIGNMENT = 8
-"""safetensors pads its header with spaces to a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """What a header says of a tensor, before its values are known."""
+    """What a header says of a tensor; its values need not be known."""
 
     name: str
     dtype: torch.dtype
@@ -36,33 +50,33 @@ class TensorPlace:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def write_tensor_file(path: Path, places: Sequence[TensorPlace], values: Iterable[Tensor]) -> None:
-    """Write a file whose tensors have these places, and force it to disk.
+def file_pieces(tensors: Mapping[str, Tensor]) -> list[memoryview]:
+    """Header and values of a safetensors file of tensors on the CPU; these must live as long."""
+    ordered = sorted(tensors.items(), key=lambda entry: (_PLACES[entry[1].dtype], entry[0]))
+    places = [TensorPlace(name, value.dtype, tuple(value.shape)) for name, value in ordered]
+    return [memoryview(file_header(places)), *(tensor_bytes(value) for _, value in ordered)]
 
-    ``values`` are taken one at a time, in the order of the places.
-    """
-    header: dict[str, object] = {}
-    end = 0
+
+def file_header(places: Sequence[TensorPlace]) -> bytes:
+    """How a file begins whose values follow in this order."""
+    described: dict[str, dict[str, object]] = {}
+    start = 0
     for place in places:
-        begin, end = end, end + place.nbytes
-        header[place.name] = {
-            "dtype": _TYPES[place.dtype],
+        end = start + place.nbytes
+        described[place.name] = {
+            "dtype": _NAMES[place.dtype],
             "shape": list(place.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, end],
         }
-    text = json.dumps(header, separators=(",", ":")).encode()
+        start = end
+    text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb", buffering=0) as stream:
-        _write(stream, struct.pack("<Q", len(text)) + text)
-        for place, value in zip(places, values, strict=True):
-            assert (value.dtype, tuple(value.shape)) == (place.dtype, place.shape), place
-            _write(stream, tensor_bytes(value))
-    sync(path)
+    return len(text).to_bytes(8, "little") + text
 
 
 def tensor_bytes(value: Tensor) -> memoryview:
-    """The values of a contiguous tensor, without a copy."""
-    array: npt.NDArray[np.uint8] = value.contiguous().view(-1).view(torch.uint8).numpy()
+    """The values of a tensor, without a copy where they lie side by side."""
+    array: npt.NDArray[np.uint8] = value.detach().reshape(-1).view(torch.uint8).numpy()
     return array.data
 
 
@@ -90,10 +104,3 @@ class TensorFolder:
         with safe_open(self._file_of[name], framework="pt") as stream:
             tensor: Tensor = stream.get_tensor(name)
         return tensor
-
-
-def _write(stream: FileIO, content: bytes | memoryview) -> None:
-    """All of it: an unbuffered file may take less at once."""
-    left = memoryview(content)
-    while left:
-        left = left[stream.write(left) :]

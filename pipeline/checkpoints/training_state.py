@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import CheckpointError
 from pipeline.settings import shown
@@ -53,13 +53,12 @@ class PieceReader:
         self._cached: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """Values [start, start + length) of a flattened tensor.
+        """Values [start, start + length) of a flattened tensor, which are not to be changed.
 
         Raises:
             CheckpointError: the state does not cover that range.
         """
-        out = torch.empty(length)
-        filled = 0
+        parts: list[Tensor] = []
         for piece_start, key in self._pieces.get((what, tensor), []):
             if piece_start >= start + length:
                 break
@@ -67,14 +66,14 @@ class PieceReader:
             low = max(start, piece_start)
             high = min(start + length, piece_start + len(values))
             if low < high:
-                out[low - start : high - start] = values[low - piece_start : high - piece_start]
-                filled += high - low
+                parts.append(values[low - piece_start : high - piece_start].float())
+        filled = sum(len(part) for part in parts)
         if filled != length:
             raise CheckpointError(
                 f"{self._files.artifact.directory} has {filled} of the {length} values wanted of "
                 f"{what} of {tensor}: the state is incomplete; resume from an earlier one."
             )
-        return out
+        return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def _piece(self, key: str) -> Tensor:
         if self._cached[0] != key:
@@ -137,6 +136,6 @@ def read_position(state: Artifact) -> Position:
         ) from error
 
 
-def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> list[str]:
-    """Write one rank's optimizer pieces."""
+def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> dict[Path, FileRecord]:
+    """Write one rank's optimizer pieces; returns what an artifact says of the files."""
     return write_weights(directory, ((piece.key, piece.values) for piece in pieces), part=part)

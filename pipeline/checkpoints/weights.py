@@ -3,18 +3,17 @@
 Nothing is pickled, and nothing of a file is believed before it was looked at.
 """
 
-import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, FileRecord
+from pipeline.artifacts.hashed_files import HashedFiles
+from pipeline.checkpoints.tensor_file import file_pieces
 from pipeline.errors import CheckpointError
 from pipeline.settings import one_line
 
@@ -57,10 +56,6 @@ def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
                 f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
                 "or run its stage again."
             ) from error
-
-
-_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
-"""How safetensors writes the number of an error of the operating system into its message."""
 
 
 class TensorFiles:
@@ -138,39 +133,35 @@ def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
 
 def write_weights(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], *, part: int = 0
-) -> list[str]:
+) -> dict[Path, FileRecord]:
     """Write tensors, in order, as safetensors files of about 1 GiB; one part per writing rank.
 
-    At most one file's tensors are in memory at once. Returns the file names.
+    At most one file's tensors are in memory at once, and no copy of them. Returns what an artifact
+    says of the files, which are on disk.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    names: list[str] = []
-    pending: dict[str, Tensor] = {}
+    with HashedFiles() as files:
+        for index, held in enumerate(_files_of(tensors)):
+            name = f"{part_prefix(part)}{index:03d}.safetensors"
+            files.write(directory / name, file_pieces(held))
+    return files.records
+
+
+def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file, which are let go when the next ones are asked for."""
+    held: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        if pending and size + tensor.nbytes > SHARD_BYTES:
-            names.append(_flush(directory, pending, part=part, index=len(names)))
-            pending, size = {}, 0
-        pending[name] = tensor.contiguous()
+        if held and size + tensor.nbytes > SHARD_BYTES:
+            yield held
+            held.clear()
+            size = 0
+        held[name] = tensor
         size += tensor.nbytes
-    if pending:
-        names.append(_flush(directory, pending, part=part, index=len(names)))
-    return names
+    if held:
+        yield held
 
 
 def part_prefix(part: int) -> str:
     """How the names of the files a rank writes begin."""
     return f"part-{part:05d}-"
-
-
-def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
-    name = f"{part_prefix(part)}{index:03d}.safetensors"
-    try:
-        save_file(tensors, directory / name)
-    except SafetensorError as error:
-        found = _SYSTEM_ERROR.search(str(error))
-        if found is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), str(directory / name)) from error
-    return name

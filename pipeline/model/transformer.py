@@ -129,10 +129,11 @@ class Transformer(nn.Module):
     def reset_buffers(self, device: torch.device | None = None) -> None:
         """(Re)compute what is not a parameter: sinusoids and the groups of languages."""
         model = self.spec.model
+        device = device or torch.get_default_device()
         if model.positions == "sinusoidal":
             self.positions_TD = sinusoids(model.max_positions, model.width).to(device)
         groups = self.spec.language_groups or (0,) * len(self.spec.languages)
-        self.group_of_language = torch.tensor(groups, dtype=torch.int64).to(device)
+        self.group_of_language = torch.tensor(groups, dtype=torch.int64, device="cpu").to(device)
 
     def forward(self, batch: Batch, *, route: Route = "specific") -> Output:
         """Logits for every label of the batch."""
@@ -197,10 +198,15 @@ class Transformer(nn.Module):
 
 
 def sinusoids(max_positions: int, width: int) -> Tensor:
-    """Sinusoidal positions as in fairseq: sines in the first half, cosines in the second."""
+    """Sinusoidal positions as in fairseq: sines in the first half, cosines in the second.
+
+    On the CPU even where new tensors go to the meta device: for arithmetic there, PyTorch loads its
+    compiler, which takes more than a second.
+    """
     half = width // 2
-    frequency = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1)))
-    position = torch.arange(max_positions, dtype=torch.float32) + POSITION_OFFSET
+    steps = torch.arange(half, device="cpu")
+    frequency = torch.exp(steps * -(math.log(10000) / max(half - 1, 1)))
+    position = torch.arange(max_positions, dtype=torch.float32, device="cpu") + POSITION_OFFSET
     angle = position[:, None] * frequency[None, :]
     return F.pad(torch.cat([angle.sin(), angle.cos()], dim=1), (0, width % 2))
 
@@ -232,7 +238,7 @@ def build_model(
     with torch.device("meta"):
         model = Transformer(spec, regularization=regularization, expert_parallel=expert_parallel)
     try:
-        model.to_empty(device=device)
+        _allocate(model, device)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
@@ -243,3 +249,14 @@ def build_model(
         ) from error
     model.reset_buffers(device)
     return model
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Put parameters without values in the place of those on the meta device.
+
+    As ``Module.to_empty`` does, which loads PyTorch's compiler (``empty_like`` of a meta tensor).
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))

@@ -27,6 +27,7 @@ from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.utils import (  # noqa: E402
     split_params_into_different_moe_groups_for_optimizer,
 )
+from deepspeed.runtime import compiler  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
@@ -121,8 +122,12 @@ def connect(world: World) -> None:
     """Hand the process group that exists already to DeepSpeed."""
     # deepspeed 0.19 compiles a shared-memory extension for its inference collectives at this
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
-    # Training does not use them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Training does not use them. Whoever reads this table otherwise waits until a compiler was
+    # started to see which other extensions there could be.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    # ZeRO loads the Muon optimizer to see whether ours is one, and Muon loads torch's compiler for
+    # its kernels (two seconds), by this function, which nothing else in deepspeed 0.19 calls.
+    compiler.compile = lambda: compiler.dummy_decorator
     device = local_device(world.local_rank)
     if device.index is not None:
         os.environ["LOCAL_RANK"] = str(device.index)  # by which DeepSpeed sets the device
@@ -289,13 +294,17 @@ class Engine:
         group: dist.ProcessGroup = groups._get_expert_data_parallel_group(f"ep_size_{size}")
         return group
 
-    def optimizer_pieces(self) -> Iterator[Piece]:
-        """This rank's share of master weights and moments, cut at tensor and expert borders."""
+    def optimizer_pieces(self, *, copied: bool = True) -> Iterator[Piece]:
+        """This rank's share of master weights and moments, cut at tensor and expert borders.
+
+        Not ``copied``, those that are on the CPU are what the next update changes.
+        """
         for flat, state, entry, piece in self._fragments():
-            yield Piece("master", entry.name, piece.start, flat[piece.flat].detach().cpu().clone())
-            for what, values in state.items():
+            held = {"master": flat.detach(), **state}
+            for what, values in held.items():
                 if isinstance(values, Tensor) and values.shape == flat.shape:
-                    yield Piece(what, entry.name, piece.start, values[piece.flat].cpu().clone())
+                    share = values[piece.flat].to("cpu", copy=copied)
+                    yield Piece(what, entry.name, piece.start, share)
         if self.world.rank == 0:
             for entry in named_slices(self.model):
                 if not entry.parameter.requires_grad:
@@ -303,19 +312,23 @@ class Engine:
 
     def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""
+        owned: dict[str, list[tuple[Tensor, _Range]]] = {}
+        for flat, _, entry, piece in self._fragments():
+            owned.setdefault(entry.name, []).append((flat, piece))
         for entry in named_slices(self.model):
             length = entry.value.numel()
             master = reader.read(what="master", tensor=entry.name, start=0, length=length)
             entry.value.copy_(master.view_as(entry.value))
+            for flat, piece in owned.get(entry.name, []):
+                flat.data[piece.flat].copy_(master[piece.start : piece.start + piece.length])
         for flat, state, entry, piece in self._fragments():
-            for what in ("master", "exp_avg", "exp_avg_sq"):
+            for what in ("exp_avg", "exp_avg_sq"):
                 values = reader.read(
                     what=what, tensor=entry.name, start=piece.start, length=piece.length
                 )
-                if what != "master" and what not in state:
+                if what not in state:
                     state[what] = _zeros(flat)
-                target = flat if what == "master" else state[what]
-                target.data[piece.flat].copy_(values)
+                state[what].data[piece.flat].copy_(values)
             state["step"] = torch.tensor(float(update), device=flat.device)
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:

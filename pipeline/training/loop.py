@@ -277,11 +277,13 @@ class TrainingRun:
         """Write the training state; in the background, from a copy, where the recipe says so."""
         progress = replace(self.position, interval=tuple(self._interval.over_ranks()))
         in_background = self.recipe.saving.in_background
-        pieces = self.engine.optimizer_pieces()
-        copied = iter(list(pieces)) if in_background else pieces
+        pieces = self.engine.optimizer_pieces(copied=in_background)
+        held = iter(list(pieces)) if in_background else pieces
 
         def write(writer: ArtifactWriter) -> None:
-            write_pieces(writer.directory / "optimizer", copied, part=self.world.rank)
+            writer.settled |= write_pieces(
+                writer.directory / "optimizer", held, part=self.world.rank
+            )
             if self.world.rank == 0:
                 writer.write_json(PROGRESS_FILE, progress.to_json())
                 writer.statistics.update(update=progress.update, replanned=self.replanned)
@@ -297,15 +299,17 @@ class TrainingRun:
     def _save_best(self) -> None:
         """Write the weights as they are; in the background, from a copy, as states are."""
         in_background = self.recipe.saving.in_background
-        weights = self._my_weights()
-        copied = iter(list(weights)) if in_background else weights
+        weights = self._my_weights(copied=in_background)
+        held = iter(list(weights)) if in_background else weights
         position, routing = self.position, self.routing
 
         def write(writer: ArtifactWriter) -> None:
             try:
-                write_weights(writer.directory / "weights", copied, part=self.world.rank)
+                writer.settled |= write_weights(
+                    writer.directory / "weights", held, part=self.world.rank
+                )
             finally:  # whatever became of the files: the other ranks wait for this one's shares
-                for _ in copied:
+                for _ in held:
                     pass
             if self.world.rank == 0:
                 self._describe_best(writer, position, routing)
@@ -317,12 +321,11 @@ class TrainingRun:
             in_background=in_background,
         )
 
-    def _my_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _my_weights(self, *, copied: bool) -> Iterator[tuple[str, Tensor]]:
         """The tensors that this rank writes; all ranks go through all of it together."""
         for index, (entry, value) in enumerate(self.engine.published_weights()):
             if self._writes(index, is_expert=entry.expert is not None):
-                copied = torch.empty_like(value, device="cpu").copy_(value.detach())
-                yield entry.name, copied
+                yield entry.name, value.detach().to("cpu", copy=copied)
 
     def _describe_best(
         self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics

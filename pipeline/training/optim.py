@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pipeline.config import OptimizerConfig
+from pipeline.training.adamw import AdamW
 
 
 def learning_rate(config: OptimizerConfig, update: int, *, total_updates: int) -> float:
@@ -31,7 +32,7 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter] | list[dict[str, object]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay, fused (one kernel for all parameters of a group)."""
-    return torch.optim.AdamW(
+    return AdamW(
         parameters,
         lr=config.learning_rate,
         betas=config.betas,

@@ -325,7 +325,7 @@ class _PendingWrite:
         try:
             self._write(self._writer)
             files = filter(self._is_mine, files_below(directory))
-            self.records = settle_files(directory, files)
+            self.records = settle_files(self._writer, files)
         except OSError as error:
             self.problem = f"rank {self._rank}: {describe_os_error(error)}"
         except Exception as error:  # a bug; the other ranks wait to hear of it

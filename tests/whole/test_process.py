@@ -1,5 +1,6 @@
 """What is set in a process: by an entry point before torch is loaded, by an import nothing."""
 
+import json
 import os
 import subprocess
 import sys
@@ -135,3 +136,70 @@ def test_what_the_environment_says_of_threads_stays(
 def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str) -> None:
     subprocess.run([sys.executable, "-m", f"pipeline.{stage}"], check=False, timeout=60)
     assert notes.read_text() == f"{SPIN_COUNT} True\n"
+
+
+SLOW = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets"}
+"""What takes longer to load than torch, and is not needed."""
+
+DESCRIBE = """
+import json, sys
+from pipeline.cli import main
+assert main(["describe", "--recipe", sys.argv[1]]) == 0
+print("\\n" + json.dumps(list(sys.modules)))
+"""
+
+TRAIN = """
+import json, sys
+from support.tiny_models import random_batch, tiny_spec
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
+from pipeline.distributed.world import distributed_world, leave
+from pipeline.model.transformer import build_model
+from pipeline.training.engine import Engine, connect
+from pipeline.training.optim import make_optimizer
+
+moe = MoEConfig(num_experts=4, every=2) if sys.argv[1] == "moe" else None
+spec = tiny_spec(moe=moe)
+with distributed_world() as world:
+    connect(world)
+    model = build_model(spec)
+    initialize_weights(model, seed=1)
+    recipe = Recipe(name="test", model=spec.model, batches=BatchesConfig(micro_batches=1))
+    engine = Engine(
+        model, recipe, world=world,
+        ds_config={"zero_optimization": {"stage": int(sys.argv[2])}},
+        make_optimizer=lambda groups: make_optimizer(groups, OptimizerConfig()),
+    )
+    batch = random_batch(spec, sentences=2, seed=1)
+    engine.rehearse(batch)
+    engine.train_step([batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-3)
+print("\\n" + json.dumps(list(sys.modules)), flush=True)
+leave(0)
+"""
+
+
+def loaded_after(program: str, *arguments: str) -> set[str]:
+    """Names of all modules that a process has loaded when it ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("recipe", ["demo_moe", "mmnmt_opus100+hub"])
+def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str) -> None:
+    loaded = loaded_after(DESCRIBE, recipe)
+    assert "torch" in loaded
+    assert not (SLOW | {"deepspeed"}) & loaded
+
+
+@pytest.mark.parametrize(("model", "zero_stage"), [("dense", "1"), ("moe", "2")])
+def test_a_first_update_loads_no_compiler(model: str, zero_stage: str) -> None:
+    loaded = loaded_after(TRAIN, model, zero_stage)
+    assert "deepspeed" in loaded
+    assert not SLOW & loaded

@@ -83,13 +83,15 @@ def make_assembly(
     """
     blueprint = parts.blueprint
     weights_dir = writer.directory / "weights"
-    receipt = write_assembly(
+    written = write_assembly(
         blueprint,
         weights_dir,
         work_dir=work_dir,
         identity=parts.identity(),
         processes=processes,
     )
+    receipt = written.receipt
+    writer.settled |= written.records
     write_spec(writer, blueprint.spec)
     parts.tokenizer.write(tokenizer_directory(writer))
     found = divergence(

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import to_json
-from pipeline.artifacts.manifest import json_digest
+from pipeline.artifacts.hashed_files import HashedFiles
+from pipeline.artifacts.manifest import FileRecord, json_digest
 from pipeline.artifacts.places import claim_run_folder, link_or_copy, remove_files
 from pipeline.checkpoints.assembly.plan import Assignment
 from pipeline.checkpoints.assembly.receipt import ReceiptEntry, seed_of
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.tensor_file import TensorPlace, tensor_bytes, write_tensor_file
+from pipeline.checkpoints.tensor_file import TensorPlace, file_header, tensor_bytes
 from pipeline.checkpoints.weights import part_prefix
 from pipeline.documents import unfinished_path
 from pipeline.terminal import track
@@ -51,6 +52,19 @@ class WeightFile:
         return f"{part_prefix(0)}{self.number:03d}.json"
 
 
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        receipt: of every tensor, in the model's order.
+        records: digests of the files that are on disk already.
+    """
+
+    receipt: list[ReceiptEntry]
+    records: dict[Path, FileRecord]
+
+
 def weight_files(blueprint: Blueprint, *, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
     """The tensors in the model's order, cut into files of about that size."""
     files: list[WeightFile] = []
@@ -74,8 +88,8 @@ def write_assembly(
     identity: Mapping[str, Any],
     processes: int = 1,
     file_bytes: int = FILE_BYTES,
-) -> list[ReceiptEntry]:
-    """Write all tensors into ``directory``; returns their receipt, in the model's order.
+) -> Written:
+    """Write all tensors into ``directory``.
 
     Args:
         work_dir: the output's run folder, for what is finished; removed by
@@ -88,12 +102,13 @@ def write_assembly(
     missing = [file for file in files if not (work_dir / file.receipt_name).exists()]
     _run(blueprint, missing, work_dir, processes=processes)
     directory.mkdir(parents=True, exist_ok=True)
-    receipt: list[ReceiptEntry] = []
+    written = Written([], {})
     for file in files:
-        link_or_copy(work_dir / file.name, directory / file.name)
-        entries = json.loads((work_dir / file.receipt_name).read_text(encoding="utf-8"))
-        receipt += [ReceiptEntry(**entry) for entry in entries]
-    return receipt
+        document = json.loads((work_dir / file.receipt_name).read_text(encoding="utf-8"))
+        written.receipt.extend(ReceiptEntry(**entry) for entry in document["tensors"])
+        if link_or_copy(work_dir / file.name, directory / file.name):
+            written.records[directory / file.name] = FileRecord.model_validate(document["file"])
+    return written
 
 
 def remove_finished(work_dir: Path) -> None:
@@ -141,24 +156,33 @@ def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:
     """Write one file and, once it is on disk, what its tensors are."""
     receipt: list[ReceiptEntry] = []
     unfinished = unfinished_path(work_dir / file.name)
-    places = [_place(blueprint, entry) for entry in file.entries]
-    write_tensor_file(unfinished, places, _values(blueprint, file, receipt))
+    with HashedFiles() as files:
+        files.write(unfinished, _pieces(blueprint, file, receipt))
     unfinished.replace(work_dir / file.name)
     document = unfinished_path(work_dir / file.receipt_name)
-    document.write_text(to_json([entry.to_json() for entry in receipt]), encoding="utf-8")
+    content = {
+        "file": files.records[unfinished].model_dump(mode="json"),
+        "tensors": [entry.to_json() for entry in receipt],
+    }
+    document.write_text(to_json(content), encoding="utf-8")
     document.replace(work_dir / file.receipt_name)
 
 
-def _values(
+def _pieces(
     blueprint: Blueprint, file: WeightFile, receipt: list[ReceiptEntry]
-) -> Iterator[Tensor]:
+) -> Iterator[memoryview]:
+    """The bytes of a file, whose tensors are made as they are asked for."""
+    yield memoryview(file_header([_place(blueprint, entry) for entry in file.entries]))
     for entry in file.entries:
         value = blueprint.value(entry)
-        receipt.append(_receipt_entry(blueprint, entry, value))
-        yield value
+        content = tensor_bytes(value)
+        receipt.append(_receipt_entry(blueprint, entry, value, content))
+        yield content
 
 
-def _receipt_entry(blueprint: Blueprint, entry: Assignment, value: Tensor) -> ReceiptEntry:
+def _receipt_entry(
+    blueprint: Blueprint, entry: Assignment, value: Tensor, content: memoryview
+) -> ReceiptEntry:
     difference = blueprint.difference(entry, value)
     if difference is None and entry.rule not in ("copied", "group router of token router"):
         difference = value.float()  # there is nothing that it could be compared with
@@ -169,7 +193,7 @@ def _receipt_entry(blueprint: Blueprint, entry: Assignment, value: Tensor) -> Re
         rule=entry.rule,
         seed=seed_of(entry, blueprint),
         norm=0.0 if difference is None else float(torch.linalg.vector_norm(difference)),
-        digest=hashlib.sha256(tensor_bytes(value)).hexdigest(),
+        digest=hashlib.sha256(content).hexdigest(),
     )
 
 

@@ -1,0 +1,210 @@
+"""Saving and resuming a training state, beside plain writing and reading of the same bytes.
+
+A dense model under the engine has done one update, so that masters and moments are there. Its state
+is saved as a training run does it in the foreground; the peer writes as many bytes from memory into
+one file and forces them to disk. It is resumed from a cold cache, all digests checked; the peer
+reads the same files by one thread. Both begin by removing what they wrote in the round before. Peak
+memory is the process's own, mapped files not counted, beyond what it had before.
+
+    python tests/bench/checkpoint.py [--parameters MILLIONS] [--rounds N] [--quick] [--json FILE]
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from digests import forget_pages, read
+from feed import own_memory, watching_memory
+from ratios import Options, Row, compare, interleaved, parse_options, report
+from support.tiny_models import random_batch
+
+from pipeline.artifacts import digests as remembering
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from pipeline.artifacts.places import verified_path
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.checkpoints.training_state import PieceReader, write_pieces
+from pipeline.config import BatchesConfig, ModelConfig, Recipe
+from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import build_model
+from pipeline.training.engine import Engine, connect
+from pipeline.training.optim import make_optimizer
+from pipeline.training.run_directory import RunDirectory
+
+MEBIBYTE = 2**20
+SAVE_TARGET = 0.85
+RESUME_TARGET = 0.3
+PEAK_TARGET = 4.0
+"""The state is this many times the memory that saving it takes."""
+
+DEFAULT_MILLIONS = 100
+WIDTH = 1024
+LAYER_MILLIONS = 29
+"""Of an encoder and a decoder layer of M2M-100's width."""
+VOCABULARY = 32_000
+TAGS = 2
+BUFFER_BYTES = 64 * MEBIBYTE
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run's folder with one state, and the engine it was saved from."""
+
+    engine: Engine
+    run_directory: RunDirectory
+    folder: Path
+
+    @property
+    def place(self) -> Path:
+        return self.run_directory.states_dir / "update-0000001"
+
+    @property
+    def state(self) -> Artifact:
+        return open_artifact(self.place, kind="training_state")
+
+    def save(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.run_directory.write(self.place, kind="training_state", write=self._write)
+
+    def _write(self, writer: ArtifactWriter) -> None:
+        pieces = self.engine.optimizer_pieces(copied=False)
+        writer.settled |= write_pieces(writer.directory / "optimizer", pieces, part=0)
+
+    def resume(self) -> None:
+        """As a process does that knows nothing of the state, on a machine that has not read it."""
+        self.forget()
+        state = self.state
+        check_together(state, state.names())
+        self.engine.load_optimizer_pieces(PieceReader(state), update=1)
+
+    def read(self) -> None:
+        self.forget()
+        for path in self.files():
+            read(path)
+
+    def write_plainly(self) -> None:
+        path, left = self.folder / "plain", self.size
+        path.unlink(missing_ok=True)
+        with path.open("wb", buffering=0) as stream:
+            while left:
+                left -= stream.write(RANDOM[:left])
+            os.fsync(stream.fileno())
+
+    def forget(self) -> None:
+        remembering._MEMORY.clear()
+        verified_path(self.place).unlink(missing_ok=True)
+        for path in self.files():
+            forget_pages(path)
+
+    def files(self) -> list[Path]:
+        return sorted(self.place.glob("optimizer/*"))
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+
+RANDOM = memoryview(os.urandom(BUFFER_BYTES))
+
+
+def make_saved(world: World, folder: Path, *, millions: int) -> Saved:
+    """A model of about so many parameters, after one update, and a place for its state."""
+    connect(world)
+    layers = max(1, round((millions - VOCABULARY * WIDTH / 1e6) / LAYER_MILLIONS))
+    recipe = Recipe(
+        name="checkpoint",
+        model=ModelConfig(
+            encoder_layers=layers,
+            decoder_layers=layers,
+            width=WIDTH,
+            feed_forward_width=4 * WIDTH,
+            num_heads=16,
+        ),
+        batches=BatchesConfig(micro_batches=1),
+    )
+    spec = placeholder_spec(recipe.model, vocabulary_size=VOCABULARY, num_groups=TAGS)
+    model = build_model(spec)
+    initialize_weights(model, seed=1)
+    engine = Engine(
+        model,
+        recipe,
+        world=world,
+        ds_config={"zero_optimization": {"stage": 1}},
+        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+    )
+    batch = random_batch(spec, sentences=2, seed=1)
+    engine.train_step([batch], seeds=[1], total_labels=batch.num_labels, learning_rate=1e-4)
+    run_directory = RunDirectory(
+        folder / "model", stage="pretrain", config={}, inputs={}, world=world
+    )
+    return Saved(engine, run_directory, folder)
+
+
+def compare_saving(saved: Saved, options: Options) -> list[Row]:
+    seconds = interleaved(
+        {"ours": saved.save, "writing and syncing": saved.write_plainly},
+        rounds=options.rounds,
+        warm_up=1,
+    )
+    return compare(seconds, case="save a state", target=SAVE_TARGET)
+
+
+def compare_resuming(saved: Saved, options: Options) -> list[Row]:
+    seconds = interleaved(
+        {"ours": saved.resume, "reading": saved.read}, rounds=options.rounds, warm_up=1
+    )
+    return compare(seconds, case="resume from a state", target=RESUME_TARGET)
+
+
+def peak_row(action: Callable[[], None], saved: Saved, *, case: str) -> Row:
+    """The memory that an action takes, and the state's size by it."""
+    before = own_memory()
+    with watching_memory() as peak:
+        action()
+    taken = max(1, (peak.bytes - before) // MEBIBYTE)
+    size = saved.size // MEBIBYTE
+    return Row(
+        case=f"{case}: MiB, of the state's {size:,}",
+        metric="mebibytes",
+        ours=taken,
+        peer=size,
+        ratio=round(size / taken, 3),
+        target=PEAK_TARGET,
+        holds=size / taken >= PEAK_TARGET,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--parameters", type=int, default=DEFAULT_MILLIONS)
+    given, sys.argv[1:] = parser.parse_known_args()
+    options = parse_options(__doc__ or "")
+    with tempfile.TemporaryDirectory() as folder, distributed_world() as world:
+        saved = make_saved(world, Path(folder), millions=1 if options.quick else given.parameters)
+        parameters = sum(value.numel() for value in saved.engine.model.parameters())
+        rows = [
+            peak_row(saved.save, saved, case="peak memory of saving"),
+            peak_row(saved.resume, saved, case="peak memory of resuming"),
+            *compare_saving(saved, options),
+            *compare_resuming(saved, options),
+        ]
+        shapes = f"{parameters / 1e6:,.0f} M parameters, a state of {saved.size / 1e9:.2f} GB"
+    report(rows, options, shapes=shapes)
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)

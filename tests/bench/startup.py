@@ -1,0 +1,137 @@
+"""How long a command takes to start, beside ``python -c "import torch"``.
+
+``mmnmt describe`` from its call to its end, and ``mmnmt pretrain`` on the demo's data, with one
+process, from its call until the first update is written down. Both are mostly imports, which take
+as long as the machine's disk and cores make them: hence ratios, to loading torch in the same round.
+
+    python tests/bench/startup.py [--quick] [--rounds N] [--json FILE]
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratios import Options, Row, compare, interleaved, parse_options, report
+
+ROOT = Path(__file__).resolve().parents[2]
+DESCRIBE_TARGET = 0.84
+"""2.5 s where loading torch takes 2.1."""
+PRETRAIN_TARGET = 0.52
+"""4 s there."""
+TIMEOUT_SECONDS = 300
+LOOK_SECONDS = 0.005
+
+RECIPE = """\
+parent = "demo_dense"
+description = "the demo's dense source, which writes every update down"
+[logging]
+every = 1
+"""
+DATA_STAGES = {
+    "corpus": ("import_corpus",),
+    "clean": ("clean", "--corpus", "corpus"),
+    "tokenizer": ("train_tokenizer", "--corpus", "clean"),
+    "shards": ("make_shards", "--corpus", "clean", "--tokenizer", "tokenizer"),
+    "mixture": ("mix", "--shards", "shards"),
+}
+"""What makes each artifact, from those before it."""
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds this source and computes on one thread."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(arguments: Sequence[str], *, directory: Path) -> None:
+    """A process of this interpreter, to its end."""
+    subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+
+
+def make_data(directory: Path) -> None:
+    """The demo's shards and mixture, and a recipe that trains on them."""
+    (directory / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    for name, stage in DATA_STAGES.items():
+        run(
+            ["-m", "pipeline.cli", *stage, "--recipe", "recipe.toml", "--out", name],
+            directory=directory,
+        )
+
+
+def first_update(directory: Path) -> None:
+    """``pretrain`` until its first update is written down, then its end."""
+    for folder in ("model", "model.run"):
+        shutil.rmtree(directory / folder, ignore_errors=True)
+    given = ["--recipe", "recipe.toml", "--shards", "shards", "--mixture", "mixture"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", "pretrain", *given, "--out", "model"],
+        cwd=directory,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for_line(directory / "model.run" / "metrics.jsonl", process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_line(path: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until a file has something in it."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not (path.exists() and path.stat().st_size):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"pretrain ended, or made no update in {TIMEOUT_SECONDS} s.")
+        time.sleep(LOOK_SECONDS)
+
+
+def compare_starts(directory: Path, options: Options) -> list[Row]:
+    seconds = interleaved(
+        {
+            "import torch": lambda: run(["-c", "import torch"], directory=directory),
+            "describe": lambda: run(
+                ["-m", "pipeline.cli", "describe", "--recipe", "demo_moe"], directory=directory
+            ),
+            "pretrain": lambda: first_update(directory),
+        },
+        rounds=options.rounds,
+        warm_up=1,
+    )
+    torch_seconds = seconds["import torch"]
+    return [
+        *compare(
+            {"import torch": torch_seconds, "ours": seconds["describe"]},
+            case="describe",
+            target=DESCRIBE_TARGET,
+        ),
+        *compare(
+            {"import torch": torch_seconds, "ours": seconds["pretrain"]},
+            case="pretrain to its first update",
+            target=PRETRAIN_TARGET,
+        ),
+    ]
+
+
+def main() -> None:
+    options = parse_options(__doc__ or "")
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(Path(folder))
+        rows = compare_starts(Path(folder), options)
+    report(rows, options, shapes="one process, one thread; the demo's dense model")
+
+
+if __name__ == "__main__":
+    main()
