@@ -16,7 +16,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, K
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
 from pipeline.config import Recipe, chosen_settings
-from pipeline.ds_config import load_ds_config
+from pipeline.ds_config import UNDECIDING_KEYS, load_ds_config
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Stage:
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Of the settings in a manifest, those on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
-        return without_settings(chosen, self.undeciding)
+        of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
+        return without_settings(chosen, (*self.undeciding, *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:

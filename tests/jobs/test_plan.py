@@ -26,6 +26,7 @@ from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
 from pipeline.config import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.ds_config import load_ds_config
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
@@ -408,6 +409,22 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
 
 
 def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
+def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_date(
+    setup: Setup,
+) -> None:
+    setup.run()
+    ds_config = load_ds_config("cpu_fp32")
+    ds_config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 1000}
+    ds_config |= {"tensorboard": {"enabled": True}, "wall_clock_breakdown": True}
+    path = setup.folder / "machine.json"
+    path.write_text(json.dumps(ds_config))
+    _plan_with(setup, "threads = 2", f'threads = 2\nds_config = "{path}"')
+    assert setup.forecast()[-1] == "model: done"
+    ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    path.write_text(json.dumps(ds_config))
+    assert "ds_config.data_types.grad_accum_dtype: unset → fp32" in setup.forecast()[-1]
+
+
     setup.run()
     _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
     _, said = setup.run(rebuild=["model"])
