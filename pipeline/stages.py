@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    InputRecord,
+    Kind,
+    new_artifact,
+    stage_key,
+)
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
 from pipeline.config import Recipe, chosen_settings
@@ -94,6 +101,16 @@ class StageCall:
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
         return ds_config
+
+    @property
+    def key(self) -> str:
+        """Of the stage's output: its settings and the digests of its inputs."""
+        return stage_key(
+            stage=self.stage.name,
+            kind=self.stage.makes,
+            config=self.config,
+            inputs={name: record.digest for name, record in self.records.items()},
+        )
 
     def new_artifact(
         self, *, wall_seconds: float | None = None
