@@ -351,7 +351,8 @@ class TrainingConfig(Settings):
     validate_every: Updates = 1000
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
-    """Training states kept besides the weights of the best validation perplexity."""
+    """Training states kept during training, besides the weights of the best validation perplexity;
+    what stays of them afterwards says saving.keep_states."""
     resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
     """Pairs: low ≤ first, high ≥ second, medium between."""
 
@@ -378,6 +379,11 @@ class SavingConfig(Settings):
 
     in_background: bool = False
     """Training goes on while a copy of the state (in host memory) is written."""
+    keep_states: Literal["none", "last", "all"] = "none"
+    """What of ``OUT.run`` stays when a training stage is done. ``none``: nothing, the folder is
+    removed; ``last``: the state of the last update, from which training goes on where
+    training.updates is raised later; ``all``: the last training.keep_last of them, for
+    ``mmnmt checkpoint average --run``."""
 
 
 class UpcyclingConfig(Settings):

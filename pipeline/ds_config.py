@@ -59,6 +59,20 @@ MAX_BUCKET = 10**12
 ACCUMULATION_TYPES = ("fp32", "bf16")
 """In what gradients are accumulated; in the model's own dtype where nothing is said."""
 
+UNDECIDING_KEYS = (
+    *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
+    "zero_allow_untested_optimizer",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+)
+"""What makes no other model: what is logged and measured, what DeepSpeed is allowed, and when and
+in which portions values are moved. As another number of processes does, another portion may round
+a sum otherwise. All else does: precision, the ZeRO stage, what gradients are added up in, which
+optimizer runs where, and what is not known here."""
+
 RECIPE_KEYS = {
     "train_batch_size": "batches.tokens and batches.micro_batches",
     "train_micro_batch_size_per_gpu": "batches.tokens",

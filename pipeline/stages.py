@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, InputRecord, Kind, new_artifact
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    InputRecord,
+    Kind,
+    new_artifact,
+    stage_key,
+)
 from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
 from pipeline.config import Recipe, chosen_settings
-from pipeline.ds_config import load_ds_config
+from pipeline.ds_config import UNDECIDING_KEYS, load_ds_config
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,8 @@ class Stage:
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Of the settings in a manifest, those on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
-        return without_settings(chosen, self.undeciding)
+        of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
+        return without_settings(chosen, (*self.undeciding, *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
@@ -98,6 +106,16 @@ class StageCall:
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
         return ds_config
+
+    @property
+    def key(self) -> str:
+        """Of the stage's output: its settings and the digests of its inputs."""
+        return stage_key(
+            stage=self.stage.name,
+            kind=self.stage.makes,
+            config=self.config,
+            inputs={name: record.digest for name, record in self.records.items()},
+        )
 
     def new_artifact(
         self, *, wall_seconds: float | None = None

@@ -1,11 +1,13 @@
 """The table of stages: what each reads of a recipe, and which of it decides the result."""
 
+import json
 from typing import Any
 
 import pytest
 
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
 from pipeline.config import Recipe
+from pipeline.ds_config import ds_config_names, load_ds_config
 from pipeline.settings import Settings
 from pipeline.stages import STAGES, stage_config
 
@@ -90,6 +92,19 @@ BESIDE: dict[str, dict[str, set[str]]] = {
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 
 
+DS_CONFIG_DECIDING = {
+    *("bf16.enabled", "data_types.grad_accum_dtype", "zero_force_ds_cpu_optimizer"),
+    *("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
+}
+DS_CONFIG_BESIDE = {
+    *("csv_monitor.enabled", "tensorboard.enabled"),
+    *("zero_optimization.allgather_bucket_size", "zero_optimization.contiguous_gradients"),
+    *("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.overlap_comm"),
+    "zero_optimization.reduce_bucket_size",
+}
+"""Keys of the ds_configs that ship, by whether a model's training depends on them."""
+
+
 def names_of(tree: dict[str, Any]) -> dict[str, set[str]]:
     return {section: set(settings) for section, settings in tree.items() if section != "ds_config"}
 
@@ -108,6 +123,48 @@ def test_every_setting_of_a_stage_is_named_as_deciding_its_result_or_not(name: s
         for section in {*DECIDING[name], *beside}
     }
     assert ("ds_config" in STAGES[name].deciding(config)) == STAGES[name].trains
+
+
+def leaves_of(tree: dict[str, Any], prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, value in tree.items():
+        below = isinstance(value, dict)
+        found |= leaves_of(value, f"{prefix}{name}.") if below else {prefix + name}
+    return found
+
+
+def deciding_keys(ds_config: dict[str, Any]) -> set[str]:
+    found: dict[str, Any] = STAGES["pretrain"].deciding({"ds_config": ds_config})["ds_config"]
+    return leaves_of(found)
+
+
+def test_every_key_of_a_ds_config_is_named_as_deciding_a_model_or_not() -> None:
+    configs = [load_ds_config(name) for name in ds_config_names()]
+    assert set().union(*map(leaves_of, configs)) == DS_CONFIG_DECIDING | DS_CONFIG_BESIDE
+    assert set().union(*map(deciding_keys, configs)) == DS_CONFIG_DECIDING
+
+
+@pytest.mark.parametrize(
+    ("section", "decides"),
+    [
+        ({"comms_logger": {"enabled": True, "verbose": True}}, False),
+        ({"wandb": {"enabled": True, "project": "one"}}, False),
+        ({"wall_clock_breakdown": True}, False),
+        ({"zero_allow_untested_optimizer": True}, False),
+        ({"communication_data_type": "fp32"}, True),
+        ({"bf16": {"immediate_grad_update": True}}, True),
+        ({"zero_optimization": {"round_robin_gradients": True}}, True),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}, True),
+        ({"not_yet_known": 1}, True),
+        ({"not_yet_known": {"overlap_comm": True}}, True),
+        ({"overlap_comm": True}, True),
+    ],
+    ids=lambda value: value if isinstance(value, bool) else json.dumps(value),
+)
+def test_a_key_of_a_ds_config_that_is_not_known_to_decide_nothing_decides(
+    section: dict[str, Any], decides: bool
+) -> None:
+    assert deciding_keys(section) == (leaves_of(section) if decides else set())
 
 
 @pytest.mark.parametrize("entry", [*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS])

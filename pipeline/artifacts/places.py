@@ -4,7 +4,8 @@ Beside an output ``NAME`` there may be
 
 - ``.NAME.unfinished``: the artifact under construction;
 - ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
-- ``NAME.run``: what a stage that can be interrupted keeps for its next run;
+- ``NAME.run``: what a stage that can be interrupted keeps for its next run, until it is done
+  (``run_removal``);
 - ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier ``NAME`` with its run
   folder, set aside when the user had it trained anew; nothing here reads them, so they can be
   removed, or renamed to be what they were;
@@ -95,7 +96,7 @@ def why_not_ours(directory: Path) -> str | None:
     if not directory.is_dir():
         return "is not a folder"
     try:
-        found = list(_entries(directory))
+        found = list(entries(directory))
         if not found:
             return None
         manifest = read_manifest(directory)
@@ -114,7 +115,7 @@ def why_not_ours(directory: Path) -> str | None:
     return None
 
 
-def _entries(directory: Path) -> Iterator[str]:
+def entries(directory: Path) -> Iterator[str]:
     """Everything below a folder that is not itself a folder, by name, in order."""
     for folder, folder_names, names in os.walk(directory, onerror=_raise):
         folder_names.sort()
@@ -135,7 +136,7 @@ def is_working(directory: Path) -> bool:
     """Whether a folder is a working folder: one with our marker, or one without any file."""
     if directory.is_symlink() or not directory.is_dir():
         return False
-    return _is_plain(directory / MARKER_NAME) or not any(_entries(directory))
+    return _is_plain(directory / MARKER_NAME) or not any(entries(directory))
 
 
 def refuse_to_overwrite(out_dir: Path, *, overwrite: bool) -> None:

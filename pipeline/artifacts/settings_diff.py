@@ -51,12 +51,14 @@ def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | Non
 
 
 def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Nested settings but those named, ``section.setting`` each."""
+    """Nested settings but those named: ``section``, ``section.setting``, and so on down."""
     kept = dict(tree)
     for name in names:
-        section, _, setting = name.partition(".")
-        if isinstance(table := kept.get(section), Mapping):
-            kept[section] = {key: value for key, value in table.items() if key != setting}
+        first, _, below = name.partition(".")
+        if not below:
+            kept.pop(first, None)
+        elif isinstance(table := kept.get(first), Mapping):
+            kept[first] = without_settings(table, [below])
     return kept
 
 

@@ -66,7 +66,8 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     if len(state_dirs) < last:
         raise ArtifactError(
             f"{run_dir} holds {len(state_dirs)} training states where {last} are wanted: name the "
-            "run folder OUT.run of a training stage, ask for fewer, or raise training.keep_last."
+            "run folder OUT.run of a training stage, ask for fewer, or train with more of them in "
+            'training.keep_last, and saving.keep_states = "all", which keeps them when it is done.'
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
     best = open_checkpoint(run_dir / "best")

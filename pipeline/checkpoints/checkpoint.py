@@ -97,13 +97,20 @@ def load_model(
     regularization: Regularization | None = None,
     expert_parallel: ExpertParallel | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """Build the model of a checkpoint and fill it; every rank reads only what it holds."""
+    """Build the model of a checkpoint and fill it; every rank reads only what it holds.
+
+    Weights are read one tensor at a time from mapped files, which the ranks of a machine share, and
+    rounded to ``dtype`` on their way: no rank ever holds more than its part of the model, and the
+    tensor at hand.
+    """
     model = build_model(
         read_spec(checkpoint),
         regularization=regularization,
         expert_parallel=expert_parallel,
         device=device,
+        dtype=dtype,
     )
     load_weights(model, checkpoint)
     return model

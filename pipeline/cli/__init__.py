@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import NoReturn
 
 from pipeline.cli.checkpoint_verbs import add_checkpoint_verbs
-from pipeline.cli.ending import guarded
+from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.plan_verbs import PLAN_VERBS
 from pipeline.cli.recipe_verbs import RECIPE_VERBS
 from pipeline.cli.stage_verbs import stage_main
@@ -31,10 +31,15 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """What the command does with its arguments; returns its exit code."""
+    """What the command does with its arguments; returns its exit code.
+
+    As one of several ranks that a launcher started, only rank 0 does anything beside stages.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in STAGES:
         return stage_main(arguments[0], arguments[1:])
+    if own_rank() != 0:
+        return 0  # one process does it, however many a launcher started
     options = _parser().parse_args(arguments)
     verb: Verb = options.chosen
     return guarded(verb.command, lambda: verb.action(options))

@@ -1,12 +1,14 @@
 """Plans from the command line: run them, and look at them."""
 
 import argparse
+import os
 from pathlib import Path
 
 from pipeline.artifacts.raw_input import RawInput, raw_input
-from pipeline.cli.ending import say
+from pipeline.cli.ending import launched_size, say, say_once
 from pipeline.cli.option_types import named_paths, whole_number
 from pipeline.cli.verb import Verb
+from pipeline.distributed.world import is_launched
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan import load_plan, place_plan, plan_names
 from pipeline.jobs.runner import dry_run, run_plan, show_status
@@ -23,7 +25,18 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         dry_run(placed, rebuild=options.rebuild)
         return 0
+    _say_who_runs_it()
     return run_plan(placed, rebuild=options.rebuild, say=say)
+
+
+def _say_who_runs_it() -> None:
+    """Say that a plan needs no launcher, where one started several ranks of it."""
+    started = launched_size(os.environ) if is_launched(os.environ) else None
+    if started is not None and started > 1:
+        say_once(
+            f"mmnmt run: a launcher started {started} ranks, of which rank 0 alone runs the plan, "
+            "on its machine: start it once, since it starts the processes of its stages itself."
+        )
 
 
 def _status(options: argparse.Namespace) -> int:

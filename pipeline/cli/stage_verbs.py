@@ -25,6 +25,7 @@ from pipeline.artifacts.places import (
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
+from pipeline.artifacts.run_removal import finish_removal
 from pipeline.cli.assembly_command import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
@@ -67,6 +68,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     _prepare_output(call)
     if not call.overwrite and _already_done(call):
         say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
+        _finish_removal(call)
         return 0
     refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
     _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
@@ -81,6 +83,13 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     if own_rank() == 0:
         _say_summary(call)
     return 0
+
+
+def _finish_removal(call: StageCall) -> None:
+    """Where a finished training was killed before it could remove its run folder."""
+    problem = finish_removal(call.out_dir) if own_rank() == 0 else None
+    if problem is not None:
+        say_once(f"mmnmt {call.stage.name}: {problem}")
 
 
 def _say_whose_ranks(stage: Stage, asked: int | None) -> None:

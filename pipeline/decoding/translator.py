@@ -59,7 +59,7 @@ class Translator:
         self.scheme = read_spec(checkpoint).tag_scheme
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
-        self.model: Transformer = load_model(checkpoint, device=device).to(dtype)
+        self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}

@@ -21,6 +21,7 @@ from pipeline.artifacts.places import (
     sole_writer,
     unfinished_dir,
 )
+from pipeline.artifacts.run_removal import finish_removal
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.hints import hint
 from pipeline.jobs.freshness import change_of_files, forecast, reason_to_run
@@ -161,6 +162,8 @@ class _Run:
         _refuse_changed(task)
         if reason is None:
             self._say(f"{task.name}: already done")
+            if problem := finish_removal(task.out_dir):
+                self._say(f"{task.name}: {problem}")
             self.outcomes.append(Outcome(task.name, "already done"))
             return 0
         self._set_aside(task)

@@ -52,8 +52,15 @@ def why_lost(task: Task, *, digests: Mapping[str, str] | None = None) -> str | N
     if changes and _is_longer(finished, task, digests=digests):
         if state and problem is None:
             return None
-        changes.append(problem or f"{run_dir(task.out_dir)} has no training state to go on from")
+        changes.append(problem or _no_state(run_dir(task.out_dir)))
     return listed_changes(changes) or None
+
+
+def _no_state(run_folder: Path) -> str:
+    return (
+        f"{run_folder} has no training state to go on from, which is kept of a finished training "
+        'only where its recipe has saving.keep_states = "last" or "all"'
+    )
 
 
 def _finished(task: Task) -> Manifest | None:

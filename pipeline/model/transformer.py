@@ -223,8 +223,11 @@ def build_model(
     regularization: Regularization | None = None,
     expert_parallel: ExpertParallel | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Transformer:
     """A model whose parameters are allocated but not yet set (initialise it, or load weights).
+
+    They are allocated once, in ``dtype``, and so are the buffers.
 
     Raises:
         ConfigError: there is not that much memory, or a kernel of the device does not take the
@@ -237,6 +240,7 @@ def build_model(
         )
     with torch.device("meta"):
         model = Transformer(spec, regularization=regularization, expert_parallel=expert_parallel)
+        model.to(dtype)
     try:
         _allocate(model, device)
     except RuntimeError as error:
@@ -248,7 +252,7 @@ def build_model(
             "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
         ) from error
     model.reset_buffers(device)
-    return model
+    return model.to(dtype)
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:

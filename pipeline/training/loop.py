@@ -258,12 +258,18 @@ class TrainingRun:
             yield batch_plan, directions.index(direction) if index < len(plan) else None
 
     def _save_if_due(self, stop: StopFlag) -> None:
-        update, training = self.position.update, self.recipe.training
         self.run_directory.publish_written()
         if stop.agreed():
             self._stop()
-        if update % training.checkpoint_every == 0 and update < training.updates:
+        if self._is_state_due():
             self._save()
+
+    def _is_state_due(self) -> bool:
+        """After the last update only where states are kept: so that more updates repeat none."""
+        update, training = self.position.update, self.recipe.training
+        if update == training.updates:
+            return self.recipe.saving.keep_states != "none"
+        return update % training.checkpoint_every == 0
 
     def _stop(self) -> None:
         self._save()
@@ -353,6 +359,7 @@ class TrainingRun:
         run_directory.wait()
         if self.world.rank != 0:
             return
+        self._settle_states()
         best = open_artifact(run_directory.best_dir, kind="checkpoint")
         # What earlier attempts had done when they were stopped, and all of this one: loading, the
         # last validation and writing too, which the curves' clock leaves out.
@@ -367,6 +374,18 @@ class TrainingRun:
             if self.replanned:
                 writer.statistics["replanned"] = self.replanned
             writer.summary += self._summary()
+        if self.recipe.saving.keep_states == "none":
+            run_directory.remove()
+
+    def _settle_states(self) -> None:
+        """Keep of the states what is needed once the model is there; rank 0 only."""
+        match self.recipe.saving.keep_states:
+            case "none":  # until it is there, all of them are needed
+                self.run_directory.announce_removal(key=self.call.key)
+            case "last":
+                self.run_directory.prune(keep_last=1)
+            case "all":
+                pass
 
     def _summary(self) -> list[str]:
         progress, training = self.position, self.data.train_lines

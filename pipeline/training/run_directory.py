@@ -2,7 +2,8 @@
 
 ``states/update-000100`` are training states, of which the last few are kept; ``best`` holds the
 weights of the best validation so far; ``metrics.jsonl`` the curves. One process group writes it at
-a time. A run resumes from the highest complete state.
+a time. A run resumes from the highest complete state. When it is done, the folder is removed unless
+the recipe says otherwise (``saving.keep_states``).
 """
 
 import errno
@@ -45,6 +46,13 @@ from pipeline.artifacts.places import (
     run_dir,
     unfinished_dir,
     why_not_ours,
+)
+from pipeline.artifacts.run_removal import (
+    LOCK_NAME,
+    announce_removal,
+    remove_contents,
+    remove_emptied,
+    withdraw_removal,
 )
 from pipeline.artifacts.training_states import (
     STATE_NAME,
@@ -90,6 +98,7 @@ class RunDirectory:
         self._world = world
         self._pending: _PendingWrite | None = None
         self._lock: Lock | None = None
+        self._is_removed = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -104,7 +113,7 @@ class RunDirectory:
                 try:
                     claim_run_folder(self.directory, work="training")
                     lock = exclusive(
-                        self.directory / "lock",
+                        self.directory / LOCK_NAME,
                         what=str(self.directory),
                         patience_seconds=LOCK_PATIENCE_SECONDS,
                     )
@@ -117,6 +126,8 @@ class RunDirectory:
             if problem:
                 raise ArtifactError(problem)
             yield
+        if self._is_removed:
+            self._remove_emptied()
 
     def resume_from(self, *, overwrite: bool) -> Artifact | None:
         """The highest complete training state of this very run, or None to begin.
@@ -140,6 +151,7 @@ class RunDirectory:
         return open_artifact(self.states_dir / name, kind="training_state") if name else None
 
     def _newest_state(self, *, overwrite: bool) -> str | None:
+        withdraw_removal(self.directory)
         self._remove_leftovers()
         names = self.state_names()
         if not names:
@@ -288,6 +300,38 @@ class RunDirectory:
             for name in self.state_names()[:-keep_last]:
                 with suppress(UserError, OSError):
                     remove_artifact(self.states_dir / name)
+
+    def announce_removal(self, *, key: str) -> None:
+        """Say that nothing here is needed once the artifact of that key is there; rank 0 only.
+
+        The next start of the stage finishes the removal where this process does not come to it.
+        """
+        announce_removal(self.directory, key=key)
+
+    def remove(self) -> None:
+        """Remove what training wrote here; rank 0 only, at the end of the block of ``locked``.
+
+        The artifact is there already: what cannot be removed is said, and no error.
+        """
+        try:
+            remove_contents(self.directory)
+            self._is_removed = True
+        except OSError as error:
+            self._say_not_removed(error)
+
+    def _remove_emptied(self) -> None:
+        """Once the lock's file is no longer in it."""
+        try:
+            problem = remove_emptied(self.directory)
+        except OSError as error:
+            self._say_not_removed(error)
+        else:
+            if problem:
+                print(problem, file=sys.stderr, flush=True)
+
+    def _say_not_removed(self, error: OSError) -> None:
+        reason = describe_os_error(error)
+        print(f"{self.directory} could not be removed ({reason}).", file=sys.stderr, flush=True)
 
 
 class _PendingWrite:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from pipeline.artifacts.settings_diff import describe_change, setting_changes, with_defaults
+from pipeline.artifacts.settings_diff import (
+    describe_change,
+    setting_changes,
+    with_defaults,
+    without_settings,
+)
 from pipeline.config import Recipe
 
 
@@ -15,6 +20,15 @@ def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> N
         "d: {} → unset",
         "d.f: unset → True",
     ]
+
+
+def test_settings_are_left_out_by_their_path_at_any_depth() -> None:
+    tree = {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4, "g": {"b": 5}}
+    assert without_settings(tree, ["a.b.c", "f", "g.b", "a.x.y", "f.x", "x"]) == {
+        "a": {"b": {"d": 2}, "e": 3},
+        "g": {},
+    }
+    assert tree["a"] == {"b": {"c": 1, "d": 2}, "e": 3}, "the settings given stay as they are"
 
 
 @pytest.mark.parametrize(

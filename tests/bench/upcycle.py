@@ -2,8 +2,8 @@
 
 A dense checkpoint in float32 of M2M-100's width, with as many layers as asked for (12 are the
 paper's 418 million parameters, less its vocabulary), becomes 32 experts in every second layer, in
-bfloat16, 10 % of their entries zero: ``mmnmt upcycle ASSEMBLY.toml`` in a process
-of its own, as a user runs it. The peer copies the files of the result and forces them to disk. Memory is that of all
+bfloat16, 10 % of their entries zero: ``mmnmt upcycle ASSEMBLY.toml`` in a process of its own, as a
+user runs it. The peer copies the files of the result and forces them to disk. Memory is that of all
 processes together, mapped files not counted, looked at every few milliseconds.
 
     python tests/bench/upcycle.py [--layers N] [--processes N] [--rounds N] [--quick] [--json FILE]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from support.process_pool import ProcessPool
 from support.stored_checkpoints import Weights, make_checkpoint
 from support.tiny_models import random_batch, tiny_model, tiny_spec
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
@@ -320,6 +321,59 @@ def test_every_rank_loads_its_own_experts(pool2: ProcessPool, tmp_path: Path) ->
     assert first | second == expected
     shared = {name for name in expected if ".experts." not in name}
     assert set(first) & set(second) == shared
+
+
+def names_read(world: World, directory: Path) -> list[str]:
+    """Tensors whose values this rank reads of a checkpoint that it loads its part of."""
+    connect(world)
+    saved = open_artifact(directory, kind="checkpoint")
+    parallel = expert_parallel_group(2, world=world)
+    original = TensorFiles.read_as_stored
+    with mock.patch.object(
+        TensorFiles, "read_as_stored", autospec=True, side_effect=original
+    ) as reading:
+        load_model(saved, expert_parallel=parallel)
+    return [call.args[1] for call in reading.call_args_list]
+
+
+def test_ranks_that_share_experts_read_each_expert_once_together(
+    pool2: ProcessPool, tmp_path: Path
+) -> None:
+    model = tiny_model(SPEC)
+    saved_checkpoint(tmp_path / "checkpoint", model)
+    by_rank = pool2.run(names_read, tmp_path / "checkpoint")
+    experts, others = (
+        sorted(
+            entry.name for entry in named_slices(model) if (entry.expert is not None) == of_expert
+        )
+        for of_expert in (True, False)
+    )
+    assert sorted(name for names in by_rank for name in names if ".experts." in name) == experts
+    for names in by_rank:
+        assert sorted(name for name in names if ".experts." not in name) == others
+
+
+def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_once(
+    tmp_path: Path,
+) -> None:
+    saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
+    original, allocated = nn.Module.to_empty, list[torch.dtype]()
+
+    def to_empty(module: nn.Module, **options: Any) -> nn.Module:
+        allocated.extend(parameter.dtype for parameter in module.parameters())
+        return original(module, **options)
+
+    with mock.patch.object(nn.Module, "to_empty", to_empty):
+        loaded = load_model(saved, dtype=torch.bfloat16)
+    assert set(allocated) == {torch.bfloat16}
+    expected = load_model(saved).to(torch.bfloat16)
+    for found, wanted in (
+        (loaded.parameters(), expected.parameters()),
+        (loaded.buffers(), expected.buffers()),
+    ):
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
 
 
 def test_files_stay_within_their_size_and_keep_the_order_of_tensors(

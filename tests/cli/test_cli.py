@@ -17,8 +17,10 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
-from pipeline.artifacts.places import sole_writer
+from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.places import claim_run_folder, plan_lock_path, sole_writer
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.run_removal import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
 from pipeline.config import DecodingConfig, ModelConfig, Recipe
@@ -213,6 +215,24 @@ def test_a_finished_result_of_the_same_inputs_is_not_built_again(
     assert "already done" in capsys.readouterr().err
     assert bench.read("--overwrite") == 0
     assert len(bench.calls) == 2
+
+
+def test_a_finished_training_that_was_killed_before_its_run_folder_was_gone_removes_it(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.train()
+    folder = Path(bench.at("model.run"))
+    claim_run_folder(folder, work="training")
+    key = open_artifact(Path(bench.at("model")), kind="checkpoint").manifest.key
+    announce_removal(folder, key=key)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    capsys.readouterr()
+    assert bench.train() == 0
+    assert len(bench.calls) == 2
+    assert not folder.exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "already done" in line
 
 
 @pytest.mark.parametrize("edited", ['"rewritten"\n', '"READ"\n', None])
@@ -462,47 +482,72 @@ def test_nothing_is_said_of_processes_that_were_not_asked_for(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "environments",
+LAUNCHED = [
+    [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
     [
-        [{"RANK": str(rank), "WORLD_SIZE": "2"} for rank in (0, 1)],
-        [
-            {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-            for rank in (0, 1)
-        ],
-        [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"} for rank in (0, 1)],
+        {"SLURM_PROCID": str(rank), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        for rank in (0, 1)
     ],
-    ids=["torchrun", "srun", "mpirun"],
-)
+    [{"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"} for rank in (0, 1)],
+]
+LAUNCHERS = ("torchrun", "srun", "mpirun")
+
+
+def start_rank(environment: dict[str, str], arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """``mmnmt ARGUMENTS`` as a launcher starts it; nothing else of a launcher is there."""
+    names = ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    cleared = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline.cli", *arguments],
+        env=cleared | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("environments", LAUNCHED, ids=LAUNCHERS)
 def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
     tmp_path: Path, environments: list[dict[str, str]]
 ) -> None:
     """Two real processes; the other does not wait for the lock that a writer holds meanwhile."""
     out_dir = tmp_path / "corpus"
-    command = [sys.executable, "-m", "pipeline.cli", "import_corpus", "--recipe", "demo_dense"]
-    names = ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    cleared = {name: value for name, value in os.environ.items() if name not in names}
-
-    def start(environment: dict[str, str]) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*command, "--out", str(out_dir)],
-            env=cleared | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
+    arguments = ["import_corpus", "--recipe", "demo_dense", "--out", str(out_dir)]
     with sole_writer(out_dir):
-        other = start(environments[1])
+        other = start_rank(environments[1], arguments)
         assert other.communicate(timeout=60) == ("", "")
     assert other.returncode == 0
     assert not out_dir.exists()
-    first, other = (start(environment) for environment in environments)
+    first, other = (start_rank(environment, arguments) for environment in environments)
     said, error = first.communicate(timeout=120)
     assert other.communicate(timeout=60) == ("", "")
     assert (first.returncode, other.returncode, error) == (0, 0, "")
     assert "mmnmt import_corpus: " in said
     assert open_artifact(out_dir, kind="corpus").manifest.stage == "import_corpus"
+
+
+@pytest.mark.parametrize("environments", LAUNCHED, ids=LAUNCHERS)
+def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
+    tmp_path: Path, environments: list[dict[str, str]]
+) -> None:
+    """Two real processes; the other does not wait for the lock that the first would hold."""
+    recipe_path, plan_path, out_dir = (tmp_path / name for name in ("r.toml", "p.toml", "out"))
+    recipe_path.write_text('[corpus]\nsource = "cldr"\n[corpus.cldr]\ntrain_pairs = { de = 20 }\n')
+    plan_path.write_text(
+        f'[stages.corpus]\nrun = "import_corpus"\nrecipe = "{recipe_path}"\ninputs = {{}}\n'
+    )
+    arguments = ["run", str(plan_path), "--out", str(out_dir)]
+    with exclusive(plan_lock_path(out_dir), what=str(out_dir)):
+        other = start_rank(environments[1], arguments)
+        assert other.communicate(timeout=60) == ("", "")
+    assert other.returncode == 0
+    first = start_rank(environments[0], arguments)
+    said, error = first.communicate(timeout=120)
+    assert first.returncode == 0
+    assert "corpus: running import_corpus" in said
+    (line,) = error.splitlines()
+    assert line.startswith("mmnmt run: a launcher started 2 ranks, of which rank 0 alone runs the ")
+    assert open_artifact(out_dir / "corpus", kind="corpus").manifest.stage == "import_corpus"
 
 
 # ---------------------------------------------------------------- translate as a filter

@@ -24,7 +24,9 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
+from pipeline.artifacts.run_removal import announce_removal
 from pipeline.config import load_recipe
+from pipeline.ds_config import load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
@@ -407,6 +409,22 @@ def test_an_overlay_is_laid_over_every_recipe(setup: Setup) -> None:
     assert manifest.config["training"]["updates"] == 2
 
 
+def test_how_values_are_moved_and_what_is_logged_leaves_a_trained_model_up_to_date(
+    setup: Setup,
+) -> None:
+    setup.run()
+    ds_config = load_ds_config("cpu_fp32")
+    ds_config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": 1000}
+    ds_config |= {"tensorboard": {"enabled": True}, "wall_clock_breakdown": True}
+    path = setup.folder / "machine.json"
+    path.write_text(json.dumps(ds_config))
+    _plan_with(setup, "threads = 2", f'threads = 2\nds_config = "{path}"')
+    assert setup.forecast()[-1] == "model: done"
+    ds_config["data_types"] = {"grad_accum_dtype": "fp32"}
+    path.write_text(json.dumps(ds_config))
+    assert "ds_config.data_types.grad_accum_dtype: unset → fp32" in setup.forecast()[-1]
+
+
 def test_the_ds_config_is_part_of_what_decides_a_training_stage(setup: Setup) -> None:
     setup.run()
     _plan_with(setup, "threads = 2", 'threads = 2\nds_config = "zero2_fp32"')
@@ -597,8 +615,24 @@ def test_more_updates_go_on_from_the_last_state(setup: Setup, finished: bool) ->
 def test_more_updates_of_a_model_whose_states_are_gone_would_begin_anew(setup: Setup) -> None:
     setup.run()
     _change(setup, "updates = 20")
-    with pytest.raises(ArtifactError, match=r"10 → 20; .*run has no training state to go on from"):
+    words = r"10 → 20; .*run has no training state to go on from, .* saving\.keep_states = \"last\""
+    with pytest.raises(ArtifactError, match=words):
         setup.run()
+
+
+def test_a_plan_removes_the_run_folder_that_a_killed_training_left_behind(setup: Setup) -> None:
+    setup.run()
+    _leave_state(setup, 10)
+    manifest = open_artifact(setup.out_dir / "model", kind="checkpoint").manifest
+    assert setup.run()[0] == 0
+    assert (setup.out_dir / "model.run").exists(), "its removal was not announced"
+    announce_removal(setup.out_dir / "model.run", key=manifest.key)
+    (setup.out_dir / "model.run" / "notes.txt").write_text("mine")
+    code, said = setup.run()
+    assert (code, setup.workshop.started) == (0, [])
+    assert "model: already done" in said
+    assert "model.run is removed but for notes.txt, which training did not write" in said
+    assert names_in(setup.out_dir / "model.run") == [".made-by-mmnmt", "notes.txt"]
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -95,6 +95,7 @@ def make_recipe(**training: Any) -> Recipe:
             **training,
         },
         "logging": {"every": 1},
+        "saving": {"keep_states": "last"},
     }
     return Recipe.model_validate(settings)
 
@@ -208,7 +209,9 @@ def pretrain(
     return "done"
 
 
-def _terminate_at_call(stack: ExitStack, number: int) -> None:
+def _terminate_at_call(
+    stack: ExitStack, number: int, *, names: tuple[str, ...] = ("train_step", "evaluate")
+) -> None:
     calls = 0
 
     def counting(original: Any) -> Any:
@@ -221,7 +224,7 @@ def _terminate_at_call(stack: ExitStack, number: int) -> None:
 
         return call
 
-    for name in ("train_step", "evaluate"):
+    for name in names:
         stack.enter_context(mock.patch.object(Engine, name, counting(getattr(Engine, name))))
 
 
@@ -335,7 +338,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_same_run(
     assert not out_dir.exists()
     assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
-    assert_same_tensors(read_state(out_dir, 4), read_state(straight, 4))
+    assert_same_tensors(read_state(out_dir, UPDATES), read_state(straight, UPDATES))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
 
 
@@ -347,7 +350,7 @@ def test_a_run_that_saves_in_the_background_is_the_same_run(
     pool2.run(pretrain, inputs, out_dir, recipe, terminate_at=(0, 9))
     assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
-    assert_same_tensors(read_state(out_dir, 4), read_state(straight, 4))
+    assert_same_tensors(read_state(out_dir, UPDATES), read_state(straight, UPDATES))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
 
 
@@ -436,6 +439,60 @@ def test_more_updates_go_on_from_the_last_state_and_the_model_says_so(
     words = "the number of updates was changed on the way"
     said = f"{words}: {planned} → {planned + 2} after update {done}"
     assert made.manifest.summary[-1] == said
+
+
+def _count_updates(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe) -> int:
+    """Go on with a finished run; how many updates that takes."""
+    with mock.patch.object(
+        Engine, "train_step", autospec=True, side_effect=Engine.train_step
+    ) as one:
+        assert pretrain(world, inputs, out_dir, recipe, overwrite=True) == "done"
+    return one.call_count
+
+
+def _stop_in_update(
+    world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, number: int
+) -> str:
+    with ExitStack() as stack:
+        _terminate_at_call(stack, number, names=("train_step",))
+        return pretrain(world, inputs, out_dir, recipe)
+
+
+def _assert_same_runs(found: Path, expected: Path, *, updates: int) -> None:
+    assert_same_tensors(read_weights(found), read_weights(expected))
+    assert_same_tensors(read_state(found, updates), read_state(expected, updates))
+    assert read_metrics(found / "metrics.jsonl") == read_metrics(expected / "metrics.jsonl")
+
+
+def test_a_finished_run_that_is_made_longer_is_the_run_that_was_as_long_from_the_start(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    """With a schedule that does not depend on the number of updates; none is made twice."""
+    shorter = changed(make_recipe(updates=4), "optimizer", schedule="inverse_sqrt")
+    longer = changed(shorter, "training", updates=8)
+    pool2.run(pretrain, inputs, tmp_path / "straight", longer)
+    pool2.run(pretrain, inputs, tmp_path / "model", shorter)
+    updates = pool2.run(_count_updates, inputs, tmp_path / "model", longer)
+    assert updates == [4, 4]
+    _assert_same_runs(tmp_path / "model", tmp_path / "straight", updates=8)
+
+
+def test_a_finished_run_that_is_made_longer_is_the_run_that_was_stopped_there(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    """With a schedule that does: both are made to the old number, then to the new one."""
+    shorter = make_recipe(updates=4)
+    longer = changed(shorter, "training", updates=8)
+    stopped = tmp_path / "stopped"
+    pool2.run(pretrain, inputs, tmp_path / "model", shorter)
+    assert (
+        pool2.run(_stop_in_update, inputs, stopped, shorter, 4)
+        == [f"stopped after update 4 of 4, state saved in {stopped}.run"] * 2
+    )
+    for out_dir in (tmp_path / "model", stopped):
+        overwrite = out_dir.exists()
+        assert pool2.run(pretrain, inputs, out_dir, longer, overwrite=overwrite) == ["done"] * 2
+    _assert_same_runs(tmp_path / "model", stopped, updates=8)
 
 
 def test_a_longer_run_that_is_stopped_still_knows_that_it_was_made_longer(
@@ -660,6 +717,37 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_all_ranks(
 
 def test_only_the_last_states_are_kept(inputs: Inputs, pool2: ProcessPool, tmp_path: Path) -> None:
     recipe = make_recipe(checkpoint_every=1, keep_last=2, validate_every=UPDATES)
+    recipe = changed(recipe, "saving", keep_states="all")
     pool2.run(pretrain, inputs, tmp_path / "model", recipe)
     states = names_in(tmp_path / "model.run" / "states")
-    assert states == ["update-0000004", "update-0000005"]
+    assert states == ["update-0000005", "update-0000006"]
+
+
+def test_a_finished_run_keeps_the_state_of_its_last_update_alone_where_told_to(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = make_recipe(checkpoint_every=1, keep_last=3, validate_every=UPDATES)
+    pool2.run(pretrain, inputs, tmp_path / "model", recipe)
+    assert names_in(tmp_path / "model.run" / "states") == ["update-0000006"]
+
+
+def test_a_finished_run_leaves_its_model_alone_where_not_told_otherwise(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = make_recipe().model_copy(update={"saving": Recipe(name="defaults").saving})
+    out_dir = tmp_path / "model"
+    assert pool2.run(pretrain, inputs, out_dir, recipe) == ["done"] * 2
+    assert names_in(tmp_path) == ["model"]
+    assert_same_tensors(read_weights(out_dir), read_weights(straight))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
+
+
+def test_what_training_did_not_write_stays_in_a_finished_runs_folder_and_is_named(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = changed(make_recipe(updates=2), "saving", keep_states="none")
+    pool1.run(pretrain, inputs, tmp_path / "model", recipe, terminate_at=(0, 1))
+    (tmp_path / "model.run" / "notes.txt").write_text("mine")
+    assert pool1.run(pretrain, inputs, tmp_path / "model", recipe) == ["done"]
+    assert names_in(tmp_path / "model.run") == [MARKER_NAME, "notes.txt"]
+    assert (tmp_path / "model.run" / "notes.txt").read_text() == "mine"

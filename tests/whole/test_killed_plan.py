@@ -150,5 +150,6 @@ def test_a_plan_killed_at_every_stage_completes_with_the_same_result(tmp_path: P
         weights = {name: r for name, r in ours.files.items() if name.startswith("weights/")}
         expected = {name: r for name, r in reference.files.items() if name.startswith("weights/")}
         assert weights == expected, f"{stage} differs"
-    assert not [path for path in interrupted.iterdir() if path.name.endswith(".unfinished")]
+    leftovers = (".unfinished", ".run")
+    assert not [path for path in interrupted.iterdir() if path.name.endswith(leftovers)]
     assert (interrupted / "evaluation" / MANIFEST_NAME).is_file()

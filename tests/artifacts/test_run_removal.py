@@ -1,0 +1,167 @@
+"""The run folder of finished training is removed, however that is cut short, and nothing else."""
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+
+from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
+from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.places import claim_run_folder, lock_path, run_dir, sole_writer
+from pipeline.artifacts.run_removal import (
+    LOCK_NAME,
+    announce_removal,
+    finish_removal,
+    remove_contents,
+    remove_emptied,
+    withdraw_removal,
+)
+
+CONFIG = {"training": {"updates": 6}}
+
+
+KILLED = 9
+"""Exit code of a process that ended on its way."""
+
+
+def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
+    """A finished model, and its run folder, whose removal was announced and not begun."""
+    folder = run_dir(out_dir)
+    claim_run_folder(folder, work="training")
+    kinds: dict[str, Kind] = {
+        "states/update-0000004": "training_state",
+        "states/update-0000006": "training_state",
+        "best": "checkpoint",
+    }
+    for name, kind in kinds.items():
+        with new_artifact(
+            folder / name, kind=kind, stage="pretrain", config=config, inputs={}
+        ) as writer:
+            writer.path("optimizer/part").write_text(name)
+    (folder / "states" / ".update-0000002.unfinished" / "optimizer").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with new_artifact(
+        out_dir, kind="checkpoint", stage="pretrain", config=config, inputs={}
+    ) as writer:
+        writer.path("weights/part").write_text("weights")
+    announce_removal(folder, key=open_artifact(out_dir, kind="checkpoint").manifest.key)
+    return folder
+
+
+def remove(out_dir: Path) -> None:
+    """As training does at its end."""
+    folder = run_dir(out_dir)
+    with sole_writer(out_dir), exclusive(folder / LOCK_NAME, what=str(folder)):
+        remove_contents(folder)
+    assert remove_emptied(folder) is None
+
+
+def remove_until_killed(out_dir: Path, number: int) -> bool:
+    """A process that removes, and ends after so many unlinked files and folders; whether it did."""
+    child = os.fork()
+    if child == 0:
+        try:
+            left = count(number, -1)
+            for name in ("unlink", "rmdir"):
+                setattr(os, name, _ending_process(getattr(os, name), left=left))
+            remove(out_dir)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, KILLED)
+    return code == KILLED
+
+
+def _ending_process(original: Callable[..., None], *, left: Iterator[int]) -> Callable[..., None]:
+    def call(*args: Any, **kwargs: Any) -> None:
+        if next(left) == 0:
+            os._exit(KILLED)
+        original(*args, **kwargs)
+
+    return call
+
+
+def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: Path) -> None:
+    for number in count():
+        out_dir = tmp_path / str(number) / "model"
+        folder = make_run(out_dir)
+        killed = remove_until_killed(out_dir, number)
+        assert finish_removal(out_dir) is None
+        if folder.exists():  # nothing but what any run folder begins with: the next one's
+            assert {path.name for path in folder.iterdir()} <= {MARKER_NAME, LOCK_NAME}
+            claim_run_folder(folder, work="training")
+        open_artifact(out_dir, kind="checkpoint").verify()
+        if not killed:
+            break
+    assert number > 12, "three artifacts, curves, lock, note, marker and folders"
+    assert not folder.exists()
+    assert names_in(out_dir.parent) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "place", ["notes.txt", "mine/notes.txt", "states/notes.txt", "states/update-0000004/notes.txt"]
+)
+def test_what_training_did_not_write_stays_and_is_named(tmp_path: Path, place: str) -> None:
+    folder = make_run(tmp_path / "model")
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).write_text("mine")
+    problem = finish_removal(tmp_path / "model")
+    assert problem is not None
+    assert problem.startswith(f"{folder} is removed but for ")
+    assert "which training did not write: move it away." in problem
+    assert (folder / place).read_text() == "mine"
+    assert not (folder / "states" / "update-0000006").exists()
+    assert (folder / "states" / "update-0000004").exists() == ("update" in place)
+    assert finish_removal(tmp_path / "model") is None, "it was said"
+
+
+def test_a_link_in_a_run_folder_is_not_followed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "model")
+    elsewhere = make_run(tmp_path / "other")
+    (folder / "states" / "update-0000008").symlink_to(elsewhere / "states" / "update-0000006")
+    problem = finish_removal(tmp_path / "model")
+    assert problem is not None
+    assert "states/update-0000008" in problem
+    open_artifact(elsewhere / "states" / "update-0000006", kind="training_state").verify()
+
+
+def _withdrawn(out_dir: Path) -> None:
+    withdraw_removal(run_dir(out_dir))
+
+
+def _for_another_model(out_dir: Path) -> None:
+    """As where training of more updates was killed before it had published its model."""
+    announce_removal(run_dir(out_dir), key="f" * 64)
+
+
+def _unpublished(out_dir: Path) -> None:
+    (out_dir / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize("change", [_withdrawn, _for_another_model, _unpublished])
+def test_a_run_folder_whose_model_is_not_there_is_not_removed(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    folder = make_run(tmp_path / "model")
+    change(tmp_path / "model")
+    assert finish_removal(tmp_path / "model") is None
+    for update in (4, 6):
+        state = folder / "states" / f"update-{update:07d}"
+        open_artifact(state, kind="training_state").verify()
+
+
+def test_a_removal_that_cannot_be_done_is_said_in_one_sentence(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "model")
+    with exclusive(lock_path(tmp_path / "model"), what="the model"):
+        problem = finish_removal(tmp_path / "model")
+    assert problem is not None
+    assert problem.startswith(f"{folder} is of no more use, and could not be removed: ")
+    assert finish_removal(tmp_path / "model") is None
+    assert not folder.exists()
