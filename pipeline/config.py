@@ -348,6 +348,10 @@ class TrainingConfig(Settings):
     recompute_layers: bool = False
     """Keep only what goes into every layer, and compute the rest again in the backward pass: less
     memory, about a third more work, the same result."""
+    skip_nonfinite_after: Annotated[int, whole(0, 1000)] = 0
+    """An update whose gradient is not finite is tried this many times again; then its micro-batches
+    that cause it are left out, and named in the run's quarantine. 0: training ends there. With
+    fp16, overflows that a smaller loss scale mends are none of these tries."""
     validate_every: Updates = 1000
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.documents import read_json
 from pipeline.errors import ConfigError
@@ -19,6 +19,7 @@ from pipeline.settings import shown
 MACHINE_KEYS = (
     "zero_optimization",
     "bf16",
+    "fp16",
     "data_types",
     "communication_data_type",
     "comms_logger",
@@ -37,6 +38,10 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         *("enabled", "immediate_grad_update", "check_grad_overflow"),
         *("bf16_master_weights_and_grads", "bf16_optimizer_states"),
     ),
+    "fp16": (
+        *("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+        *("consecutive_hysteresis", "min_loss_scale"),
+    ),
     "data_types": ("grad_accum_dtype",),
     "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
     "csv_monitor": ("enabled", "output_path", "job_name"),
@@ -49,8 +54,20 @@ asked when the engine is built, since that list is long and its own."""
 SWITCHES = (
     *("enabled", "immediate_grad_update", "check_grad_overflow"),
     *("bf16_master_weights_and_grads", "bf16_optimizer_states", "prof_all", "verbose", "debug"),
+    "consecutive_hysteresis",
 )
 """Keys of the sections that are true or false."""
+
+FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
+    "loss_scale": (0, 2**32),
+    "initial_scale_power": (0, 32),
+    "loss_scale_window": (1, 10**9),
+    "hysteresis": (1, 10**6),
+    "min_loss_scale": (1, 2**32),
+}
+"""Whole numbers of the section ``fp16``, least and most. A ``loss_scale`` of 0 is dynamic: it
+starts at 2 to the ``initial_scale_power``, is halved where gradients overflow ``hysteresis`` times
+(not below ``min_loss_scale``) and doubled after every ``loss_scale_window`` updates without."""
 
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 MAX_BUCKET = 10**12
@@ -88,12 +105,17 @@ RECIPE_KEYS = {
 AUTO = "auto"
 """The ds_config that fits the machine at hand."""
 
+Precision = Literal["fp32", "bf16", "fp16"]
+
 
 def name_for(gpus: Gpus) -> str:
-    """On GPUs ZeRO 2, which can accumulate bf16's gradients in float32; on CPU float32."""
+    """On GPUs ZeRO 2, which accumulates gradients in float32; on CPU float32 throughout.
+
+    Parameters are in bf16 where the GPUs compute in it, and in fp16 where they do not (V100, T4).
+    """
     if not gpus.count:
         return "cpu_fp32"
-    return "zero2_bf16" if gpus.has_bf16 else "zero2_fp32"
+    return "zero2_bf16" if gpus.has_bf16 else "zero2_fp16"
 
 
 def ds_config_names() -> list[str]:
@@ -151,6 +173,7 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
+    _check_fp16(config)
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
@@ -164,12 +187,39 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}: use "
             f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
         )
-    if stage == 1 and config.get("bf16", {}).get("enabled") and accumulates_in == "fp32":
+    if precision_of(config) == "fp16" and accumulates_in == "bf16":
+        raise ConfigError(
+            "The ds_config accumulates the gradients of fp16 in bf16: set "
+            "data_types.grad_accum_dtype to fp32, or leave it out."
+        )
+    if stage == 1 and precision_of(config) == "bf16" and accumulates_in == "fp32":
         raise ConfigError(
             "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
             "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
             "data_types out."
         )
+
+
+def precision_of(config: Mapping[str, Any]) -> Precision:
+    """What parameters and gradients are in; the optimizer's weights are float32 in all of them."""
+    for name in ("fp16", "bf16"):
+        if config.get(name, {}).get("enabled", False):
+            return name
+    return "fp32"
+
+
+def _check_fp16(config: Mapping[str, Any]) -> None:
+    section = config.get("fp16", {})
+    if section.get("enabled") and config.get("bf16", {}).get("enabled"):
+        raise ConfigError("The ds_config enables both fp16 and bf16: remove one of them.")
+    for key, (least, most) in FP16_NUMBERS.items():
+        value = section.get(key, least)
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not least <= value <= most:
+            raise ConfigError(
+                f"The ds_config's fp16.{key} is {_shown(value)}: choose a whole number from "
+                f"{least:,} to {most:,}."
+            )
 
 
 def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:

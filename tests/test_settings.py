@@ -54,6 +54,7 @@ ZERO_IS_SENSIBLE = {
     "max_extra_length": "max_length_ratio alone decides",
     "pad_id": "an id like any other",
     "language_groups": "groups are numbered from 0",
+    "skip_nonfinite_after": "nothing is left out",
 }
 INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}

@@ -14,10 +14,12 @@ DECIDE_NOTHING = (
     "training.keep_last",
     "training.recompute_layers",
     "training.resource_thresholds",
+    "training.skip_nonfinite_after",
 )
 """Settings of training stages that change neither an update nor which weights are kept: how often
 and how many states are written in the run's folder, on which ranks experts lie, what is computed
-twice to save memory, and how the curves sum up validation. ([logging] and [saving], which say how
+twice to save memory, how the curves sum up validation, and whether a run that cannot go on without
+leaving micro-batches out ends there. ([logging] and [saving], which say how
 metrics and states are written, are in no manifest at all.)"""
 
 DECIDE_WHICH_WEIGHTS = ("batches.evaluation_tokens", "training.validate_every")

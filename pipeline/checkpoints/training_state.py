@@ -6,7 +6,7 @@ the pieces that overlap what it needs. Nothing is gathered on one rank.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,6 +99,19 @@ Sum = Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
+class LossScale:
+    """Where fp16's dynamic loss scale stands, by DeepSpeed's counters."""
+
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    steps: Whole
+    """Tries of updates so far, made or not."""
+    last_overflow: Annotated[int, Field(ge=-1, lt=2**63)]
+    """After how many tries the last overflow came; -1: there was none."""
+    hysteresis: Annotated[int, Field(ge=1, lt=2**63)]
+    """The scale falls at this many further overflows."""
+
+
+@dataclass(frozen=True)
 class Position:
     """Where a training run stands: all that resuming needs beside tensors."""
 
@@ -112,9 +125,13 @@ class Position:
     seconds: Seconds = 0.0
     interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=4)] = (0.0, 0.0, 0.0, 0.0)
     """Sums over all ranks since the last line of metrics: see ``training/loop.py``."""
+    overflows: Whole = 0
+    """Tries of updates that fp16's loss scale was too large for: made again at a smaller one."""
+    loss_scale: LossScale | None = None
+    """None: the run has no dynamic loss scale."""
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Position":

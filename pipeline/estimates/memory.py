@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.config import ModelConfig, Recipe
+from pipeline.ds_config import precision_of
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.cross_entropy import rows_at_a_time
@@ -173,7 +174,7 @@ class _Zero:
     def of(cls, recipe: Recipe, ds_config: Mapping[str, Any], *, processes: int) -> "_Zero":
         merged = merge_ds_config(ds_config, recipe, world_size=processes)
         settings = merged["zero_optimization"]
-        value = 2 if merged.get("bf16", {}).get("enabled", False) else FLOAT32
+        value = FLOAT32 if precision_of(merged) == "fp32" else 2
         sizes = {"fp32": FLOAT32, "bf16": 2, None: value}
         kind = merged.get("data_types", {}).get("grad_accum_dtype")
         offload = settings.get("offload_optimizer") or {}
@@ -189,7 +190,7 @@ class _Zero:
 
     @property
     def accumulates_wider(self) -> bool:
-        """Gradients are accumulated in float32 beside parameters in bfloat16."""
+        """Gradients are accumulated in float32 beside parameters in 16 bits."""
         return self.accumulated > self.value
 
 

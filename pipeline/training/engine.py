@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
 
 import deepspeed  # noqa: E402 (DeepSpeed reads its environment on import)
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.moe.utils import (  # noqa: E402
     split_params_into_different_moe_groups_for_optimizer,
@@ -33,11 +34,11 @@ from deepspeed.utils import groups  # noqa: E402
 
 from pipeline.batching.batch import Batch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
-from pipeline.checkpoints.training_state import Piece, PieceReader  # noqa: E402
+from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed.devices import local_device  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
-from pipeline.ds_config import check_ds_config  # noqa: E402
+from pipeline.ds_config import check_ds_config, precision_of  # noqa: E402
 from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.hints import hint  # noqa: E402
 from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
@@ -45,6 +46,12 @@ from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
 from pipeline.model.transformer import Transformer  # noqa: E402
 from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
+from pipeline.training.loss_scale import (  # noqa: E402
+    may_fall,
+    prepare_scaler,
+    read_scale,
+    restore_scale,
+)
 from pipeline.training.losses import LossTerms, training_loss  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -159,13 +166,30 @@ def expert_parallel_group(wanted: int, *, world: World) -> ExpertParallel | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update on this rank: sums over its micro-batches, and the norm all ranks agree on."""
+    """One update on this rank: sums over its micro-batches, and the norm all ranks agree on.
+
+    An update whose gradient is not finite is not made: weights and moments are what they were.
+    """
 
     cross_entropy: Tensor
     balance: Tensor
     """Weighted by labels."""
     labels: int
     gradient_norm: float
+    was_made: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the gradient of one micro-batch is finite.
+
+    Where experts are spread over ranks, their gradients on this rank come from all micro-batches
+    of the turn, and all else from this rank's alone.
+    """
+
+    micro_batch: int
+    is_finite: bool
+    of_experts_is_finite: bool
 
 
 class Engine:
@@ -188,6 +212,7 @@ class Engine:
         if has_expert_groups:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
+        _check_device(config)
         self.ds_config: Mapping[str, Any] = config
         """What DeepSpeed was given: the machine's JSON and what the recipe owns."""
         self.accumulation = config["gradient_accumulation_steps"]
@@ -204,6 +229,7 @@ class Engine:
             dist_init_required=False,
         )
         self._zero = self._engine.optimizer
+        prepare_scaler(self._zero.loss_scaler)
         self.device: torch.device = next(model.parameters()).device
         if self.device.type == "cpu":  # gradients are flattened anew at every update
             flats = self._zero.single_partition_of_fp32_groups
@@ -216,6 +242,7 @@ class Engine:
         seeds: Sequence[int],
         total_labels: int,
         learning_rate: float,
+        stand_ins: Collection[int] = (),
     ) -> StepResult:
         """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
 
@@ -224,6 +251,9 @@ class Engine:
         Every micro-batch starts from its own seed, so that dropout does not depend on the world.
         DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the
         sum over the global step divided by its labels.
+
+        Batches at the turns of ``stand_ins`` take the place of ones that are left out: ranks keep
+        step, and DeepSpeed gets its gradients, all of them zero.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
@@ -231,19 +261,55 @@ class Engine:
         scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels = 0
-        for batch, seed in zip(micro_batches, seeds, strict=True):
+        for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             torch.manual_seed(seed)
             objective, terms = self._engine(batch.to(self.device))
-            self._engine.backward(objective * scale)
+            counts = turn not in stand_ins
+            self._engine.backward(objective * (scale if counts else 0.0))
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
             self._engine.step()
+            if not counts:
+                continue
             sums_2[0] += terms.cross_entropy
             sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
         norm = self._engine.get_global_grad_norm()
         cross_entropy, balance = sums_2.cpu()  # once per update
-        return StepResult(cross_entropy, balance, labels, float(norm))
+        return StepResult(
+            cross_entropy, balance, labels, float(norm), was_made=not self._zero.overflow
+        )
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Where fp16's dynamic loss scale stands; None without one."""
+        return read_scale(self._zero.loss_scaler)
+
+    def restore_loss_scale(self, saved: LossScale | None) -> None:
+        """Take up the loss scale of a training state, or of before an update."""
+        restore_scale(self._zero.loss_scaler, saved)
+
+    @property
+    def loss_scale_may_fall(self) -> bool:
+        """Whether an update that overflows now is to be tried again at a smaller loss scale."""
+        return may_fall(self._zero.loss_scaler)
+
+    def verdict(self, batch: Batch, *, micro_batch: int, seed: int, total_labels: int) -> Verdict:
+        """Whether a micro-batch's gradient is finite, as it would be in :meth:`train_step`.
+
+        Nothing is reduced or kept; all ranks that share experts call this together.
+        """
+        self.model.train()
+        torch.manual_seed(seed)
+        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
+        scale = self._zero.loss_scale * self.world.size / total_labels
+        parameters = trainable(self.model)
+        gradients = torch.autograd.grad(terms.objective * scale, parameters)
+        is_finite = {True: bool(terms.objective.isfinite()), False: True}
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            is_own = getattr(parameter, "allreduce", True)
+            is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
+        return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
     def rehearse(self, batch: Batch) -> None:
         """Forward and backward without an update: too large a batch fails here, at the start.
@@ -351,6 +417,14 @@ class Engine:
                     if low < high:
                         place = slice(flat_start + low - start, flat_start + high - start)
                         yield flat, state, entry, _Range(low - entry.offset, high - low, place)
+
+
+def _check_device(config: Mapping[str, Any]) -> None:
+    if precision_of(config) == "fp16" and not get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "The ds_config asks for fp16, in which this machine does not compute: use "
+            "cpu_fp32 or cpu_bf16 on a CPU."
+        )
 
 
 @dataclass(frozen=True)

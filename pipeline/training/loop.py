@@ -32,7 +32,7 @@ from pipeline.config import Recipe
 from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.errors import CheckpointError, Interrupted
+from pipeline.errors import Interrupted
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
@@ -45,7 +45,9 @@ from pipeline.terminal import JsonLines
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
+from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.updates import Updater
 from pipeline.training.validation import summarize_validation
 
 
@@ -90,6 +92,8 @@ class TrainingRun:
             inputs=call.records,
             world=world,
         )
+        self.quarantine = Quarantine(self.run_directory.quarantine_path, world=world)
+        self.updater = Updater(engine, data, call.recipe, self.quarantine)
         self.position = Position()
         self.replanned: list[dict[str, int]] = []
         self.routing = RoutingCounter(engine.model.spec).result()
@@ -134,8 +138,10 @@ class TrainingRun:
             self.position = replace(self.position, **kept)
             self.replanned = replanned(state, config=self.call.config)
             self.engine.load_optimizer_pieces(PieceReader(state), update=self.position.update)
+            self.engine.restore_loss_scale(self.position.loss_scale)
             if self.world.rank == 0:
                 self._interval = _Interval(self.position.interval)
+        self.quarantine.read()
         if self.world.rank == 0:
             self.metrics.truncate_after(self.position.update)
         self._earlier_seconds = self.position.seconds
@@ -155,26 +161,18 @@ class TrainingRun:
     def _update(self, feed: Update) -> str:
         """One update; returns the note for the progress bar."""
         recipe, update, clock = self.recipe, self.position.update + 1, time.monotonic()
-        result = self.engine.train_step(
-            feed.batches,
-            seeds=[derive_seed("dropout", recipe.training.seed, update, i) for i in feed.indices],
-            total_labels=feed.step.num_labels,
-            learning_rate=learning_rate(
-                recipe.optimizer, update, total_updates=recipe.training.updates
-            ),
-        )
-        if not math.isfinite(result.gradient_norm):
-            raise CheckpointError(
-                f"The gradient of update {update} is not a number: the run in "
-                f"{self.run_directory.directory} is left at its last state; lower "
-                "optimizer.learning_rate, or look at that update's data."
-            )
-        self._interval.add(result, seconds=time.monotonic() - clock)
+        made = self.updater.make(feed, update=update)
+        self._interval.add(made.result, seconds=time.monotonic() - clock)
         self.position = replace(
-            self.position, update=update, cursor=feed.step.next_cursor, seconds=self._elapsed()
+            self.position,
+            update=update,
+            cursor=feed.step.next_cursor,
+            seconds=self._elapsed(),
+            overflows=self.position.overflows + made.overflows,
+            loss_scale=self.engine.loss_scale,
         )
         if update % recipe.logging.every == 0 or update == recipe.training.updates:
-            self._log(result.gradient_norm)
+            self._log(made.result.gradient_norm)
         return self._interval.note
 
     def _log(self, gradient_norm: float) -> None:
@@ -184,6 +182,9 @@ class TrainingRun:
         record["learning_rate"] = learning_rate(
             self.recipe.optimizer, update, total_updates=self.recipe.training.updates
         )
+        if self.position.loss_scale is not None:
+            record["loss_scale"] = self.position.loss_scale.scale
+            record["overflows"] = self.position.overflows
         self._write_record("train", record)
 
     def _write_record(self, kind: str, record: Mapping[str, object]) -> None:
@@ -368,6 +369,8 @@ class TrainingRun:
             for name in best.names():
                 writer.take_over(name, best)
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
+            if self.quarantine.entries:
+                link_or_copy(self.quarantine.path, writer.path(self.quarantine.path.name))
             writer.statistics.update(
                 best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config
             )
@@ -401,6 +404,16 @@ class TrainingRun:
                 for change in self.replanned
             )
             lines.append(f"the number of updates was changed on the way: {'; '.join(changes)}")
+        if progress.overflows:
+            lines.append(
+                f"fp16 overflowed {progress.overflows:,} times; each of these updates was made "
+                "again at a smaller loss scale"
+            )
+        if self.quarantine.entries:
+            lines.append(
+                f"{len(self.quarantine.entries):,} micro-batches were left out, whose gradients "
+                f"were not finite: see {self.quarantine.path.name}"
+            )
         return lines
 
     def _elapsed(self) -> float:

@@ -1,9 +1,10 @@
 """The working folder of a training stage, ``OUT.run``: training states, best weights, metrics.
 
 ``states/update-000100`` are training states, of which the last few are kept; ``best`` holds the
-weights of the best validation so far; ``metrics.jsonl`` the curves. One process group writes it at
-a time. A run resumes from the highest complete state. When it is done, the folder is removed unless
-the recipe says otherwise (``saving.keep_states``).
+weights of the best validation so far; ``metrics.jsonl`` the curves; ``quarantine.jsonl``, where
+there is one, the micro-batches that were left out. One process group writes it at a time. A run
+resumes from the highest complete state. When it is done, the folder is removed unless the recipe
+says otherwise (``saving.keep_states``).
 """
 
 import errno
@@ -94,6 +95,7 @@ class RunDirectory:
         self.states_dir = states_dir(self.directory)
         self.best_dir = self.directory / "best"
         self.metrics_path = self.directory / "metrics.jsonl"
+        self.quarantine_path = self.directory / "quarantine.jsonl"
         self._stage, self._config, self._inputs = stage, config, inputs
         self._world = world
         self._pending: _PendingWrite | None = None
@@ -156,7 +158,7 @@ class RunDirectory:
         names = self.state_names()
         if not names:
             remove_artifact(self.best_dir)
-            self.metrics_path.unlink(missing_ok=True)
+            self._remove_records()
             return None
         newest = names[-1]
         state = open_artifact(self.states_dir / newest, kind="training_state")
@@ -174,8 +176,12 @@ class RunDirectory:
         for name in names:
             remove_artifact(self.states_dir / name)
         remove_artifact(self.best_dir)
-        self.metrics_path.unlink(missing_ok=True)
+        self._remove_records()
         return None
+
+    def _remove_records(self) -> None:
+        for path in (self.metrics_path, self.quarantine_path):
+            path.unlink(missing_ok=True)
 
     def _say_change_of_total(self, state: Artifact) -> None:
         """Say that a run goes on to another number of updates, and at which learning rates."""

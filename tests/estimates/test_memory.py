@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fp16_on_cpu import fp16_on_cpu
 from support.process_pool import ProcessPool
 from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor
@@ -48,6 +49,7 @@ MOE = MoEConfig(num_experts=8, every=2)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = {"zero_optimization": {"stage": 1}}
 BF16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+FP16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "initial_scale_power": 4}}
 
 
 def wide_spec(**settings: Any) -> ModelSpec:
@@ -142,13 +144,14 @@ def held_by_engine(
     model = build_model(spec, expert_parallel=expert_parallel_group(parallel_size, world=world))
     initialize_weights(model, seed=1)
     recipe = make_recipe(spec.model, parallel_size=parallel_size, micro_batches=world.size)
-    engine = Engine(
-        model,
-        recipe,
-        world=world,
-        ds_config=ds_config,
-        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-    )
+    with fp16_on_cpu():
+        engine = Engine(
+            model,
+            recipe,
+            world=world,
+            ds_config=ds_config,
+            make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+        )
     batch = full_batch(spec)
     engine.train_step(
         [batch], seeds=[1], total_labels=world.size * batch.num_labels, learning_rate=0.1
@@ -163,7 +166,7 @@ def held_by_engine(
     }
 
 
-@pytest.mark.parametrize("ds_config", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("ds_config", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
 def test_parameters_and_optimizer_state_are_as_large_as_deepspeeds(
     request: pytest.FixtureRequest, world_size: int, parallel_size: int, ds_config: dict[str, Any]

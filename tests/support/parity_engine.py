@@ -7,8 +7,9 @@ import torch
 from pipeline.config import OptimizerConfig
 from pipeline.distributed.world import World
 from pipeline.model.transformer import build_model
-from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
+from support.fp16_on_cpu import fp16_on_cpu
 from support.plain_training import (
     LEARNING_RATE,
     MICRO_BATCHES,
@@ -29,7 +30,7 @@ ZEROS: dict[str, dict[str, Any]] = {
 }
 BUCKET = 3000
 """Gradients sent at a time: some twenty buckets per rank."""
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 Method = Literal["sgd", "adam"]
 
 
@@ -41,37 +42,46 @@ def make_engine(
     precision: Precision,
     method: Method,
     bucket: int = BUCKET,
+    scale_power: int = 10,
 ) -> Engine:
     connect(world)
     parallel = expert_parallel_group(parallel_size, world=world)
     model = build_model(SPEC, expert_parallel=parallel)
     set_weights(model)
     config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"] |= {"initial_scale_power": scale_power, "loss_scale_window": 2}
 
     def optimizer(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if method == "adam":
             return make_optimizer(groups, ADAM)
         return torch.optim.SGD(groups, lr=LEARNING_RATE)
 
-    return Engine(
-        model,
-        make_recipe(SPEC.model, clip_norm=CLIP_NORM),
-        world=world,
-        ds_config=config,
-        make_optimizer=optimizer,
-    )
+    with fp16_on_cpu():
+        return Engine(
+            model,
+            make_recipe(SPEC.model, clip_norm=CLIP_NORM),
+            world=world,
+            ds_config=config,
+            make_optimizer=optimizer,
+        )
 
 
 def one_update(engine: Engine, world: World, update: int, *, rate: float) -> tuple[float, float]:
     """This rank's summed cross entropy, and the norm."""
+    result = try_update(engine, world, update, rate=rate)
+    return result.cross_entropy.item(), result.gradient_norm
+
+
+def try_update(engine: Engine, world: World, update: int, *, rate: float) -> StepResult:
+    """One update, if its gradient is finite."""
     mine = range(world.rank, MICRO_BATCHES, world.size)
     batches = micro_batches(SPEC, update)
-    result = engine.train_step(
+    return engine.train_step(
         [batches[index] for index in mine],
         seeds=[1 for _ in mine],
         total_labels=sum(batch.num_labels for batch in batches),
         learning_rate=rate,
     )
-    return result.cross_entropy.item(), result.gradient_norm

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.fp16_on_cpu import fp16_on_cpu
 from support.parity_engine import Precision, make_engine, one_update
 from support.plain_training import (
     IDLE_EXPERT,
@@ -270,6 +271,20 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
         ),
+        (
+            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            ["enables both fp16 and bf16"],
+        ),
+        (
+            {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            ["accumulates the gradients of fp16 in bf16", "to fp32"],
+        ),
+        ({"fp16": {"hysteresis": 0}}, ["fp16.hysteresis is 0", "from 1 to"]),
+        ({"fp16": {"loss_scale_window": True}}, ["fp16.loss_scale_window is true"]),
+        ({"fp16": {"initial_scale_power": 1.5}}, ["initial_scale_power is 1.5", "from 0 to 32"]),
+        ({"fp16": {"loss_scale": float("nan")}}, ["fp16.loss_scale is NaN"]),
+        ({"fp16": {"min_loss_scale": "1"}}, ['min_loss_scale is "1"']),
+        ({"fp16": {"auto_cast": True}}, ["unknown key 'auto_cast'"]),
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
         ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "use fp32 or bf16"]),
@@ -336,20 +351,22 @@ def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
     model = build_model(spec)
     set_weights(model)
     recipe = make_recipe(spec.model)
-    engine = Engine(
-        model,
-        recipe,
-        world=world,
-        ds_config=load_ds_config(name),
-        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-    )
+    with fp16_on_cpu():
+        engine = Engine(
+            model,
+            recipe,
+            world=world,
+            ds_config=load_ds_config(name),
+            make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
+        )
     batches = micro_batches(spec, 0)
-    engine.train_step(
+    result = engine.train_step(
         batches,
         seeds=range(MICRO_BATCHES),
         total_labels=sum(batch.num_labels for batch in batches),
         learning_rate=1e-3,
     )
+    assert result.was_made
     covered: dict[str, set[str]] = {}
     for piece in engine.optimizer_pieces():
         covered.setdefault(piece.what, set()).add(piece.tensor)
@@ -441,7 +458,7 @@ def published_and_pieces(
 
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
 @pytest.mark.parametrize("parallel_size", [1, 2])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
     pool2: ProcessPool, zero: str, parallel_size: int, precision: Precision
 ) -> None:
@@ -459,4 +476,4 @@ def test_published_weights_are_the_masters_not_what_they_were_rounded_to(
             assert value.dtype == torch.float32
             assert torch.equal(value.flatten(), expected)
             rounded += int((value != parameters[name].float()).sum())
-    assert (rounded > 1000) == (precision == "bf16")
+    assert (rounded > 1000) == (precision != "fp32")

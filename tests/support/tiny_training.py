@@ -1,0 +1,251 @@
+"""A whole training in a few seconds: shards of three pairs, a recipe, and what a run leaves."""
+
+import json
+import os
+import random
+import signal
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from data_prep import make_shards, mix
+from pipeline.artifacts.artifact import Artifact, Kind, new_artifact, open_artifact
+from pipeline.artifacts.corpus import Split, text_name
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
+from pipeline.checkpoints.checkpoint import read_spec
+from pipeline.checkpoints.names import initialize_weights, tensor_shapes
+from pipeline.config import Recipe
+from pipeline.distributed.world import World
+from pipeline.errors import Interrupted
+from pipeline.model.regularization import Regularization
+from pipeline.model.transformer import build_model
+from pipeline.pretrain import model_spec
+from pipeline.stages import STAGES, StageCall, stage_config
+from pipeline.training.engine import Engine, connect, expert_parallel_group
+from pipeline.training.loop import train, training_data
+
+PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
+VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}
+UPDATES = 6
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What training reads."""
+
+    shards: Artifact
+    mixture: Artifact
+    groups: Artifact
+
+    def artifacts(self) -> dict[str, Artifact]:
+        return {"shards": self.shards, "mixture": self.mixture, "groups": self.groups}
+
+
+def make_recipe(**training: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "name": "tiny",
+        "model": {
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "width": 16,
+            "feed_forward_width": 32,
+            "num_heads": 2,
+            "max_positions": 64,
+            "moe": {"num_experts": 4, "every": 1, "decoder_router": "language_group"},
+        },
+        "batches": {
+            "tokens": 60,
+            "micro_batches": 4,
+            "window_steps": 2,
+            "evaluation_tokens": 60,
+        },
+        "optimizer": {
+            "learning_rate": 0.01,
+            "warmup_updates": min(2, training.get("updates", UPDATES) - 1),
+            "clip_norm": 1.0,
+        },
+        "training": {
+            "updates": UPDATES,
+            "dropout": 0.1,
+            "attention_dropout": 0.1,
+            "expert_parallel_size": 2,
+            "validate_every": 2,
+            "checkpoint_every": 2,
+            "resource_thresholds": [10, 30],
+            **training,
+        },
+        "logging": {"every": 1},
+        "saving": {"keep_states": "last"},
+    }
+    return Recipe.model_validate(settings)
+
+
+def changed(recipe: Recipe, section: str, **values: object) -> Recipe:
+    part = getattr(recipe, section).model_copy(update=values)
+    return recipe.model_copy(update={section: part})
+
+
+def make_call(
+    stage_name: str,
+    recipe: Recipe,
+    artifacts: dict[str, Artifact],
+    out_dir: Path,
+    *,
+    overwrite: bool = False,
+    ds_config: str = "cpu_fp32",
+) -> StageCall:
+    stage = STAGES[stage_name]
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw={},
+        out_dir=out_dir,
+        records={name: artifact.as_input for name, artifact in artifacts.items()},
+        config=stage_config(stage, recipe=recipe, ds_config=ds_config),
+        overwrite=overwrite,
+    )
+
+
+def write_artifact(directory: Path, kind: Kind, stage: str) -> Any:
+    return new_artifact(directory, kind=kind, stage=stage, config={}, inputs={})
+
+
+def make_inputs(directory: Path) -> Inputs:
+    """Sentences whose target repeats the source, through the stages that prepare data."""
+    generator = random.Random(1)
+    codes = sorted({code for pair in PAIRS for code in pair.split("-")})
+    with write_artifact(directory / "corpus", "corpus", "clean") as writer:
+        writer.statistics["pairs"] = {
+            pair: {"train": lines, "valid": VALID_LINES[pair]} for pair, lines in PAIRS.items()
+        }
+        for pair, train_lines in PAIRS.items():
+            counts: dict[Split, int] = {"train": train_lines, "valid": VALID_LINES[pair]}
+            for split, count in counts.items():
+                lines = [
+                    "".join(generator.choices("abcd", k=generator.randint(1, 14)))
+                    for _ in range(count)
+                ]
+                for code in pair.split("-"):
+                    text = "".join(f"{line}\n" for line in lines)
+                    writer.path(text_name(split, pair, code)).write_text(text)
+    with write_artifact(directory / "tokenizer", "tokenizer", "train_tokenizer") as writer:
+        description = TokenizerDescription(
+            kind="bytes", languages=tuple(codes), language_token_scheme="underscores"
+        )
+        write_tokenizer(writer.directory, description=description, model=None)
+    with write_artifact(directory / "groups", "groups", "group_languages") as writer:
+        writer.write_json("groups.json", {"groups": {c: int(c == "ru") for c in codes}})
+    recipe = make_recipe()
+    corpus = open_artifact(directory / "corpus", kind="corpus")
+    tokenizer = open_artifact(directory / "tokenizer", kind="tokenizer")
+    texts = {"corpus": corpus, "tokenizer": tokenizer}
+    make_shards.run(make_call("make_shards", recipe, texts, directory / "shards"))
+    shards = open_artifact(directory / "shards", kind="shards")
+    mix.run(make_call("mix", recipe, {"shards": shards}, directory / "mixture"))
+    return Inputs(
+        shards,
+        open_artifact(directory / "mixture", kind="mixture"),
+        open_artifact(directory / "groups", kind="groups"),
+    )
+
+
+def pretrain(
+    world: World,
+    inputs: Inputs,
+    out_dir: Path,
+    recipe: Recipe,
+    *,
+    terminate_at: tuple[int, int] | None = None,
+    overwrite: bool = False,
+    ds_config: str = "cpu_fp32",
+) -> str:
+    """What ``pretrain`` does within a world that is open already; says how it ended.
+
+    With ``terminate_at`` = (rank, n) that rank sends itself SIGTERM during its n-th call of the
+    engine, updates and validation batches counted together.
+    """
+    connect(world)
+    call = make_call(
+        "pretrain", recipe, inputs.artifacts(), out_dir, overwrite=overwrite, ds_config=ds_config
+    )
+    data = training_data(call)
+    training = recipe.training
+    parallel = expert_parallel_group(training.expert_parallel_size, world=world)
+    model = build_model(
+        model_spec(call, data.tokenizer),
+        regularization=Regularization.of(training),
+        expert_parallel=parallel,
+    )
+    initialize_weights(model, seed=training.seed)
+    with ExitStack() as stack:
+        if terminate_at is not None and terminate_at[0] == world.rank:
+            terminate_at_call(stack, terminate_at[1])
+        try:
+            train(call, model, data, world=world)
+        except Interrupted as stopped:
+            return str(stopped)
+    return "done"
+
+
+def terminate_at_call(
+    stack: ExitStack, number: int, *, names: tuple[str, ...] = ("train_step", "evaluate")
+) -> None:
+    """Within the stack, SIGTERM to this process during the n-th call of the engine's methods."""
+    calls = 0
+
+    def counting(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in names:
+        stack.enter_context(mock.patch.object(Engine, name, counting(getattr(Engine, name))))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Records without what depends on the clock."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    timed = ("seconds", "tokens_per_second")
+    return [{k: v for k, v in record.items() if k not in timed} for record in records]
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint; every tensor of the model must be there exactly once."""
+    saved = open_artifact(directory, kind="checkpoint")
+    saved.verify()
+    tensors = [
+        entry
+        for file_name in saved.names("weights/")
+        for entry in load_file(saved.file(file_name)).items()
+    ]
+    assert sorted(name for name, _ in tensors) == sorted(tensor_shapes(read_spec(saved)))
+    return dict(tensors)
+
+
+def read_state(out_dir: Path, update: int) -> dict[str, Tensor]:
+    """All pieces of a training state, by key."""
+    state = out_dir.parent / f"{out_dir.name}.run" / "states" / f"update-{update:07d}"
+    return {
+        key: value
+        for path in sorted((state / "optimizer").iterdir())
+        for key, value in load_file(path).items()
+    }
+
+
+def assert_same_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert expected
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
