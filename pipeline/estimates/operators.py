@@ -59,6 +59,7 @@ LAUNCHES_NOTHING = {
 KINDS = {
     "matrix product": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
     "attention": (
+        *("_flash_attention_forward", "_flash_attention_backward"),
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",
@@ -347,10 +348,12 @@ def _fused_attention(
             query, key, value, dropout_p, is_causal
         )
     else:
-        bias = None
-        if attn_mask is not None:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-            bias = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                is_masked = bias.logical_not()
+                bias = torch.zeros_like(bias, dtype=query.dtype)
+                bias = bias.masked_fill_(is_masked, -torch.inf)
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
         keeps = torch.is_grad_enabled()
         context, *_ = aten._scaled_dot_product_efficient_attention(
@@ -444,7 +447,10 @@ def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
-    """Of a product or of attention, of which a causal mask leaves half."""
+    """Of a product or of attention, of which a causal mask leaves half.
+
+    Of packed sentences attention is counted as if all were as long as the longest one.
+    """
     kind = KIND_OF.get(name)
     if kind == "matrix product":
         left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
@@ -455,5 +461,6 @@ def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
         return 0
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
     products = 5 if name.endswith("_backward") else 2
-    whole: int = products * named["query"].numel() * named["key"].shape[-2]
+    length = named["max_k"] if "_flash_attention_" in name else named["key"].shape[-2]
+    whole: int = products * named["query"].numel() * length
     return whole // 2 if named.get("is_causal") else whole

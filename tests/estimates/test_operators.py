@@ -71,7 +71,7 @@ def test_no_training_micro_batch_waits_for_the_device(moe: dict[str, Any] | None
 
 def test_the_papers_dense_model_launches_few_operators_and_its_loss_very_few() -> None:
     found = count_training(load_recipe("dense_opus100"), vocabulary_size=64000, num_groups=0)
-    assert 1500 < len(found.launches) <= 2500
+    assert 1000 < len(found.launches) <= 1600
     assert len(found.parts["loss"]) <= 120
     assert not found.host_copies
 
