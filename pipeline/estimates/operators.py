@@ -373,10 +373,12 @@ def _fused_dropout(
 class _PartsOfNodes:
     """Which part is running: forward by who called, backward by who made the node of autograd.
 
-    Nodes are numbered as they are made, just before their operator runs.
+    Nodes are numbered as they are made, just before their operator runs, so that the first operator
+    after a new number is by whom it was made.
     """
 
     def __init__(self) -> None:
+        self._latest = -1
         self._first_numbers: list[int] = []
         self._parts: list[str] = []
 
@@ -388,7 +390,8 @@ class _PartsOfNodes:
             return self._parts[place] if place >= 0 else "loss", True
         part = _part_of_caller(sys._getframe(2))
         number = torch._C._autograd._get_sequence_nr() - 1
-        if not self._parts or self._parts[-1] != part:
+        is_new, self._latest = number > self._latest, max(number, self._latest)
+        if is_new and (not self._parts or self._parts[-1] != part):
             self._first_numbers.append(number)
             self._parts.append(part)
         return part, False
