@@ -164,7 +164,7 @@ def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> 
     """
     model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
     model.to(torch.bfloat16).train()
-    batch = _micro_batch(recipe.batches.tokens).to(META)
+    batch = micro_batch(recipe.batches.tokens).to(META)
     with OperatorCounter(host_number=_routes_per_expert(recipe.model, len(batch.target_N))) as mode:
         training_loss(model, batch, recipe.loss).objective.backward()
     return mode.counted
@@ -204,7 +204,7 @@ def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transfor
     )
 
 
-def _micro_batch(tokens: int) -> Batch:
+def micro_batch(tokens: int) -> Batch:
     """As many sentences as the budget takes, of two lengths."""
     length = min(SENTENCE_LENGTH, tokens)
     examples = [

@@ -20,7 +20,11 @@ from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, least_time
 MOE = {"num_experts": 4, "every": 2}
 CAPACITY = {**MOE, "dispatch": "capacity", "batch_prioritized": True}
 BY_GROUP = {**MOE, "decoder_router": "language_group"}
-FORMS = {"dropless": MOE, "capacity": CAPACITY, "language groups": BY_GROUP}
+FORMS: dict[str, dict[str, Any]] = {
+    "dropless": MOE,
+    "capacity": CAPACITY,
+    "language groups": BY_GROUP,
+}
 MORE_THAN_DENSE = 45
 """Launches that experts may add to a layer: 22 of theirs for 10, 16 of the router, and the plan."""
 SHARED = 6
