@@ -102,6 +102,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Search, "beam search"),
 )
 LOSS_MODULE = training_loss.__module__
+LOSS = "loss", "loss"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Launch:
 
     Attributes:
         part: of the model, the loss or the search.
+        place: the module's name in the model; that of the part where it has none.
         bytes: of what it reads and writes.
         multiply_adds: of products; 0 of anything else.
         dtype: in which it multiplies.
@@ -117,6 +119,7 @@ class Launch:
 
     operator: str
     part: str
+    place: str
     is_backward: bool
     bytes: int
     multiply_adds: int
@@ -152,6 +155,11 @@ class Counted:
         }
 
     @property
+    def places(self) -> dict[str, int]:
+        """How many launches every place has, in the order in which they come."""
+        return dict(Counter(launch.place for launch in self.launches))
+
+    @property
     def kinds(self) -> dict[str, int]:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
@@ -165,7 +173,8 @@ def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> 
     model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
     model.to(torch.bfloat16).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
-    with OperatorCounter(host_number=_routes_per_expert(recipe.model, len(batch.target_N))) as mode:
+    even = _routes_per_expert(recipe.model, len(batch.target_N))
+    with OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model, batch, recipe.loss).objective.backward()
     return mode.counted
 
@@ -189,7 +198,7 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
             search = Search(model, sources, recipe.decoding, eos_id=1)
             for position in range(len(prompt)):
                 x_RD = search.step(torch.zeros(rows, dtype=torch.int64, device=META), position)
-        with OperatorCounter(host_number=even) as mode:
+        with OperatorCounter(host_number=even, model=model) as mode:
             next_R = search.advance(model.project(x_RD), 1)
             assert next_R is not None, "no sentence ends"
             search.step(next_R, len(prompt))
@@ -232,14 +241,15 @@ class OperatorCounter(TorchDispatchMode):
     Args:
         host_number: what every whole number is that is copied to the host; others are 0, nothing
             is found to be true, and Boolean indices take all.
+        model: whose modules are places.
     """
 
-    def __init__(self, *, host_number: int = 0) -> None:
+    def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_number = host_number
         self._launches: list[Launch] = []
         self._host_copies: list[HostCopy] = []
-        self._node_parts = _PartsOfNodes()
+        self._node_parts = _PartsOfNodes(model)
         self._fused = _FusedAsOnCuda()
 
     @property
@@ -264,7 +274,7 @@ class OperatorCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        part, is_backward = self._node_parts.part()
+        (part, place), is_backward = self._node_parts.part()
         given = _tensors((args, kwargs))
         answer = self._from_host(name, args, kwargs)
         if answer is not None:
@@ -282,6 +292,7 @@ class OperatorCounter(TorchDispatchMode):
                 Launch(
                     operator=name,
                     part=part,
+                    place=place,
                     is_backward=is_backward,
                     bytes=_bytes(name, given, made),
                     multiply_adds=multiply_adds,
@@ -377,18 +388,20 @@ class _PartsOfNodes:
     after a new number is by whom it was made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
+        named = model.named_modules() if model is not None else ()
+        self._name_of = {module: name for name, module in named}
         self._latest = -1
         self._first_numbers: list[int] = []
-        self._parts: list[str] = []
+        self._parts: list[tuple[str, str]] = []
 
-    def part(self) -> tuple[str, bool]:
-        """The part, and whether it goes backward."""
+    def part(self) -> tuple[tuple[str, str], bool]:
+        """The part and its place, and whether it goes backward."""
         node = torch._C._current_autograd_node()
         if node is not None:
             place = bisect_right(self._first_numbers, node._sequence_nr()) - 1
-            return self._parts[place] if place >= 0 else "loss", True
-        part = _part_of_caller(sys._getframe(2))
+            return self._parts[place] if place >= 0 else LOSS, True
+        part = self._part_of_caller(sys._getframe(2))
         number = torch._C._autograd._get_sequence_nr() - 1
         is_new, self._latest = number > self._latest, max(number, self._latest)
         if is_new and (not self._parts or self._parts[-1] != part):
@@ -396,18 +409,17 @@ class _PartsOfNodes:
             self._parts.append(part)
         return part, False
 
-
-def _part_of_caller(frame: FrameType | None) -> str:
-    """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        for kind, part in PARTS:
-            if isinstance(caller, kind):
-                return part
-        if frame.f_globals.get("__name__") == LOSS_MODULE:
-            return "loss"
-        frame = frame.f_back
-    return "loss"
+    def _part_of_caller(self, frame: FrameType | None) -> tuple[str, str]:
+        """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            for kind, part in PARTS:
+                if isinstance(caller, kind):
+                    return part, self._name_of.get(caller) or part
+            if frame.f_globals.get("__name__") == LOSS_MODULE:
+                return LOSS
+            frame = frame.f_back
+        return LOSS
 
 
 def _tensors(values: Any) -> list[Tensor]:

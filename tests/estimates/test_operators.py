@@ -133,6 +133,20 @@ def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
     }
 
 
+def test_every_launch_has_its_place_in_the_model_and_layers_of_a_kind_have_as_many() -> None:
+    found = counted(small_recipe(moe=MOE, layers=4))
+    assert sum(found.places.values()) == len(found.launches)
+    assert {"loss", "embedding", "encoder", "decoder"} <= set(found.places)
+    for module in ("self_attention", "self_attention_norm", "feed_forward"):
+        in_encoder, in_decoder = (f"{side}.layers.2.{module}" for side in ("encoder", "decoder"))
+        assert found.places[in_encoder] == found.places[in_decoder] > 0
+    backward = {launch.place for launch in found.launches if launch.is_backward}
+    for side in ("encoder", "decoder"):
+        for layer in (1, 3):
+            assert f"{side}.layers.{layer}.feed_forward.experts" in backward
+            assert f"{side}.layers.{layer}.feed_forward.router" in backward
+
+
 def test_products_are_counted_as_their_shapes_say() -> None:
     x_ND = torch.empty(6, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
     weight_FD = torch.empty(16, 8, device=META, dtype=torch.bfloat16, requires_grad=True)
