@@ -46,7 +46,7 @@ def attend(
     """The context of every query.
 
     ``mask`` broadcasts to (B, H, T, S) and is True where allowed, or what
-    :func:`attention_mask` makes of it.
+    :func:`attention_mask` makes of it on the device.
     """
     if fused_attention_pays(query_BHTK):
         return F.scaled_dot_product_attention(

@@ -112,10 +112,13 @@ def test_scores_beyond_half_precision_stay_finite(choose_fused: Kernel) -> None:
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
 
 
-def test_a_mask_of_numbers_as_other_devices_add_it_is_the_mask() -> None:
+def test_a_mask_of_numbers_as_other_devices_add_it_is_the_mask(choose_fused: Kernel) -> None:
+    choose_fused(True)
     heads = random_heads(batch=3, length=5, seed=6)
     mask = key_mask([5, 1, 3])
     numbers = attention_mask(mask, beside=torch.empty(0, device="meta"))
     assert numbers.dtype == torch.float32
-    torch.testing.assert_close(attend(*heads, mask=numbers), attend(*heads, mask=mask))
+    query, key, value = heads
+    found = attend(query, key, value, mask=numbers)
+    torch.testing.assert_close(found, attend(query, key, value, mask=mask))
     assert attention_mask(mask, beside=heads[0]) is mask
