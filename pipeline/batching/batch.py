@@ -1,8 +1,8 @@
 """One micro-batch: token ids, languages and sentence ids, and how padding is left out.
 
 Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix, so that
-no linear layer, expert or vocabulary projection ever sees padding. Only attention needs the padded
-(B, T, D) form; :class:`Packing` goes between the two.
+no linear layer, expert or vocabulary projection ever sees padding. Only attention may need the
+padded (B, T, D) form; :class:`Packing` goes between the two.
 
 Legend: B batch, S source length, T target length, N real tokens, D model width.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.kernels.batch_loops import join
+from pipeline.kernels.scaled_dot_product import attention_mask
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -27,11 +28,13 @@ Integers = npt.NDArray[np.int64]
 class Packing:
     """Where the N real tokens lie in a right-padded (batch, length) grid.
 
-    ``index_N`` has the flat position of every real token, ascending. ``is_full`` says, on the
+    ``index_N`` has the flat position of every real token, ascending, and ``bound_B``, (B + 1,)
+    int32, the row where each sentence starts, and where the last one ends. ``is_full`` says, on the
     host, that nothing is padded, so that packing is a view.
     """
 
     index_N: Tensor
+    bound_B: Tensor
     batch: int
     length: int
     is_full: bool
@@ -43,8 +46,15 @@ class Packing:
         length = int(length_B.max(initial=1))
         mask_BT = np.arange(length)[None, :] < length_B[:, None]
         index_N = torch.from_numpy(np.flatnonzero(mask_BT))
-        is_full = len(index_N) == len(lengths) * length
-        return cls(index_N=index_N, batch=len(lengths), length=length, is_full=is_full)
+        bound_B = np.zeros(len(length_B) + 1, dtype=np.int32)
+        np.cumsum(length_B, out=bound_B[1:])
+        return cls(
+            index_N=index_N,
+            bound_B=torch.from_numpy(bound_B),
+            batch=len(lengths),
+            length=length,
+            is_full=len(index_N) == len(lengths) * length,
+        )
 
     @cached_property
     def sentence_N(self) -> Tensor:
@@ -62,6 +72,22 @@ class Packing:
         mask = torch.zeros(self.batch * self.length, dtype=torch.bool, device=self.index_N.device)
         mask[self.index_N] = True
         return mask.view(self.batch, self.length)
+
+    @cached_property
+    def _bias_of_type(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    def key_mask(self, *, beside: Tensor) -> Tensor | None:
+        """Which keys are no padding, in the form that attention likes beside ``beside``.
+
+        (B, 1, 1, T); None where nothing is padded. The same for all layers.
+        """
+        if self.is_full:
+            return None
+        if beside.dtype not in self._bias_of_type:
+            mask = attention_mask(self.mask_BT[:, None, None, :], beside=beside)
+            self._bias_of_type[beside.dtype] = mask
+        return self._bias_of_type[beside.dtype]
 
     @cached_property
     def row_BT(self) -> Tensor:
@@ -86,10 +112,14 @@ class Packing:
         return x_ND.view(self.batch, self.length, x_ND.shape[-1])
 
     def to(self, device: torch.device, *, non_blocking: bool = True) -> "Packing":
-        return replace(self, index_N=self.index_N.to(device, non_blocking=non_blocking))
+        return replace(
+            self,
+            index_N=self.index_N.to(device, non_blocking=non_blocking),
+            bound_B=self.bound_B.to(device, non_blocking=non_blocking),
+        )
 
     def pin_memory(self) -> "Packing":
-        return replace(self, index_N=self.index_N.pin_memory())
+        return replace(self, index_N=self.index_N.pin_memory(), bound_B=self.bound_B.pin_memory())
 
 
 class _Pack(torch.autograd.Function):

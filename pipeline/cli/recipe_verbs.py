@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import asdict
 
 from pipeline.cli.option_types import add_ds_config_option, whole_number
 from pipeline.cli.verb import Verb
@@ -103,7 +104,11 @@ def _estimate_time(options: argparse.Namespace) -> int:
         "vocabulary_size": options.vocabulary or recipe.tokenizer.vocabulary_size,
         "num_groups": _num_groups(recipe, options.groups),
     }
-    from pipeline.estimates import operators, step_time  # once the recipe is known to be good
+    from pipeline.estimates import (
+        exchanges,
+        operators,
+        step_time,
+    )  # once the recipe is known to be good
 
     device = step_time.DEVICES[options.device]
     steps = {
@@ -111,14 +116,22 @@ def _estimate_time(options: argparse.Namespace) -> int:
         "decoding step": operators.count_decoding_step(recipe, **sizes),
     }
     times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
+    exchanged = exchanges.expert_exchanges(recipe)
     if options.json:
         found = {name: time.to_json() for name, time in times.items()}
-        print(json.dumps({"device": options.device, **found}, indent=1, ensure_ascii=False))
+        document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
+        print(json.dumps(document, indent=1, ensure_ascii=False))
         return 0
     head = ["part", "launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
     for name, time in times.items():
         print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
         print(text_table(head, time.table()) + "\n")
+    if exchanged.layers:
+        print(
+            f"Experts on {exchanged.size} ranks: each sends {exchanged.sent_bytes / 1e9:.2f} GB to "
+            f"the others per micro-batch, and waits {exchanged.host_copies} times for numbers of "
+            f"rows, in {exchanged.layers} layers. Both come on top of the table.\n"
+        )
     print(
         f"Counted on the meta device, not measured. Training in bfloat16 on one rank, decoding in "
         f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "

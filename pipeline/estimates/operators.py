@@ -59,6 +59,7 @@ LAUNCHES_NOTHING = {
 KINDS = {
     "matrix product": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
     "attention": (
+        *("_flash_attention_forward", "_flash_attention_backward"),
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward",
         "_scaled_dot_product_efficient_attention",
@@ -101,6 +102,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (Search, "beam search"),
 )
 LOSS_MODULE = training_loss.__module__
+LOSS = "loss", "loss"
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class Launch:
 
     Attributes:
         part: of the model, the loss or the search.
+        place: the module's name in the model; that of the part where it has none.
         bytes: of what it reads and writes.
         multiply_adds: of products; 0 of anything else.
         dtype: in which it multiplies.
@@ -116,6 +119,7 @@ class Launch:
 
     operator: str
     part: str
+    place: str
     is_backward: bool
     bytes: int
     multiply_adds: int
@@ -151,6 +155,11 @@ class Counted:
         }
 
     @property
+    def places(self) -> dict[str, int]:
+        """How many launches every place has, in the order in which they come."""
+        return dict(Counter(launch.place for launch in self.launches))
+
+    @property
     def kinds(self) -> dict[str, int]:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
@@ -163,8 +172,9 @@ def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> 
     """
     model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
     model.to(torch.bfloat16).train()
-    batch = _micro_batch(recipe.batches.tokens).to(META)
-    with OperatorCounter(host_number=_routes_per_expert(recipe.model, len(batch.target_N))) as mode:
+    batch = micro_batch(recipe.batches.tokens).to(META)
+    even = _routes_per_expert(recipe.model, len(batch.target_N))
+    with OperatorCounter(host_number=even, model=model) as mode:
         training_loss(model, batch, recipe.loss).objective.backward()
     return mode.counted
 
@@ -188,7 +198,7 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
             search = Search(model, sources, recipe.decoding, eos_id=1)
             for position in range(len(prompt)):
                 x_RD = search.step(torch.zeros(rows, dtype=torch.int64, device=META), position)
-        with OperatorCounter(host_number=even) as mode:
+        with OperatorCounter(host_number=even, model=model) as mode:
             next_R = search.advance(model.project(x_RD), 1)
             assert next_R is not None, "no sentence ends"
             search.step(next_R, len(prompt))
@@ -203,7 +213,7 @@ def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transfor
     )
 
 
-def _micro_batch(tokens: int) -> Batch:
+def micro_batch(tokens: int) -> Batch:
     """As many sentences as the budget takes, of two lengths."""
     length = min(SENTENCE_LENGTH, tokens)
     examples = [
@@ -231,14 +241,15 @@ class OperatorCounter(TorchDispatchMode):
     Args:
         host_number: what every whole number is that is copied to the host; others are 0, nothing
             is found to be true, and Boolean indices take all.
+        model: whose modules are places.
     """
 
-    def __init__(self, *, host_number: int = 0) -> None:
+    def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._host_number = host_number
         self._launches: list[Launch] = []
         self._host_copies: list[HostCopy] = []
-        self._node_parts = _PartsOfNodes()
+        self._node_parts = _PartsOfNodes(model)
         self._fused = _FusedAsOnCuda()
 
     @property
@@ -263,7 +274,7 @@ class OperatorCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        part, is_backward = self._node_parts.part()
+        (part, place), is_backward = self._node_parts.part()
         given = _tensors((args, kwargs))
         answer = self._from_host(name, args, kwargs)
         if answer is not None:
@@ -281,6 +292,7 @@ class OperatorCounter(TorchDispatchMode):
                 Launch(
                     operator=name,
                     part=part,
+                    place=place,
                     is_backward=is_backward,
                     bytes=_bytes(name, given, made),
                     multiply_adds=multiply_adds,
@@ -347,10 +359,12 @@ def _fused_attention(
             query, key, value, dropout_p, is_causal
         )
     else:
-        bias = None
-        if attn_mask is not None:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-            bias = bias.masked_fill_(attn_mask.logical_not(), -torch.inf)
+        bias = attn_mask
+        if bias is not None:
+            if bias.dtype == torch.bool:
+                is_masked = bias.logical_not()
+                bias = torch.zeros_like(bias, dtype=query.dtype)
+                bias = bias.masked_fill_(is_masked, -torch.inf)
             bias = bias.expand(*query.shape[:-1], key.shape[-2])
         keeps = torch.is_grad_enabled()
         context, *_ = aten._scaled_dot_product_efficient_attention(
@@ -370,38 +384,42 @@ def _fused_dropout(
 class _PartsOfNodes:
     """Which part is running: forward by who called, backward by who made the node of autograd.
 
-    Nodes are numbered as they are made, just before their operator runs.
+    Nodes are numbered as they are made, just before their operator runs, so that the first operator
+    after a new number is by whom it was made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None) -> None:
+        named = model.named_modules() if model is not None else ()
+        self._name_of = {module: name for name, module in named}
+        self._latest = -1
         self._first_numbers: list[int] = []
-        self._parts: list[str] = []
+        self._parts: list[tuple[str, str]] = []
 
-    def part(self) -> tuple[str, bool]:
-        """The part, and whether it goes backward."""
+    def part(self) -> tuple[tuple[str, str], bool]:
+        """The part and its place, and whether it goes backward."""
         node = torch._C._current_autograd_node()
         if node is not None:
             place = bisect_right(self._first_numbers, node._sequence_nr()) - 1
-            return self._parts[place] if place >= 0 else "loss", True
-        part = _part_of_caller(sys._getframe(2))
+            return self._parts[place] if place >= 0 else LOSS, True
+        part = self._part_of_caller(sys._getframe(2))
         number = torch._C._autograd._get_sequence_nr() - 1
-        if not self._parts or self._parts[-1] != part:
+        is_new, self._latest = number > self._latest, max(number, self._latest)
+        if is_new and (not self._parts or self._parts[-1] != part):
             self._first_numbers.append(number)
             self._parts.append(part)
         return part, False
 
-
-def _part_of_caller(frame: FrameType | None) -> str:
-    """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        for kind, part in PARTS:
-            if isinstance(caller, kind):
-                return part
-        if frame.f_globals.get("__name__") == LOSS_MODULE:
-            return "loss"
-        frame = frame.f_back
-    return "loss"
+    def _part_of_caller(self, frame: FrameType | None) -> tuple[str, str]:
+        """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            for kind, part in PARTS:
+                if isinstance(caller, kind):
+                    return part, self._name_of.get(caller) or part
+            if frame.f_globals.get("__name__") == LOSS_MODULE:
+                return LOSS
+            frame = frame.f_back
+        return LOSS
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -444,7 +462,10 @@ def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
-    """Of a product or of attention, of which a causal mask leaves half."""
+    """Of a product or of attention, of which a causal mask leaves half.
+
+    Of packed sentences attention is counted as if all were as long as the longest one.
+    """
     kind = KIND_OF.get(name)
     if kind == "matrix product":
         left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
@@ -455,5 +476,6 @@ def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
         return 0
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
     products = 5 if name.endswith("_backward") else 2
-    whole: int = products * named["query"].numel() * named["key"].shape[-2]
+    length = named["max_k"] if "_flash_attention_" in name else named["key"].shape[-2]
+    whole: int = products * named["query"].numel() * length
     return whole // 2 if named.get("is_causal") else whole

@@ -104,6 +104,7 @@ class StepTime:
             "launches": len(self.counted.launches),
             "seconds_at_least": self.seconds,
             "kinds": self.counted.kinds,
+            "places": self.counted.places,
             "host_copies": [f"{copy.operator} in {copy.part}" for copy in self.counted.host_copies],
             "parts": {
                 part: {

@@ -11,15 +11,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels import routing_loops as loops
+from pipeline.kernels.kept_weights import softmax_backward
 
 
 class ExpertChoice(NamedTuple):
-    """See :class:`~pipeline.model.moe.router.Routing`."""
+    """See :class:`~pipeline.model.moe.router.Routing`.
+
+    Attributes:
+        chosen_logits_NC: of which the weights are the softmax, where they have not been made.
+    """
 
     probability_NE: Tensor
     expert_NC: Tensor
-    weight_NC: Tensor
+    made_weight_NC: Tensor | None
     balance_loss: Tensor
+    chosen_logits_NC: Tensor | None = None
 
 
 def choose_experts(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
@@ -38,25 +44,52 @@ def choose_by_loop(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> E
 
 
 def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
-    """:func:`choose_experts` on any device."""
-    num_tokens, num_experts = logits_NE.shape
-    probability_NE = F.softmax(logits_NE, dim=-1)
-    # of equal logits the first, as in the loops: topk may take any
-    order_NE = logits_NE.sort(dim=-1, descending=True, stable=True).indices
-    expert_NC = order_NE[:, :top_k]
-    if is_renormalized:  # a softmax over the chosen
-        weight_NC = F.softmax(logits_NE.gather(1, expert_NC), dim=-1)
-    else:
-        weight_NC = probability_NE.gather(1, expert_NC)
-    first_N, one = expert_NC[:, 0], logits_NE.new_ones(1)
-    first_E = logits_NE.new_zeros(num_experts).index_add_(0, first_N, one.expand(num_tokens))
-    scale = num_experts / max(num_tokens, 1) ** 2
-    return ExpertChoice(
-        probability_NE=probability_NE.detach(),
-        expert_NC=expert_NC,
-        weight_NC=weight_NC,
-        balance_loss=probability_NE.sum(0) @ (first_E * scale),
+    """:func:`choose_experts` on any device, in few operators."""
+    probability_NE, expert_NC, chosen_NC, balance_loss = _ChooseByOperators.apply(  # type: ignore[no-untyped-call]
+        logits_NE, top_k, is_renormalized
     )
+    if is_renormalized:
+        return ExpertChoice(probability_NE, expert_NC, None, balance_loss, chosen_NC)
+    return ExpertChoice(probability_NE, expert_NC, chosen_NC, balance_loss)
+
+
+class _ChooseByOperators(torch.autograd.Function):
+    """Probabilities, experts, their logits or probabilities, and the balance loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+    ) -> tuple[Tensor, ...]:
+        num_tokens, num_experts = logits_NE.shape
+        probability_NE = F.softmax(logits_NE, dim=-1)
+        # of equal logits the first, as in the loops: topk may take any
+        sorted_NE, order_NE = logits_NE.sort(dim=-1, descending=True, stable=True)
+        expert_NC, chosen_NC = order_NE[:, :top_k], sorted_NE[:, :top_k]
+        if not is_renormalized:
+            chosen_NC = probability_NE.gather(1, expert_NC)
+        scale = num_experts / max(num_tokens, 1) ** 2
+        first_E = logits_NE.new_zeros(num_experts)
+        first_E.scatter_(0, order_NE[:, 0], scale, reduce="add")
+        ctx.save_for_backward(probability_NE, expert_NC, first_E)
+        ctx.mark_non_differentiable(probability_NE, expert_NC)
+        ctx.set_materialize_grads(False)
+        ctx.is_renormalized = is_renormalized
+        return probability_NE, expert_NC, chosen_NC, probability_NE.sum(0) @ first_E
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, d_chosen_NC, d_balance_loss = gradients
+        probability_NE, expert_NC, first_E = ctx.saved_tensors
+        balances = d_balance_loss is not None
+        d_probability_E = first_E * d_balance_loss if balances else torch.zeros_like(first_E)
+        d_probability_NE = d_probability_E.expand_as(probability_NE)
+        if d_chosen_NC is not None and not ctx.is_renormalized:
+            d_probability_NE = d_probability_NE.scatter_add(1, expert_NC, d_chosen_NC)
+        d_logits_NE = softmax_backward(d_probability_NE, probability_NE)
+        if d_chosen_NC is not None and ctx.is_renormalized:
+            d_logits_NE.scatter_add_(1, expert_NC, d_chosen_NC)
+        return d_logits_NE, None, None
 
 
 class _ChooseByLoop(torch.autograd.Function):

@@ -9,7 +9,6 @@ tokens, C choices per token, D model width, F hidden width, I and O width of wha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from pipeline.kernels.activations import (
 )
 from pipeline.kernels.allocator import prefer_large_pages
 from pipeline.kernels.expert_rows import combine, gather
-from pipeline.kernels.placement import Placement
+from pipeline.kernels.placement import Placement, RowSlices
 from pipeline.kernels.products import product, product_into
 from pipeline.kernels.routing_loops import can_loop, numbers
 from pipeline.kernels.threads import WORTH_OTHER_THREADS, side_by_side
@@ -79,7 +78,10 @@ def serve_tokens(
     """Gather, apply and combine: every token's experts, weighted and summed, (N, D)."""
     if not can_loop(x_ND):
         x_RD = gather(x_ND, placement)
-        y_RD = serve_rows(x_RD, placement.rows_E, weights, activation=activation)
+        if placement.slices is not None and has_grouped_products(x_RD):
+            y_RD = grouped_products(x_RD, weights, placement.slices, activation)
+        else:
+            y_RD = serve_rows(x_RD, placement.rows_E, weights, activation=activation)
         return combine(y_RD, weight_NC, placement)
     rows_E = tuple(placement.rows_E.tolist())
     output: Tensor = _ExpertByExpert.apply(  # type: ignore[no-untyped-call]
@@ -119,6 +121,20 @@ def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None
     return x.dtype == torch.bfloat16 and capability >= GROUPED_CAPABILITY
 
 
+def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
+    """Whether a grouped product may leave anything but 0 to experts without rows.
+
+    It did on Blackwell, and left 0 on Hopper (pytorch#172439). ``capability`` as in
+    :func:`has_grouped_products`.
+    """
+    if capability is None:
+        if x.device.type == "cuda":
+            capability = torch.cuda.get_device_capability(x.device)
+        else:
+            capability = GROUPED_CAPABILITY if x.device.type == "meta" else None
+    return capability is None or capability[0] != GROUPED_CAPABILITY[0]
+
+
 def padded_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
@@ -144,50 +160,21 @@ def grouped_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
     """Two grouped matrix products; slice sizes stay on the device."""
-    slices = _Slices.of(count_E, num_rows=len(x_RD))
+    slices = RowSlices.of(count_E, num_rows=len(x_RD))
+    return grouped_products(x_RD, weights, slices, activation)
+
+
+def grouped_products(
+    x_RD: Tensor, weights: ExpertWeights, slices: RowSlices, activation: Activation
+) -> Tensor:
+    """:func:`grouped_feed_forward` of rows whose slices are known."""
     hidden_RF = _grouped_linear(x_RD, weights.up_EFD, weights.up_bias_EF, slices)
     return _grouped_linear(
         activate(hidden_RF, activation), weights.down_EDF, weights.down_bias_ED, slices
     )
 
 
-@dataclass(frozen=True)
-class _Slices:
-    """Where the rows of experts are, on the device.
-
-    Attributes:
-        bound_E: where each expert's rows start, and where the last one's end.
-        expert_R: expert of each row.
-        number_R: 0, 1, 2 …
-        is_idle_E: experts without rows.
-    """
-
-    bound_E: Tensor
-    expert_R: Tensor
-    number_R: Tensor
-    is_idle_E: Tensor
-
-    @classmethod
-    def of(cls, count_E: Tensor, *, num_rows: int) -> "_Slices":
-        bound_E = F.pad(count_E, (1, 0)).cumsum(0, dtype=torch.int32)
-        number_R = torch.arange(num_rows, dtype=torch.int32, device=count_E.device)
-        return cls(
-            bound_E=bound_E,
-            expert_R=torch.searchsorted(bound_E[1:-1], number_R, right=True, out_int32=True),
-            number_R=number_R,
-            is_idle_E=count_E == 0,
-        )
-
-    @property
-    def stop_E(self) -> Tensor:
-        return self.bound_E[1:]
-
-    def sums(self, rows: Tensor) -> Tensor:
-        """The rows of each expert summed up, in their order and in float32."""
-        return F.embedding_bag(self.number_R, rows, self.bound_E[:-1], mode="sum")
-
-
-def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: _Slices) -> Tensor:
+def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices) -> Tensor:
     y_RO: Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x_RI, weight_EOI, bias_EO, slices
     )
@@ -198,13 +185,13 @@ class _GroupedLinear(torch.autograd.Function):
     """x Wᵀ + b of every expert, on its slice of rows.
 
     PyTorch's gradients would do, but for two things: weights of experts without rows got one that
-    was not zero on some cards (pytorch#172439), and those of biases were added up in bfloat16, in
-    any order.
+    was not zero on some cards (:func:`may_leave_idle_gradients`), and those of biases were added up
+    in bfloat16, in any order.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: _Slices
+        ctx: Any, x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: RowSlices
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI)
         ctx.slices = slices
@@ -218,7 +205,9 @@ class _GroupedLinear(torch.autograd.Function):
         x_RI, weight_EOI = ctx.saved_tensors
         dx_RI = F.grouped_mm(dy_RO, weight_EOI, offs=slices.stop_E)
         d_weight_EOI = F.grouped_mm(dy_RO.mT, x_RI, offs=slices.stop_E)
-        d_weight_EOI.masked_fill_(slices.is_idle_E[:, None, None], 0)
+        if may_leave_idle_gradients(dy_RO):
+            is_idle_E = slices.bound_E[1:] == slices.bound_E[:-1]
+            d_weight_EOI.masked_fill_(is_idle_E[:, None, None], 0)
         return dx_RI, d_weight_EOI, slices.sums(dy_RO), None
 
 

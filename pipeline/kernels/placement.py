@@ -10,16 +10,139 @@ On other devices the host should not wait to learn how many routes are kept. Whe
 on the spot, dropped routes have rows there, too, whose results have a weight of 0. (Counted on the
 meta device and tested on CPU; not yet run on a GPU.)
 
-Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare rows.
+Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
+rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.kernels import routing_loops as loops
+
+
+@dataclass(frozen=True)
+class RouteNumbers:
+    """What placing by sorting counts with: of shapes alone, so that layers can share it."""
+
+    num_tokens: int
+    num_choices: int
+    num_experts: int
+    device: torch.device
+
+    @cached_property
+    def number_Q(self) -> Tensor:
+        """0, 1, 2 …"""
+        num_routes = self.num_tokens * self.num_choices
+        return torch.arange(num_routes, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def token_Q(self) -> Tensor:
+        """The token of each route."""
+        return self.number_Q // self.num_choices
+
+    @cached_property
+    def first_N(self) -> Tensor:
+        """The first route of each token."""
+        stop = self.num_tokens * self.num_choices
+        return torch.arange(0, stop, self.num_choices, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def expert_bound_E(self) -> Tensor:
+        """(E + 1,): where experts start among their numbers."""
+        return torch.arange(self.num_experts + 1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def choice_C(self) -> Tensor:
+        """The number of each choice, in the type of :meth:`Queue.keys`."""
+        return torch.arange(self.num_choices, dtype=torch.float64, device=self.device)
+
+    @cached_property
+    def key_bound_E(self) -> Tensor:
+        """(E + 1,): where experts start among the keys of a queue."""
+        step, stop = self.num_choices, (self.num_experts + 1) * self.num_choices
+        return torch.arange(-1, stop - 1, step, dtype=torch.float64, device=self.device)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """First choices before second ones; within a choice by descending ``top_N``, or by position.
+
+    Attributes:
+        top_N: the probability of each token's best expert; ties go by position.
+    """
+
+    top_N: Tensor | None = None
+
+    def routes(self, expert_NC: Tensor) -> Tensor:
+        """All routes in their order."""
+        (num_tokens, num_choices), device = expert_NC.shape, expert_NC.device
+        if self.top_N is None:
+            token_N = torch.arange(num_tokens, device=device)
+        else:
+            token_N = self.top_N.argsort(descending=True, stable=True)
+        choice_C = torch.arange(num_choices, device=device)
+        return (token_N[None, :] * num_choices + choice_C[:, None]).flatten()
+
+    def keys(self, expert_NC: Tensor, numbers: RouteNumbers) -> Tensor:
+        """Numbers by which a stable sort brings routes to their experts in this order, (Q,).
+
+        That of choice c of expert e lies from e · C + c - 1, included, up to e · C + c, without a
+        probability on that: float64 can tell probabilities of float32 from each other there.
+        """
+        key_NC = torch.add(numbers.choice_C, expert_NC, alpha=numbers.num_choices)
+        return (key_NC if self.top_N is None else key_NC - self.top_N[:, None]).flatten()
+
+
+@dataclass(frozen=True)
+class RowSlices:
+    """Where the rows of experts are, on the device; int32.
+
+    Attributes:
+        bound_E: (E + 1,): where each expert's rows start, and where the last one's end.
+        expert_R: expert of each row.
+        number_R: 0, 1, 2 …
+    """
+
+    bound_E: Tensor
+    expert_R: Tensor
+    number_R: Tensor
+
+    @classmethod
+    def of(cls, count_E: Tensor, *, num_rows: int) -> "RowSlices":
+        """Of experts with so many rows each."""
+        bound_E = F.pad(count_E, (1, 0)).cumsum(0, dtype=torch.int32)
+        number_R = torch.arange(num_rows, dtype=torch.int32, device=count_E.device)
+        return cls.between(bound_E, number_R=number_R)
+
+    @classmethod
+    def between(cls, bound_E: Tensor, *, number_R: Tensor) -> "RowSlices":
+        expert_R = torch.searchsorted(bound_E[1:-1], number_R, right=True, out_int32=True)
+        return cls(bound_E, expert_R, number_R)
+
+    @property
+    def stop_E(self) -> Tensor:
+        return self.bound_E[1:]
+
+    @property
+    def rows_E(self) -> Tensor:
+        return self.bound_E[1:] - self.bound_E[:-1]
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """The rows of each expert summed up, in their order and in float32."""
+        return F.embedding_bag(self.number_R, rows, self.bound_E[:-1], mode="sum")
+
+
+class Counts(NamedTuple):
+    """Rows per expert, and routes per expert before capacity."""
+
+    rows_E: Tensor
+    routed_E: Tensor
 
 
 @dataclass(frozen=True)
@@ -31,21 +154,47 @@ class Placement:
             for a spare row.
         token_R: token of each row.
         row_NC: row of each (token, choice); R where it has none.
-        is_kept_NC: False where it was dropped; None where none was.
-        rows_E: rows per expert, spare ones included.
-        count_E: kept routes per expert.
-        routed_E: routes per expert before capacity.
+        is_dropped_NC: True where it was dropped; None where none was.
+        capacity: routes that an expert keeps at most; None where none is dropped.
         lacks_rows: whether some route may have no row, as far as the host knows.
+        counts: as far as they have been counted.
+        slices: of rows that were sorted on the device, all routes having one.
+        numbers: beside ``slices``.
     """
 
     route_R: Tensor
     token_R: Tensor
     row_NC: Tensor
-    is_kept_NC: Tensor | None
-    rows_E: Tensor
-    count_E: Tensor
-    routed_E: Tensor
+    is_dropped_NC: Tensor | None
+    capacity: int | None
     lacks_rows: bool
+    counts: Counts | None = None
+    slices: RowSlices | None = None
+    numbers: RouteNumbers | None = None
+
+    @property
+    def rows_E(self) -> Tensor:
+        """Rows per expert, spare ones included."""
+        return self._counts.rows_E
+
+    @property
+    def routed_E(self) -> Tensor:
+        """Routes per expert before capacity."""
+        return self._counts.routed_E
+
+    @property
+    def _counts(self) -> Counts:
+        """Counted where someone asks: every operator on a device costs a launch."""
+        if self.counts is not None:
+            return self.counts
+        assert self.slices is not None, "counts, or slices to count"
+        rows_E = self.slices.rows_E
+        return Counts(rows_E, rows_E)
+
+    @property
+    def count_E(self) -> Tensor:
+        """Kept routes per expert."""
+        return self.routed_E if self.capacity is None else self.routed_E.clamp_max(self.capacity)
 
 
 def place_routes(
@@ -53,17 +202,22 @@ def place_routes(
     *,
     num_experts: int,
     capacity: int,
-    queue: Tensor | None = None,
+    queue: Queue | None = None,
     spare_rows: bool = False,
+    numbers: RouteNumbers | None = None,
 ) -> Placement:
     """Rows for the first ``capacity`` routes of each expert in a queue of all routes.
 
     Routes come by number where there is no queue. Where rows are not sent away before they are
-    served, ``spare_rows`` may be added: beside kept routes, or for dropped ones.
+    served, ``spare_rows`` may be added: beside kept routes, or for dropped ones. ``numbers`` are
+    made where they are needed and not given.
     """
     if expert_NC.device.type == "cpu":
-        return place_by_loop(expert_NC, num_experts, queue, capacity, spare_rows=spare_rows)
-    return place_by_sorting(expert_NC, num_experts, queue, capacity, spare_rows=spare_rows)
+        order = None if queue is None else queue.routes(expert_NC)
+        return place_by_loop(expert_NC, num_experts, order, capacity, spare_rows=spare_rows)
+    return place_by_sorting(
+        expert_NC, num_experts, queue, capacity, spare_rows=spare_rows, numbers=numbers
+    )
 
 
 def place_by_loop(
@@ -92,46 +246,62 @@ def place_by_loop(
         route_R=route_R,
         token_R=token_R,
         row_NC=row_NC,
-        is_kept_NC=row_NC < num_rows if drops else None,
-        rows_E=rows_E,
-        count_E=torch.tensor(kept) if drops else routed_E,
-        routed_E=routed_E,
+        is_dropped_NC=row_NC == num_rows if drops else None,
+        capacity=capacity if drops else None,
         lacks_rows=drops,
+        counts=Counts(rows_E, routed_E),
     )
 
 
 def place_by_sorting(
     expert_NC: Tensor,
     num_experts: int,
-    queue: Tensor | None,
+    queue: Queue | None,
     capacity: int,
     *,
     spare_rows: bool,
+    numbers: RouteNumbers | None = None,
 ) -> Placement:
     """On any device; it copies to the host where routes may be dropped and leave no spare rows."""
-    expert_Q = expert_NC.flatten() if queue is None else expert_NC.flatten()[queue]
-    expert_R, by_expert = expert_Q.sort(stable=True)
-    routes = by_expert if queue is None else queue[by_expert]
-    number_E = torch.arange(num_experts, device=routes.device)
-    start_E = torch.searchsorted(expert_R, number_E)
-    routed_E = torch.searchsorted(expert_R, number_E, right=True) - start_E
-    row_NC = torch.empty_like(expert_NC, memory_format=torch.contiguous_format)
-    row_NC.view(-1)[routes] = torch.arange(len(routes), device=routes.device)
+    num_tokens, num_choices = expert_NC.shape
+    if numbers is None:
+        numbers = RouteNumbers(num_tokens, num_choices, num_experts, expert_NC.device)
+    routes, slices = _sorted_routes(expert_NC, queue, numbers)
+    row_NC = torch.empty(expert_NC.shape, dtype=torch.int32, device=expert_NC.device)
+    row_NC.view(-1)[routes] = numbers.number_Q
+    token_R = torch.empty_like(numbers.number_Q)
     placement = Placement(
         route_R=routes,
-        token_R=routes // expert_NC.shape[1],
+        token_R=torch.div(routes, num_choices, rounding_mode="floor", out=token_R),
         row_NC=row_NC,
-        is_kept_NC=None,
-        rows_E=routed_E,
-        count_E=routed_E,
-        routed_E=routed_E,
+        is_dropped_NC=None,
+        capacity=None,
         lacks_rows=False,
+        slices=slices,
+        numbers=numbers,
     )
-    if capacity >= len(expert_NC):
+    if capacity >= num_tokens:
         return placement
-    is_kept_NC = row_NC - start_E[expert_NC] < capacity
-    placement = replace(placement, is_kept_NC=is_kept_NC, count_E=routed_E.clamp_max(capacity))
-    return placement if spare_rows else _without_dropped(placement, is_kept_NC)
+    is_dropped_NC = torch.zeros_like(row_NC, dtype=torch.bool)
+    expert_R = slices.expert_R  # a row is beyond capacity if as far before it is the same expert
+    is_dropped_NC.view(-1)[routes[capacity:]] = expert_R[capacity:] == expert_R[: -capacity or None]
+    placement = replace(placement, is_dropped_NC=is_dropped_NC, capacity=capacity)
+    return placement if spare_rows else _without_dropped(placement, ~is_dropped_NC)
+
+
+def _sorted_routes(
+    expert_NC: Tensor, queue: Queue | None, numbers: RouteNumbers
+) -> tuple[Tensor, RowSlices]:
+    """The routes in the order of experts and, within each, of the queue; and where experts are."""
+    if queue is None:
+        expert_Q = expert_NC.to(torch.int32, memory_format=torch.contiguous_format).flatten()
+        expert_R, routes = expert_Q.sort(stable=True)
+        bound_E = torch.searchsorted(expert_R, numbers.expert_bound_E, out_int32=True)
+        return routes, RowSlices(bound_E, expert_R, numbers.number_Q)
+    key_R, routes = queue.keys(expert_NC, numbers).sort(stable=True)
+    by_position = queue.top_N is None  # then keys are whole, and a bound is the one before it
+    bound_E = torch.searchsorted(key_R, numbers.key_bound_E, right=by_position, out_int32=True)
+    return routes, RowSlices.between(bound_E, number_R=numbers.number_Q)
 
 
 def _without_dropped(placement: Placement, is_kept_NC: Tensor) -> Placement:
@@ -139,14 +309,16 @@ def _without_dropped(placement: Placement, is_kept_NC: Tensor) -> Placement:
     kept_R = is_kept_NC.view(-1)[placement.route_R].nonzero().squeeze(1)
     route_R = placement.route_R[kept_R]
     row_NC = torch.full_like(placement.row_NC, len(route_R))
-    row_NC.view(-1)[route_R] = torch.arange(len(route_R), device=route_R.device)
+    row_NC.view(-1)[route_R] = torch.arange(len(route_R), dtype=torch.int32, device=route_R.device)
     return replace(
         placement,
         route_R=route_R,
         token_R=placement.token_R[kept_R],
         row_NC=row_NC,
-        rows_E=placement.count_E,
         lacks_rows=True,
+        counts=Counts(placement.count_E, placement.routed_E),
+        slices=None,
+        numbers=None,
     )
 
 

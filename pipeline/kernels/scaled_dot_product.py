@@ -23,6 +23,17 @@ def fused_attention_pays(query_BHTK: Tensor) -> bool:
     return query_BHTK.dtype != torch.bfloat16 and query_BHTK.shape[-2] > FEW_QUERIES
 
 
+def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
+    """A mask as :func:`attend` takes it at the least cost.
+
+    Other devices than the CPU add numbers to the scores: 0 where allowed, else -inf.
+    """
+    if beside.device.type == "cpu":
+        return is_allowed
+    bias = torch.zeros_like(is_allowed, dtype=beside.dtype)
+    return bias.masked_fill_(~is_allowed, -torch.inf)
+
+
 def attend(
     query_BHTK: Tensor,
     key_BHSK: Tensor,
@@ -32,7 +43,11 @@ def attend(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The context of every query; ``mask`` broadcasts to (B, H, T, S) and is True where allowed."""
+    """The context of every query.
+
+    ``mask`` broadcasts to (B, H, T, S) and is True where allowed, or what
+    :func:`attention_mask` makes of it on the device.
+    """
     if fused_attention_pays(query_BHTK):
         return F.scaled_dot_product_attention(
             query_BHTK,

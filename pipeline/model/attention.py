@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
+from pipeline.kernels.packed_attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.products import Linear
 from pipeline.kernels.scaled_dot_product import attend
 from pipeline.model.tokens import Tokens
@@ -73,12 +74,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Self-attention of real tokens, where ``mask_BTT`` is True or, without one, everywhere.
 
-        Sentences are right-padded, so that under a causal mask no real query sees padding.
+        Sentences are right-padded, so that under a causal mask no real query sees padding. Where
+        the device can, and nothing asks for neighbours or a mask, none of them is padded at all.
         """
+        if self.contextualizer is None and mask_BTT is None and self._stays_packed(x_ND):
+            return self._attend_packed(x_ND, packing, x_ND, packing, is_causal=is_causal)
         contextualize = self.contextualizer or project
         states = contextualize(self, x_ND, packing, tokens)
-        mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
+        mask = None if is_causal else packing.key_mask(beside=states.query_BHTK)
         if mask_BTT is not None:
+            mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
             is_padding_BT1 = ~packing.mask_BT[:, :, None]
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
@@ -89,10 +94,32 @@ class Attention(nn.Module):
         self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing
     ) -> Tensor:
         """Cross-attention from the real tokens of ``packing`` to those of ``memory``."""
+        if self._stays_packed(x_ND):
+            return self._attend_packed(x_ND, packing, memory_ND, memory, is_causal=False)
         keys = self.keys(memory_ND, memory)
-        mask = None if memory.is_full else memory.mask_BT[:, None, None, :]
         query_BHTK = self.heads(packing.unpack(self.query(x_ND)))
+        mask = memory.key_mask(beside=query_BHTK)
         return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False)
+
+    def _stays_packed(self, x_ND: Tensor) -> bool:
+        return can_attend_packed(x_ND, head_width=x_ND.shape[1] // self.num_heads)
+
+    def _attend_packed(
+        self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing, *, is_causal: bool
+    ) -> Tensor:
+        """From real tokens to real tokens, of the sentence itself or of its source."""
+        heads = -1, self.num_heads, x_ND.shape[1] // self.num_heads
+        context_NHK = attend_packed(
+            self.query(x_ND).view(heads),
+            self.key(memory_ND).view(heads),
+            self.value(memory_ND).view(heads),
+            queries=Spans(packing.bound_B, packing.length),
+            keys=Spans(memory.bound_B, memory.length),
+            is_causal=is_causal,
+            dropout=self.dropout if self.training else 0.0,
+        )
+        projected: Tensor = self.output(context_NHK.flatten(1))
+        return projected
 
     def _attend(
         self,

@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from pipeline.kernels.placement import RouteNumbers
+
 Route = Literal["specific", "shared"]
 """Which way through a model whose languages have weights of their own: theirs, or those of all."""
 
@@ -43,3 +45,16 @@ class Tokens:
     @cached_property
     def language_group_N(self) -> Tensor:
         return self.language_group_B[self.sentence_N]
+
+    def route_numbers(self, *, num_choices: int, num_experts: int) -> RouteNumbers:
+        """What MoE layers of such a shape count with; the same for all of them."""
+        shape = num_choices, num_experts
+        if shape not in self._route_numbers:
+            self._route_numbers[shape] = RouteNumbers(
+                len(self.sentence_N), num_choices, num_experts, self.sentence_N.device
+            )
+        return self._route_numbers[shape]
+
+    @cached_property
+    def _route_numbers(self) -> dict[tuple[int, int], RouteNumbers]:
+        return {}

@@ -115,7 +115,7 @@ def restrict(model: Transformer, plan: PruningPlan) -> None:
         def mask(_module: nn.Module, _args: Any, routing: Routing, kept: Tensor = kept) -> Routing:
             weight_NC, expert_NC = (routing.probability_NE * kept).topk(2, dim=-1)
             weight_NC = weight_NC / weight_NC.sum(-1, keepdim=True)
-            return replace(routing, weight_NC=weight_NC, expert_NC=expert_NC)
+            return replace(routing, made_weight_NC=weight_NC, expert_NC=expert_NC)
 
         moe_layers(model)[entry.layer].router.register_forward_hook(mask)
 

@@ -6,7 +6,11 @@ from support.tiny_models import tiny_spec
 
 from pipeline.config import MoEConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.expert_products import check_widths, has_grouped_products
+from pipeline.kernels.expert_products import (
+    check_widths,
+    has_grouped_products,
+    may_leave_idle_gradients,
+)
 from pipeline.model.transformer import build_model
 
 
@@ -44,3 +48,12 @@ def test_grouped_products_are_for_bfloat16_on_cards_from_hopper_on(
     dtype: torch.dtype, capability: tuple[int, int], is_grouped: bool
 ) -> None:
     assert has_grouped_products(torch.empty(1, dtype=dtype), capability=capability) == is_grouped
+
+
+@pytest.mark.parametrize(("capability", "may"), [((9, 0), False), ((10, 0), True), ((10, 3), True)])
+def test_gradients_of_experts_without_rows_are_set_to_zero_but_on_hopper(
+    capability: tuple[int, int], may: bool
+) -> None:
+    assert may_leave_idle_gradients(torch.empty(1), capability=capability) == may
+    assert may_leave_idle_gradients(torch.empty(1))
+    assert not may_leave_idle_gradients(torch.empty(1, device="meta"))

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import CombineWeights, MoEConfig
-from pipeline.kernels import expert_products, placement, threads
+from pipeline.kernels import expert_products, expert_rows, placement, threads
 from pipeline.kernels import routing_loops as loops
 from pipeline.kernels.activations import Activation
-from pipeline.kernels.expert_choice import ExpertChoice, choose_by_operators
-from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
+from pipeline.kernels.expert_choice import choose_by_operators
+from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward, grouped_products
 from pipeline.kernels.expert_rows import combine, gather
-from pipeline.kernels.kept_weights import kept_weights, shares
-from pipeline.kernels.placement import place_by_loop, place_by_sorting
+from pipeline.kernels.group_logits import average_of_logits, logits_of_average
+from pipeline.kernels.kept_weights import kept_softmax, kept_weights
+from pipeline.kernels.placement import Queue, place_by_loop, place_by_sorting
 from pipeline.kernels.routing_loops import compiled, numbers
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
 from pipeline.model.moe.experts import Experts
@@ -30,13 +31,14 @@ from pipeline.model.moe.router import Routing, choose
 from pipeline.model.transformer import build_model
 
 SEEDS = st.integers(0, 2**16)
+ORDERS = st.sampled_from(["number", "position", "priority"])
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def router_losses(routing: Routing | ExpertChoice) -> Tensor:
+def router_losses(routing: Routing) -> Tensor:
     """Something that depends on all that is differentiable."""
     slope_NC = random(*routing.weight_NC.shape, seed=5)
     return (routing.weight_NC * slope_NC).sum() + 3 * routing.balance_loss
@@ -59,7 +61,8 @@ def test_the_loop_chooses_as_the_operators_do(
     ours_NE, theirs_NE = logits_NE.clone().requires_grad_(), logits_NE.clone().requires_grad_()
     ours = choose(ours_NE, top_k=top_k, combine_weights=combine_weights)
     is_renormalized = combine_weights == "renormalized"
-    theirs = choose_by_operators(theirs_NE, top_k=top_k, is_renormalized=is_renormalized)
+    chosen = choose_by_operators(theirs_NE, top_k=top_k, is_renormalized=is_renormalized)
+    theirs = Routing(theirs_NE, *chosen)
     assert torch.equal(ours.expert_NC, theirs.expert_NC)
     for name in ("probability_NE", "weight_NC", "balance_loss"):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
@@ -94,53 +97,127 @@ def test_of_equal_logits_every_path_chooses_the_first(num_experts: int, levels: 
 
 
 @settings(deadline=None)
-@given(st.integers(0, 9), st.integers(1, 5), st.integers(0, 12), st.booleans(), SEEDS)
+@given(st.integers(0, 9), st.integers(1, 5), st.integers(0, 12), ORDERS, SEEDS)
 def test_the_loop_places_routes_as_sorting_does(
-    num_tokens: int, num_experts: int, capacity: int, has_queue: bool, seed: int
+    num_tokens: int, num_experts: int, capacity: int, order: str, seed: int
 ) -> None:
     routing = choose(random(num_tokens, num_experts, seed=seed), top_k=min(2, num_experts))
     generator = torch.Generator().manual_seed(seed)
-    routes = routing.expert_NC.numel()
-    queue = torch.randperm(routes, generator=generator) if has_queue else None
-    ours = place_by_loop(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
+    top_N = torch.rand(num_tokens, generator=generator).clamp_min(0.5)  # half of them tied
+    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+    routes = None if queue is None else queue.routes(routing.expert_NC)
+    ours = place_by_loop(routing.expert_NC, num_experts, routes, capacity, spare_rows=False)
     theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
     for name in ("route_R", "token_R", "row_NC", "rows_E", "count_E", "routed_E"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert torch.equal(getattr(ours, name), getattr(theirs, name).long()), name
     assert ours.lacks_rows <= theirs.lacks_rows
 
 
+@pytest.mark.parametrize("order", ["position", "priority"])
 @pytest.mark.parametrize("capacity", [0, 3, 12, 40])
-def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(capacity: int) -> None:
+def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
+    capacity: int, order: str
+) -> None:
     """By the operators of other devices throughout, gradients included."""
     layer, results = some_experts("relu"), []
     weights = ExpertWeights(layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias)
-    expert_NC = choose(random(40, 5, seed=4), top_k=2).expert_NC
+    routing = choose(random(40, 5, seed=4), top_k=2)
+    queue = Queue(routing.probability_NE.amax(-1) if order == "priority" else None)
     for spare_rows in (False, True):
-        placement = place_by_sorting(expert_NC, 5, None, capacity, spare_rows=spare_rows)
+        placement = place_by_sorting(routing.expert_NC, 5, queue, capacity, spare_rows=spare_rows)
+        assert (placement.slices is None) == placement.lacks_rows
         layer.zero_grad(set_to_none=True)
         x_ND = random(40, 16, seed=3).requires_grad_()
-        weight_NC = random(40, 2, seed=5).abs().requires_grad_()
-        kept_NC = kept_weights(weight_NC, placement.is_kept_NC, renormalize=False)
-        y_RD = grouped_feed_forward(gather(x_ND, placement), weights, placement.rows_E, "relu")
-        y_ND = combine(y_RD, shares(kept_NC), placement)
+        logits_NC = random(40, 2, seed=5).requires_grad_()
+        weight_NC = logits_NC.softmax(-1)
+        if placement.is_dropped_NC is not None:
+            weight_NC = kept_softmax(logits_NC, placement.is_dropped_NC)
+        x_RD = gather(x_ND, placement)
+        if placement.slices is None:
+            y_RD = grouped_feed_forward(x_RD, weights, placement.rows_E, "relu")
+        else:
+            y_RD = grouped_products(x_RD, weights, placement.slices, "relu")
+        y_ND = combine(y_RD, weight_NC, placement)
         y_ND.square().sum().backward()
-        results.append([y_ND, x_ND.grad, weight_NC.grad, *(p.grad for p in layer.parameters())])
+        results.append([y_ND, x_ND.grad, logits_NC.grad, *(p.grad for p in layer.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_shares_of_other_devices_are_those_of_the_cpu_with_their_gradient() -> None:
-    is_kept_NC = random(30, 3, seed=1) > 0
+def test_a_softmax_over_what_is_kept_is_renormalised_with_its_gradient() -> None:
+    is_dropped_NC = random(30, 3, seed=1) > 0
     results = []
-    for share in (shares, lambda x_NC: kept_weights(x_NC, None, renormalize=True)):
-        weight_NC = random(30, 3, seed=2).abs().requires_grad_()
-        found_NC = share(weight_NC * is_kept_NC)
-        (found_NC * is_kept_NC * random(30, 3, seed=3)).sum().backward()
-        assert weight_NC.grad is not None
-        results.append((found_NC, weight_NC.grad))
+    for by_operators in (True, False):
+        logits_NC = random(30, 3, seed=2).requires_grad_()
+        if by_operators:
+            found_NC = kept_softmax(logits_NC, is_dropped_NC)
+        else:
+            found_NC = kept_weights(logits_NC.softmax(-1), is_dropped_NC, renormalize=True)
+        (found_NC * random(30, 3, seed=3)).sum().backward()
+        results.append((found_NC, logits_NC.grad))
     assert (results[0][0].sum(-1) == 0).any()
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["number", "position", "priority"])
+def test_routes_of_what_is_not_a_number_are_placed_where_there_are_rows(order: str) -> None:
+    """As the update that they spoil is found out later, kernels must not read elsewhere."""
+    routing = choose(random(9, 4, seed=1), top_k=2)
+    top_N = torch.full((9,), math.nan)
+    top_N[2:5] = 0.5
+    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=True)
+    assert placement.slices is not None
+    assert sorted(placement.route_R.tolist()) == list(range(18))
+    assert sorted(placement.row_NC.flatten().tolist()) == list(range(18))
+    bounds = placement.slices.bound_E.tolist()
+    assert bounds == sorted(bounds)
+    assert 0 <= bounds[0] <= bounds[-1] <= 18
+    assert set(placement.slices.expert_R.tolist()) <= {0, 1, 2, 3}
+
+
+def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> None:
+    expert_NC = choose(random(40, 5, seed=4), top_k=2).expert_NC
+    placement = place_by_sorting(expert_NC, 5, None, 40, spare_rows=True)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x_ND = random(40, 16, seed=1).bfloat16().to(dtype).requires_grad_()
+        weight_NC = random(40, 2, seed=2).abs().bfloat16().float().requires_grad_()
+        y_ND = combine(gather(x_ND, placement), weight_NC, placement)
+        assert y_ND.dtype == dtype
+        (y_ND * random(40, 16, seed=3).bfloat16().to(dtype)).sum().backward()
+        assert x_ND.grad is not None
+        assert weight_NC.grad is not None
+        assert weight_NC.grad.dtype == torch.float32
+        results.append([y_ND.float(), x_ND.grad.float(), weight_NC.grad])
+    for exact, half in zip(*results, strict=True):
+        torch.testing.assert_close(half, exact, rtol=0.02, atol=0.02)
+
+
+def test_states_beside_their_float32_copy_have_the_sum_of_both_gradients() -> None:
+    x_ND = random(5, 4, seed=1).bfloat16().requires_grad_()
+    both: tuple[Tensor, Tensor] = expert_rows._BesideFloat32.apply(x_ND)  # type: ignore[no-untyped-call]
+    states_ND, float_ND = both
+    assert float_ND.dtype == torch.float32
+    first_ND, second_ND = random(5, 4, seed=2).bfloat16(), random(5, 4, seed=3)
+    torch.autograd.backward([states_ND, float_ND], [first_ND, second_ND])
+    expected_ND = (first_ND.float() + second_ND).bfloat16()
+    assert x_ND.grad is not None
+    assert torch.equal(x_ND.grad, expected_ND)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_logits_of_averaged_routers_are_the_average_of_their_logits(num_groups: int) -> None:
+    results = []
+    for averaged in (average_of_logits, logits_of_average):
+        tensors = [random(7, 4, seed=1), random(5, 4, seed=2), random(num_groups, 5, 4, seed=3)]
+        x_ND, weight_ED, weight_GED = (tensor.requires_grad_() for tensor in tensors)
+        found_NE = averaged(x_ND, weight_ED, weight_GED, torch.arange(7) % num_groups)
+        (found_NE * random(7, 5, seed=4)).sum().backward()
+        results.append([found_NE, x_ND.grad, weight_ED.grad, weight_GED.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("expert", [-1, 4])

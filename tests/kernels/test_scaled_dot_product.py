@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.kernels import scaled_dot_product
-from pipeline.kernels.scaled_dot_product import attend
+from pipeline.kernels.scaled_dot_product import attend, attention_mask
 
 Kernel = Callable[[bool], None]
 
@@ -110,3 +110,15 @@ def test_scores_beyond_half_precision_stay_finite(choose_fused: Kernel) -> None:
     best = (query.float() @ key.float().transpose(-1, -2)).argmax(-1)
     expected = F.one_hot(best, 4).float() @ value.float()
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
+
+
+def test_a_mask_of_numbers_as_other_devices_add_it_is_the_mask(choose_fused: Kernel) -> None:
+    choose_fused(True)
+    heads = random_heads(batch=3, length=5, seed=6)
+    mask = key_mask([5, 1, 3])
+    numbers = attention_mask(mask, beside=torch.empty(0, device="meta"))
+    assert numbers.dtype == torch.float32
+    query, key, value = heads
+    found = attend(query, key, value, mask=numbers)
+    torch.testing.assert_close(found, attend(query, key, value, mask=mask))
+    assert attention_mask(mask, beside=heads[0]) is mask

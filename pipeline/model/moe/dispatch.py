@@ -8,17 +8,16 @@ Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pipeline.kernels.kept_weights import kept_weights
-from pipeline.kernels.placement import Placement, place_routes
+from pipeline.kernels.kept_weights import kept_softmax, kept_weights
+from pipeline.kernels.placement import Placement, Queue, RouteNumbers, place_routes
 from pipeline.model.moe.router import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dispatch(Placement):
     """The plan of one MoE layer for one micro-batch: where every route is served, and its weight.
 
@@ -29,9 +28,18 @@ class Dispatch(Placement):
     weight_NC: Tensor
 
 
-def dispatch_dropless(routing: Routing, *, spare_rows: bool = False) -> Dispatch:
+def dispatch_dropless(
+    routing: Routing, *, spare_rows: bool = False, numbers: RouteNumbers | None = None
+) -> Dispatch:
     """Every route is kept."""
-    return _place(routing, None, capacity=len(routing.expert_NC), spare_rows=spare_rows)
+    placement = place_routes(
+        routing.expert_NC,
+        num_experts=routing.probability_NE.shape[1],
+        capacity=len(routing.expert_NC),
+        spare_rows=spare_rows,
+        numbers=numbers,
+    )
+    return Dispatch(**vars(placement), weight_NC=routing.weight_NC)
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
@@ -46,6 +54,7 @@ def dispatch_with_capacity(
     prioritized: bool,
     renormalize: bool = True,
     spare_rows: bool = False,
+    numbers: RouteNumbers | None = None,
 ) -> Dispatch:
     """At most ``capacity`` routes per expert.
 
@@ -54,26 +63,19 @@ def dispatch_with_capacity(
     Slots go to first choices before second ones, and within a choice by position or, with
     ``prioritized``, by descending top probability (ties by position).
     """
-    num_tokens, num_choices = routing.expert_NC.shape
-    device = routing.expert_NC.device
-    if prioritized:
-        top_N = routing.probability_NE.amax(-1)
-        token_order_N = top_N.argsort(descending=True, stable=True)
-    else:
-        token_order_N = torch.arange(num_tokens, device=device)
-    choice_C = torch.arange(num_choices, device=device)
-    queue = (token_order_N[None, :] * num_choices + choice_C[:, None]).flatten()
-    dispatch = _place(routing, queue, capacity=capacity, spare_rows=spare_rows)
-    weight_NC = kept_weights(routing.weight_NC, dispatch.is_kept_NC, renormalize=renormalize)
-    return replace(dispatch, weight_NC=weight_NC)
-
-
-def _place(routing: Routing, queue: Tensor | None, *, capacity: int, spare_rows: bool) -> Dispatch:
     placement = place_routes(
         routing.expert_NC,
         num_experts=routing.probability_NE.shape[1],
         capacity=capacity,
-        queue=queue,
+        queue=Queue(routing.probability_NE.amax(-1) if prioritized else None),
         spare_rows=spare_rows,
+        numbers=numbers,
     )
-    return Dispatch(**vars(placement), weight_NC=routing.weight_NC)
+    weight_NC = _kept_weights(routing, placement.is_dropped_NC, renormalize=renormalize)
+    return Dispatch(**vars(placement), weight_NC=weight_NC)
+
+
+def _kept_weights(routing: Routing, is_dropped_NC: Tensor | None, *, renormalize: bool) -> Tensor:
+    if renormalize and is_dropped_NC is not None and routing.chosen_logits_NC is not None:
+        return kept_softmax(routing.chosen_logits_NC, is_dropped_NC)
+    return kept_weights(routing.weight_NC, is_dropped_NC, renormalize=renormalize)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from pipeline.config import MoEConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.expert_rows import combine, gather
+from pipeline.kernels.expert_rows import beside_float32, combine, gather
+from pipeline.kernels.placement import Placement
 from pipeline.model.moe.dispatch import (
     Dispatch,
     dispatch_dropless,
@@ -37,16 +38,24 @@ class RoutingRecord:
         logits_NE: the router's logits, differentiable.
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
-        routed_E: routes per expert before capacity.
-        kept_E: routes per expert after capacity.
+        placement: where every route was served.
     """
 
     balance_loss: Tensor
     logits_NE: Tensor
     probability_NE: Tensor
     expert_NC: Tensor
-    routed_E: Tensor
-    kept_E: Tensor
+    placement: Placement
+
+    @property
+    def routed_E(self) -> Tensor:
+        """Routes per expert before capacity."""
+        return self.placement.routed_E
+
+    @property
+    def kept_E(self) -> Tensor:
+        """Routes per expert after capacity."""
+        return self.placement.count_E
 
 
 class MixtureOfExperts(nn.Module):
@@ -70,16 +79,16 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord]:
         """Route, compute and combine."""
-        routing: Routing = self.router(self._jittered(x_ND), tokens)
-        dispatch = self._dispatch(routing)
+        x_ND, routed_ND = beside_float32(x_ND)
+        routing: Routing = self.router(self._jittered(routed_ND), tokens)
+        dispatch = self._dispatch(routing, tokens)
         y_ND = self._serve(x_ND, self._masked(dispatch))
         record = RoutingRecord(
             balance_loss=routing.balance_loss,
             logits_NE=routing.logits_NE,
             probability_NE=routing.probability_NE,
             expert_NC=routing.expert_NC,
-            routed_E=dispatch.routed_E,
-            kept_E=dispatch.count_E,
+            placement=dispatch,
         )
         return y_ND, record
 
@@ -99,12 +108,13 @@ class MixtureOfExperts(nn.Module):
             return dispatch
         return replace(dispatch, weight_NC=F.dropout(dispatch.weight_NC, rate))
 
-    def _dispatch(self, routing: Routing) -> Dispatch:
+    def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config
+        numbers = tokens.route_numbers(num_choices=config.top_k, num_experts=config.num_experts)
         spare_rows = self.expert_parallel is None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
-            return dispatch_dropless(routing, spare_rows=spare_rows)
+            return dispatch_dropless(routing, spare_rows=spare_rows, numbers=numbers)
         capacity = expert_capacity(
             len(routing.expert_NC),
             num_experts=config.num_experts,
@@ -117,6 +127,7 @@ class MixtureOfExperts(nn.Module):
             prioritized=config.batch_prioritized,
             renormalize=config.combine_weights == "renormalized",
             spare_rows=spare_rows,
+            numbers=numbers,
         )
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:

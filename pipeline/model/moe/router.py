@@ -8,13 +8,16 @@ Legend: N tokens, D model width, E experts, C choices per token (top-k), G langu
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.config import CombineWeights, MoEConfig
 from pipeline.kernels.expert_choice import choose_experts
+from pipeline.kernels.group_logits import averaged_logits
 from pipeline.kernels.products import linear
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
@@ -30,17 +33,27 @@ class Routing:
         logits_NE: what the router says; differentiable.
         probability_NE: softmax over all experts.
         expert_NC: chosen experts, best first.
-        weight_NC: how their outputs are weighted; differentiable.
+        made_weight_NC: the weights where they have been made with the choice.
         balance_loss: l_aux = E · Σ_e m_e c_e, of the mean probabilities m and the shares c of
             tokens that choose an expert first (Switch Transformer, §2.2): 1 when balanced, 0
             without tokens; differentiable.
+        chosen_logits_NC: of which the weights are a softmax, where they have not been made.
     """
 
     logits_NE: Tensor
     probability_NE: Tensor
     expert_NC: Tensor
-    weight_NC: Tensor
+    made_weight_NC: Tensor | None
     balance_loss: Tensor
+    chosen_logits_NC: Tensor | None = None
+
+    @cached_property
+    def weight_NC(self) -> Tensor:
+        """How the outputs of the chosen experts are weighted; differentiable."""
+        if self.made_weight_NC is not None:
+            return self.made_weight_NC
+        assert self.chosen_logits_NC is not None, "weights are made with the choice or of these"
+        return F.softmax(self.chosen_logits_NC, dim=-1)
 
 
 def choose(
@@ -86,14 +99,9 @@ class LanguageGroupRouter(nn.Module):
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
         """Route every token by the shared router and by that of its language group."""
-        x_ND = x_ND.float()
-        num_groups, num_experts, _ = self.group_weight.shape
-        all_logits = linear(x_ND, self.group_weight.float().flatten(0, 1))
-        all_logits_NGE = all_logits.view(-1, num_groups, num_experts)
-        index_N1E = tokens.language_group_N[:, None, None].expand(-1, 1, num_experts)
-        group_logits_NE = all_logits_NGE.gather(1, index_N1E).squeeze(1)
-        shared_logits_NE = linear(x_ND, self.weight.float())
-        logits_NE = (shared_logits_NE + group_logits_NE) / 2
+        logits_NE = averaged_logits(
+            x_ND.float(), self.weight.float(), self.group_weight.float(), tokens.language_group_N
+        )
         return choose(logits_NE, top_k=self.moe.top_k, combine_weights=self.moe.combine_weights)
 
 

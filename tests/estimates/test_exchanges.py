@@ -1,0 +1,68 @@
+"""What expert parallelism exchanges, against a micro-batch whose exchanges are written down."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config import Recipe
+from pipeline.estimates.exchanges import expert_exchanges
+from pipeline.estimates.operators import micro_batch
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import build_model
+from pipeline.training.losses import training_loss
+
+DROPLESS = {"num_experts": 4, "every": 2}
+CAPACITY = {**DROPLESS, "dispatch": "capacity"}
+
+
+def recipe_of(moe: dict[str, Any] | None, *, size: int) -> Recipe:
+    model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
+    layers = {"encoder_layers": 4, "decoder_layers": 2}
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {**model, **layers, "moe": moe},
+            "batches": {"tokens": 256},
+            "training": {"expert_parallel_size": size},
+        }
+    )
+
+
+def test_the_bytes_are_those_that_a_micro_batch_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one rank whose partner sends what it is sent."""
+    exchanged: list[int] = []
+
+    def send_back(out: Tensor, given: Tensor, *_splits: Any, group: Any) -> None:  # noqa: ARG001
+        out.copy_(given)
+        if given.is_floating_point():
+            exchanged.append(given.numel() * given.element_size())
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", send_back)
+    recipe = recipe_of(DROPLESS, size=2)
+    group: Any = None
+    spec = placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0)
+    model = build_model(spec, expert_parallel=ExpertParallel(group, rank=0, size=2))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    batch = micro_batch(recipe.batches.tokens)
+    training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
+    found = expert_exchanges(recipe)
+    assert len(exchanged) == 4 * found.layers == 4 * 3
+    assert found.bytes == sum(exchanged)
+    assert found.sent_bytes == found.bytes // 2
+
+
+@pytest.mark.parametrize(("moe", "waits"), [(DROPLESS, 3), (CAPACITY, 6)])
+def test_the_host_waits_once_per_layer_and_once_more_where_routes_are_dropped(
+    moe: dict[str, Any], waits: int
+) -> None:
+    assert expert_exchanges(recipe_of(moe, size=2)).host_copies == waits
+
+
+@pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])
+def test_experts_of_one_rank_exchange_nothing(moe: dict[str, Any] | None, size: int) -> None:
+    found = expert_exchanges(recipe_of(moe, size=size))
+    assert (found.bytes, found.sent_bytes, found.host_copies) == (0, 0, 0)

@@ -1,0 +1,69 @@
+"""The forward pass on CUDA tensors without values: whether devices and types fit together there.
+
+The operators' own checks for CUDA are part of PyTorch's CUDA builds alone.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import random_batch, tiny_spec
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from pipeline.config import LossConfig, MoEConfig
+from pipeline.model.regularization import Regularization
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.training.losses import training_loss
+
+CUDA = torch.device("cuda", 0)
+MOE = {"num_experts": 4, "every": 1}
+CAPACITY = {**MOE, "dispatch": "capacity", "batch_prioritized": True}
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this PyTorch was built without CUDA"
+)
+
+
+def put_on_cuda(model: Transformer, dtype: torch.dtype) -> None:
+    """Memory without values for every parameter and buffer, on the device of the fake mode."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                value = torch.empty(parameter.shape, dtype=dtype, device=CUDA)
+                module._parameters[name] = nn.Parameter(value)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("moe", "groups", "capability"),
+    [
+        (None, 0, (8, 0)),  # with experts the host asks older cards for a number, and waits
+        (None, 0, (9, 0)),
+        (MOE, 0, (9, 0)),
+        (MOE, 2, (9, 0)),
+        (CAPACITY, 0, (9, 0)),
+        (CAPACITY, 2, (10, 0)),
+    ],
+)
+def test_the_loss_of_a_micro_batch_is_made_on_the_device(
+    moe: dict[str, Any] | None,
+    groups: int,
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    config = None if moe is None else MoEConfig.model_validate(moe)
+    spec = tiny_spec(moe=config, groups=groups)
+    rates = Regularization(dropout=0.1, attention_dropout=0.1)
+    model = build_model(spec, regularization=rates, device=torch.device("meta")).train()
+    batch = random_batch(spec, sentences=5, seed=1)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        put_on_cuda(model, torch.bfloat16)
+        on_device = batch._with_each(lambda part: part.to(CUDA))
+        terms = training_loss(model, on_device, LossConfig(label_smoothing=0.1))
+    assert terms.objective.device == CUDA
+    assert terms.objective.dtype == torch.float32
+    assert len(terms.routing) == (0 if moe is None else 4)
