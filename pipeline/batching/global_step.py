@@ -254,6 +254,7 @@ class Planner:
                 f"batches.tokens is {config.tokens}: raise it, or lower shards.max_tokens."
             )
         self.window_sentences = self._window_sentences()
+        self._kept: tuple[int, PlannedWindow] | None = None
 
     def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
         """Global steps from a cursor on, without end; (0, 0) is the first update.
@@ -276,7 +277,18 @@ class Planner:
         planned = self._plan(window)
         return list(planned.micro_batches(0, len(planned)))
 
+    def largest(self, window: int) -> MicroBatch:
+        """The micro-batch of most tokens of a window, which :meth:`steps` need not plan again."""
+        planned = self._plan(window)
+        self._kept = window, planned
+        return planned.micro_batch(planned.num_tokens.index(max(planned.num_tokens)))
+
     def _windows(self, window: int) -> Generator[PlannedWindow]:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == window:
+            yield kept[1]
+            del kept
+            window += 1
         while True:
             yield self._plan(window)
             window += 1
