@@ -348,6 +348,10 @@ class TrainingConfig(Settings):
     recompute_layers: bool = False
     """Keep only what goes into every layer, and compute the rest again in the backward pass: less
     memory, about a third more work, the same result."""
+    cpu_kernels: Literal["processor", "measured"] = "processor"
+    """On CPU, kernels by what rank 0's processor has, so that a run done again there is the same to
+    the last bit; or those that rank 0 measures to be the fastest when the run begins, which differ
+    in rounding: they stand in the training states, and are kept when the run goes on."""
     validate_every: Updates = 1000
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1

@@ -82,7 +82,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {
         "training": {
             *("checkpoint_every", "expert_parallel_size", "keep_last", "recompute_layers"),
-            "resource_thresholds",
+            *("cpu_kernels", "resource_thresholds"),
         }
     }
     for stage in ("pretrain", "finetune")

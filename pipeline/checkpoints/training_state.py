@@ -6,7 +6,7 @@ the pieces that overlap what it needs. Nothing is gathered on one rank.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import CheckpointError
+from pipeline.kernels.cpu_choice import CpuKernels
 from pipeline.settings import shown
 
 PROGRESS_FILE = "progress.json"
@@ -113,9 +114,11 @@ class Position:
     seconds: Seconds = 0.0
     interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=4)] = (0.0, 0.0, 0.0, 0.0)
     """Sums over all ranks since the last line of metrics: see ``training/loop.py``."""
+    cpu_kernels: CpuKernels | None = None
+    """Those measured when the run began, where ``training.cpu_kernels`` says so."""
 
     def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Position":
