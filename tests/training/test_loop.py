@@ -342,7 +342,14 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_same_run(
 
 
 def pretrain_measuring(
-    world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, *, fused_from: int, **options: Any
+    world: World,
+    /,
+    inputs: Inputs,
+    out_dir: Path,
+    recipe: Recipe,
+    *,
+    fused_from: int,
+    **options: Any,
 ) -> str:
     """Pretrain where every rank measures something else."""
     measured = replace(by_processor(), fused_attention_from=fused_from + world.rank)
