@@ -84,7 +84,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {
         "training": {
             *("checkpoint_every", "expert_parallel_size", "keep_last", "recompute_layers"),
-            *("resource_thresholds", "skip_nonfinite_after"),
+            *("cpu_kernels", "resource_thresholds", "skip_nonfinite_after"),
         }
     }
     for stage in ("pretrain", "finetune")

@@ -10,6 +10,7 @@ from pipeline.settings import Settings
 
 DECIDE_NOTHING = (
     "training.checkpoint_every",
+    "training.cpu_kernels",
     "training.expert_parallel_size",
     "training.keep_last",
     "training.recompute_layers",
@@ -17,10 +18,10 @@ DECIDE_NOTHING = (
     "training.skip_nonfinite_after",
 )
 """Settings of training stages that change neither an update nor which weights are kept: how often
-and how many states are written in the run's folder, on which ranks experts lie, what is computed
-twice to save memory, how the curves sum up validation, and whether a run that cannot go on without
-leaving micro-batches out ends there. ([logging] and [saving], which say how
-metrics and states are written, are in no manifest at all.)"""
+and how many states are written in the run's folder, by which kernels the same is computed (save
+rounding), on which ranks experts lie, what is computed twice to save memory, how the curves sum up
+validation, and whether a run that cannot go on without leaving micro-batches out ends there.
+([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
 
 DECIDE_WHICH_WEIGHTS = ("batches.evaluation_tokens", "training.validate_every")
 """Settings that change no update, but after which of them the weights may be kept: a run goes on

@@ -26,10 +26,11 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.batch_loops import (
     make_keys,
     mark_cuts,
+    mark_key_cuts,
     read_keys,
     shuffle,
     sort_by_bits,
-    sum_parts,
+    sum_key_parts,
     survey,
 )
 from pipeline.seeds import derive_seed
@@ -117,40 +118,6 @@ class GlobalStep:
 
 
 @dataclass(frozen=True)
-class PlannedWindow:
-    """The sentences of a window, sorted, and which of them each micro-batch has.
-
-    Micro-batch i has those from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order of
-    training.
-    """
-
-    pair_N: Integers
-    reverse_N: Integers
-    line_N: Integers
-    starts: list[int]
-    stops: list[int]
-    num_labels: list[int]
-    num_tokens: list[int]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def micro_batches(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
-        """Micro-batches from ``start`` up to ``stop``, as views."""
-        return tuple(self._micro_batch(index) for index in range(start, stop))
-
-    def _micro_batch(self, index: int) -> MicroBatch:
-        part = slice(self.starts[index], self.stops[index])
-        return MicroBatch(
-            self.pair_N[part],
-            self.reverse_N[part],
-            self.line_N[part],
-            num_labels=self.num_labels[index],
-            num_tokens=self.num_tokens[index],
-        )
-
-
-@dataclass(frozen=True)
 class _Draws:
     """What a window takes from the stream of a pair: draws from ``start`` up to ``stop``."""
 
@@ -205,6 +172,47 @@ class _KeyLayout:
         self.sorted_from = shifts["source"]
 
 
+@dataclass(frozen=True)
+class PlannedWindow:
+    """The sentences of a window as sorted keys, and which of them each micro-batch has.
+
+    Micro-batch i has those from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order of
+    training. The keys are read when a micro-batch is asked for: what they say of a whole window
+    would be twice their size.
+    """
+
+    key_N: Integers
+    layout: _KeyLayout
+    epochs_P: Integers
+    """How many epochs of each pair the window touches."""
+    starts: list[int]
+    stops: list[int]
+    num_labels: list[int]
+    num_tokens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def micro_batches(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches from ``start`` up to ``stop``."""
+        return tuple(self.micro_batch(index) for index in range(start, stop))
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        key_B = self.key_N[self.starts[index] : self.stops[index]]
+        pair_B = np.empty(len(key_B), dtype=np.int32)
+        reverse_B = np.empty(len(key_B), dtype=np.int8)
+        line_B = np.empty_like(key_B)
+        shift_F, bits_F = self.layout.shift_F, self.layout.bits_F
+        read_keys(key_B, self.epochs_P, shift_F, bits_F, pair_B, reverse_B, line_B)
+        return MicroBatch(
+            pair_B,
+            reverse_B,
+            line_B,
+            num_labels=self.num_labels[index],
+            num_tokens=self.num_tokens[index],
+        )
+
+
 class Planner:
     """Plans global steps from lengths and probabilities; holds no text."""
 
@@ -246,6 +254,7 @@ class Planner:
                 f"batches.tokens is {config.tokens}: raise it, or lower shards.max_tokens."
             )
         self.window_sentences = self._window_sentences()
+        self._kept: tuple[int, PlannedWindow] | None = None
 
     def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
         """Global steps from a cursor on, without end; (0, 0) is the first update.
@@ -268,52 +277,62 @@ class Planner:
         planned = self._plan(window)
         return list(planned.micro_batches(0, len(planned)))
 
+    def largest(self, window: int) -> MicroBatch:
+        """The micro-batch of most tokens of a window, which :meth:`steps` need not plan again."""
+        planned = self._plan(window)
+        self._kept = window, planned
+        return planned.micro_batch(planned.num_tokens.index(max(planned.num_tokens)))
+
     def _windows(self, window: int) -> Generator[PlannedWindow]:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] == window:
+            yield kept[1]
+            del kept
+            window += 1
         while True:
             yield self._plan(window)
             window += 1
 
     def _plan(self, window: int) -> PlannedWindow:
         """Sort a window's sentences, cut them into micro-batches, shuffle these and count."""
-        pair, reverse, line, source, target = self._sorted_sentences(window)
-        one_direction = self._config.one_direction
-        direction = 2 * pair + reverse if one_direction else np.zeros(len(pair), dtype=np.int32)
-        cuts = cut(source, target, direction, budget=self._config.tokens)
-        bounds = fill_up([0, *cuts.tolist(), len(pair)], multiple=self._config.micro_batches)
+        key, layout, epochs = self._sorted_keys(window)
+        fields = layout.shift_F, layout.bits_F
+        is_cut = np.empty(len(key), dtype=np.bool_)
+        extra = SOURCE_EXTRA, TARGET_EXTRA
+        one_direction, budget = self._config.one_direction, self._config.tokens
+        mark_key_cuts(key, *fields, one_direction, *extra, budget, is_cut)
+        cuts = np.flatnonzero(is_cut).tolist()
+        bounds = fill_up([0, *cuts, len(key)], multiple=self._config.micro_batches)
         generator = np.random.default_rng(derive_seed("micro-batch order", self._seed, window))
         order = generator.permutation(len(bounds) - 1)
         sentences = np.diff(bounds)
-        sources = _sums(source, bounds) + sentences
-        targets = _sums(target, bounds)
-        labels = targets + sentences * self._config.extra_labels
+        source, target = np.empty((2, len(sentences)), dtype=np.int64)
+        sum_key_parts(key, *fields, bounds, source, target)
+        labels = target + sentences * self._config.extra_labels
         return PlannedWindow(
-            pair,
-            reverse,
-            line,
+            key,
+            layout,
+            epochs,
             starts=bounds[:-1][order].tolist(),
             stops=bounds[1:][order].tolist(),
             num_labels=labels[order].tolist(),
-            num_tokens=(sources + targets + sentences)[order].tolist(),
+            num_tokens=(source + target + 2 * sentences)[order].tolist(),
         )
 
-    def _sorted_sentences(self, window: int) -> tuple[Integers, ...]:
-        """Pair, direction, line and the lengths of source and target of a window's sentences."""
+    def _sorted_keys(self, window: int) -> tuple[Integers, _KeyLayout, Integers]:
+        """Sorted keys of a window's sentences, how they are read, and epochs by pair."""
         draws = self._draws(window)
         layout = _KeyLayout(draws, longest=self._longest, one_direction=self._config.one_direction)
-        line = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
-        other, filled = np.empty_like(line), 0
+        key = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
+        other, filled = np.empty_like(key), 0
         for draw in draws:
             part = slice(filled, filled + draw.stop - draw.start)
-            self._fill_keys(draw, layout, line[part], other[part])
+            self._fill_keys(draw, layout, key[part], other[part])
             filled = part.stop
-        sort_by_bits(line, other, layout.sorted_from, layout.bits)
-        del other  # before there are more arrays of a window's size
+        sort_by_bits(key, other, layout.sorted_from, layout.bits)
         epochs = np.zeros(len(self.names), dtype=np.int64)
         epochs[[draw.pair for draw in draws]] = [draw.epochs for draw in draws]
-        reverse = np.empty(len(line), dtype=np.int8)
-        pair, source, target = (np.empty(len(line), dtype=np.int32) for _ in range(3))
-        read_keys(line, epochs, layout.shift_F, layout.bits_F, pair, reverse, source, target)
-        return pair, reverse, line, source, target
+        return key, layout, epochs
 
     def _draws(self, window: int) -> list[_Draws]:
         """What a window takes from the pairs of which it takes anything."""
@@ -393,12 +412,6 @@ def cut(source: Integers, target: Integers, direction: Integers, *, budget: int)
     is_cut = np.empty(len(source), dtype=np.bool_)
     mark_cuts(source, target, direction, SOURCE_EXTRA, TARGET_EXTRA, budget, is_cut)
     return np.flatnonzero(is_cut)
-
-
-def _sums(length_N: Integers, bounds: Integers) -> Integers:
-    sums = np.empty(len(bounds) - 1, dtype=np.int64)
-    sum_parts(length_N, bounds, sums)
-    return sums
 
 
 def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:

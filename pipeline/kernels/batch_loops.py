@@ -136,19 +136,16 @@ def read_keys(
     bits_F: Integers,
     pair_N: Integers,
     reverse_N: Integers,
-    source_N: Integers,
-    target_N: Integers,
+    line_N: Integers,
 ) -> None:
-    """What sort keys are made of; lines take the place of the keys."""
+    """Which sentences sort keys are of, and in which direction."""
     mask_F = (1 << bits_F) - 1
     for n in range(len(key_N)):
         key = key_N[n]
         pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
         pair_N[n] = pair
         reverse_N[n] = (key >> shift_F[REVERSE]) & mask_F[REVERSE]
-        target_N[n] = (key >> shift_F[TARGET]) & mask_F[TARGET]
-        source_N[n] = (key >> shift_F[SOURCE]) & mask_F[SOURCE]
-        key_N[n] = ((key >> shift_F[ITEM]) & mask_F[ITEM]) // epochs_P[pair]
+        line_N[n] = ((key >> shift_F[ITEM]) & mask_F[ITEM]) // epochs_P[pair]
 
 
 @compiled()
@@ -177,13 +174,54 @@ def mark_cuts(
 
 
 @compiled()
-def sum_parts(length_N: Integers, bound_M: Integers, sum_M: Integers) -> None:
-    """Sums of what lies between each bound and the next."""
-    for m in range(len(sum_M)):
-        total = 0
+def mark_key_cuts(
+    key_N: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    one_direction: bool,
+    source_extra: int,
+    target_extra: int,
+    budget: int,
+    is_cut_N: Flags,
+) -> None:
+    """:func:`mark_cuts` of sorted keys; a part is of one direction where ``one_direction`` says so.
+
+    The lengths of a whole window are more memory than its keys.
+    """
+    mask_F = (1 << bits_F) - 1
+    start = longest = before = 0
+    for n in range(len(key_N)):
+        key = key_N[n]
+        source = (key >> shift_F[SOURCE]) & mask_F[SOURCE]
+        target = (key >> shift_F[TARGET]) & mask_F[TARGET]
+        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
+        direction = 2 * pair + ((key >> shift_F[REVERSE]) & mask_F[REVERSE])
+        length = max(source + source_extra, target + target_extra)
+        longest = max(longest, length)
+        is_full = (n - start + 1) * longest > budget
+        is_cut_N[n] = n > start and (is_full or (one_direction and direction != before))
+        if is_cut_N[n]:
+            start, longest = n, length
+        before = direction
+
+
+@compiled()
+def sum_key_parts(
+    key_N: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    bound_M: Integers,
+    source_M: Integers,
+    target_M: Integers,
+) -> None:
+    """Sums of the lengths of sources and of targets between each bound and the next."""
+    mask_F = (1 << bits_F) - 1
+    for m in range(len(source_M)):
+        source = target = 0
         for n in range(bound_M[m], bound_M[m + 1]):
-            total += length_N[n]
-        sum_M[m] = total
+            source += (key_N[n] >> shift_F[SOURCE]) & mask_F[SOURCE]
+            target += (key_N[n] >> shift_F[TARGET]) & mask_F[TARGET]
+        source_M[m], target_M[m] = source, target
 
 
 def _point_at(_: Any, __: Any) -> Any:

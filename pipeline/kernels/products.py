@@ -1,8 +1,10 @@
 """Linear layers by the fastest matrix product that PyTorch has.
 
 On CPU ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is up to half as
-fast as oneDNN with AVX-512. The operator is the one that torch.compile emits. bfloat16 is oneDNN's
-in any case, and on CUDA nothing is different from ``nn.Linear``.
+fast as oneDNN with AVX-512, and a little faster without. The operator is the one that torch.compile
+emits. bfloat16 is oneDNN's where the processor has instructions for it; elsewhere PyTorch's product
+is a plain loop, and one in float32 takes a tenth of its time. Which of these is taken says
+:mod:`pipeline.kernels.cpu_choice`. On CUDA nothing is different from ``nn.Linear``.
 """
 
 from collections.abc import Callable
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from pipeline.kernels.cpu_choice import cpu_kernels, has_bfloat16_products
 
 WORTH_A_KERNEL = 2**22
 """Multiply-adds from which oneDNN is the faster: it generates code for every shape."""
@@ -32,7 +36,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
     the same order on all of them (:mod:`pipeline.training.gradient_order`).
     """
-    if x.dtype != torch.float32 or x.device.type != "cpu" or not _by_onednn(x.dtype):
+    if x.device.type != "cpu" or not (_is_float32_by_onednn(x.dtype) or _in_float32(x.dtype)):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _faster_product(x, weight)(x, weight, bias)
@@ -60,12 +64,41 @@ class _Linear(torch.autograd.Function):
         return dx, d_weight, dy.sum(0) if wants_d_bias else None
 
 
+def batched_product(x: Tensor, y: Tensor) -> Tensor:
+    """The matrix products of two equally large batches of matrices, differentiable."""
+    if x.device.type != "cpu" or not _in_float32(x.dtype):
+        return x @ y
+    z: Tensor = _BatchedProduct.apply(x, y)  # type: ignore[no-untyped-call]
+    return z
+
+
+class _BatchedProduct(torch.autograd.Function):
+    """In float32, of bfloat16; of float32 nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return (x.float() @ y.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        dz = gradients[0].float()
+        dx = dz @ y.float().transpose(-1, -2)
+        dy = x.float().transpose(-1, -2) @ dz
+        return dx.to(x.dtype), dy.to(y.dtype)
+
+
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """x Wᵀ + b, rectified where asked, in one pass where oneDNN has one; without autograd.
 
     In bfloat16 without a bias there is no second pass to save, and PyTorch's own way is shorter.
     """
-    if _by_onednn(x.dtype) and (x.dtype == torch.float32 or bias is not None):
+    if _in_float32(x.dtype):
+        float32_bias = None if bias is None else bias.float()
+        return product(x.float(), weight.float(), float32_bias, relu=relu).to(x.dtype)
+    if _is_float32_by_onednn(x.dtype) or (bias is not None and _is_bfloat16_by_onednn(x.dtype)):
         function = "relu" if relu else "none"
         y: Tensor = _linear_pointwise()(x, weight, bias, function, [], "")
         return y
@@ -74,8 +107,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
 
 
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """out ← x matrix, all of two dimensions; a copy costs less than MKL's float32 product."""
-    if x.dtype == torch.float32 and _by_onednn(x.dtype):
+    """out ← x matrix, all of two dimensions; a copy costs less than a slower product."""
+    if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):
         out.copy_(product(x, matrix.t()))
     else:
         torch.mm(x, matrix, out=out)
@@ -84,7 +117,7 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
     """:func:`product`, or what PyTorch takes, for products that are not worth a kernel."""
     is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
-    return product if is_worth_it else F.linear
+    return product if is_worth_it or _in_float32(x.dtype) else F.linear
 
 
 @cache
@@ -94,11 +127,14 @@ def _linear_pointwise() -> Callable[..., Tensor]:
     return found
 
 
-@cache
-def _by_onednn(dtype: torch.dtype) -> bool:
-    """Whether this build and processor have oneDNN's matrix product for a type."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+def _in_float32(dtype: torch.dtype) -> bool:
+    """Whether products of a type are computed in float32."""
+    return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
+
+
+def _is_float32_by_onednn(dtype: torch.dtype) -> bool:
+    return dtype == torch.float32 and cpu_kernels().float32_products == "onednn"
+
+
+def _is_bfloat16_by_onednn(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and has_bfloat16_products()

@@ -1,7 +1,7 @@
 """softmax(q kᵀ / sqrt(K)) v by two arithmetically equal kernels.
 
 PyTorch's scaled-dot-product attention, and plain matrix products, which are faster on CPU in
-bfloat16 and for a few queries. :func:`fused_attention_pays` chooses.
+bfloat16, for a few queries and with dropout. :func:`fused_attention_pays` chooses.
 
 Legend: B batch, T query length, S key length, H heads, K head width.
 """
@@ -12,15 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEW_QUERIES = 16
-"""Up to here (decoding: one per beam) plain matrix products are the faster kernel on CPU."""
+from pipeline.kernels.cpu_choice import cpu_kernels
+from pipeline.kernels.products import batched_product
 
 
-def fused_attention_pays(query_BHTK: Tensor) -> bool:
-    """Whether scaled-dot-product attention is the faster kernel, as measured."""
+def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
+    """Whether scaled-dot-product attention is the faster kernel, as measured.
+
+    With dropout PyTorch has none for CPUs: it computes plain products as we do, with more copies.
+    """
     if query_BHTK.device.type != "cpu":
         return True
-    return query_BHTK.dtype != torch.bfloat16 and query_BHTK.shape[-2] > FEW_QUERIES
+    queries, width = query_BHTK.shape[-2:]
+    kernels = cpu_kernels()
+    return not dropout and kernels.fuses_attention(query_BHTK.dtype, queries=queries, width=width)
 
 
 def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
@@ -48,7 +53,7 @@ def attend(
     ``mask`` broadcasts to (B, H, T, S) and is True where allowed, or what
     :func:`attention_mask` makes of it on the device.
     """
-    if fused_attention_pays(query_BHTK):
+    if fused_attention_pays(query_BHTK, dropout=dropout):
         return F.scaled_dot_product_attention(
             query_BHTK,
             key_BHSK,
@@ -58,7 +63,7 @@ def attend(
             dropout_p=dropout,
         )
     scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
-    scores_BHTS = (query_BHTK * scale) @ key_BHSK.transpose(-1, -2)
+    scores_BHTS = batched_product(query_BHTK * scale, key_BHSK.transpose(-1, -2))
     if is_causal:
         length = scores_BHTS.shape[-1]
         mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
@@ -67,4 +72,4 @@ def attend(
         scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
     weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
     weights_BHTS = F.dropout(weights_BHTS, dropout, training=dropout > 0)
-    return weights_BHTS @ value_BHSK
+    return batched_product(weights_BHTS, value_BHSK)

@@ -29,10 +29,12 @@ from pipeline.checkpoints.training_state import (
 )
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config import Recipe
-from pipeline.distributed.collectives import all_max, all_sum
+from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
+from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
+from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
@@ -49,6 +51,9 @@ from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.updates import Updater
 from pipeline.training.validation import summarize_validation
+
+MEASURED_TOKENS = 512
+"""Of a micro-batch, when kernels are measured: enough for threads, and done within seconds."""
 
 
 def training_data(call: StageCall) -> TrainingData:
@@ -108,26 +113,54 @@ class TrainingRun:
         Raises:
             Interrupted: a stop was requested on some rank; the state is saved.
         """
-        total = self.recipe.training.updates
         with self.run_directory.locked():
             self._resume()
-            self._rehearse()
-            with (
-                StopFlag() as stop,
-                ProgressBar(
-                    self.call.out_dir.name,
-                    total=total,
-                    initial=self.position.update,
-                    enabled=self.world.rank == 0,
-                ) as bar,
-                closing(self._updates()) as updates,
-            ):
+            with using_cpu_kernels(self._choose_kernels()):
+                self._rehearse()
+                self._train()
+                self._finish()
+
+    def _train(self) -> None:
+        total = self.recipe.training.updates
+        with (
+            StopFlag() as stop,
+            ProgressBar(
+                self.call.out_dir.name,
+                total=total,
+                initial=self.position.update,
+                enabled=self.world.rank == 0,
+            ) as bar,
+            closing(self._updates()) as updates,
+        ):
+            self._validate_if_due(stop)
+            for feed in islice(updates, total - self.position.update):
+                bar.advance(note=self._update(feed))
                 self._validate_if_due(stop)
-                for feed in islice(updates, total - self.position.update):
-                    bar.advance(note=self._update(feed))
-                    self._validate_if_due(stop)
-                    self._save_if_due(stop)
-            self._finish()
+                self._save_if_due(stop)
+
+    def _choose_kernels(self) -> CpuKernels:
+        """The kernels of rank 0's processor, or those it measures, or had measured, for this run.
+
+        All ranks take the same ones: of some kernels gradients come in another order than of others
+        (:mod:`pipeline.training.gradient_order`).
+        """
+        if self.recipe.training.cpu_kernels == "processor":
+            return from_rank_zero(by_processor())
+        kernels = self.position.cpu_kernels
+        if kernels is None:
+            kernels = from_rank_zero(self._measure_kernels() if self.world.rank == 0 else None)
+        self.position = replace(self.position, cpu_kernels=kernels)
+        return kernels or by_processor()
+
+    def _measure_kernels(self) -> CpuKernels:
+        model = self.engine.model.spec.model
+        shape = Shape(
+            tokens=min(self.recipe.batches.tokens, MEASURED_TOKENS),
+            width=model.width,
+            hidden_width=model.feed_forward_width,
+            num_heads=model.num_heads,
+        )
+        return measured_kernels(shape, dtype=next(self.engine.model.parameters()).dtype)
 
     def _resume(self) -> None:
         state = self.run_directory.resume_from(overwrite=self.call.overwrite)
@@ -150,8 +183,7 @@ class TrainingRun:
     def _rehearse(self) -> None:
         """Run the largest batch of the next window once: if memory runs out, let it be now."""
         if self.position.update < self.recipe.training.updates:
-            window = self.data.planner.window(self.position.cursor[0])
-            largest = max(window, key=lambda batch: batch.num_tokens)
+            largest = self.data.planner.largest(self.position.cursor[0])
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 

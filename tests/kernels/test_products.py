@@ -1,4 +1,6 @@
-"""Linear layers against nn.Linear."""
+"""Linear layers against nn.Linear, on all kernels that a process may choose."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -6,12 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.kernels import products as linear_module
-from pipeline.kernels.products import Linear, linear, product, product_into
+from pipeline.kernels.cpu_choice import CpuKernels, using_cpu_kernels
+from pipeline.kernels.products import Linear, batched_product, linear, product, product_into
+
+ONEDNN = CpuKernels("onednn", "bfloat16", fused_attention_from=1)
+OTHERS = CpuKernels("blas", "float32", fused_attention_from=1)
 
 
-@pytest.fixture(autouse=True)
-def small_products_go_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[ONEDNN, OTHERS], ids=["oneDNN", "others"])
+def kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CpuKernels]:
+    """Small products, too, go to the kernels."""
     monkeypatch.setattr(linear_module, "WORTH_A_KERNEL", 1)
+    with using_cpu_kernels(request.param):
+        yield request.param
 
 
 def pair() -> tuple[Linear, nn.Linear]:
@@ -58,11 +69,11 @@ def test_only_what_wants_a_gradient_gets_one(wanted: str) -> None:
             assert value.grad is None
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
-    x = tokens(5, 12).requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        linear(x, tokens(20, 12).requires_grad_()).square().sum(), x, create_graph=True
-    )
+def test_a_second_derivative_is_refused_rather_than_wrong(kernels: CpuKernels) -> None:
+    dtype = torch.float32 if kernels == ONEDNN else torch.bfloat16  # others are PyTorch's own
+    x = tokens(5, 12).to(dtype).requires_grad_()
+    weight = tokens(20, 12).to(dtype).requires_grad_()
+    (gradient,) = torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
 
@@ -77,3 +88,20 @@ def test_products_are_rectified_and_written_where_asked(dtype: torch.dtype) -> N
     out = torch.empty(6, 20, dtype=dtype)
     product_into(out, x, weight.t())
     torch.testing.assert_close(out, product(x, weight), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batched_products_and_their_gradients_are_those_of_float64(dtype: torch.dtype) -> None:
+    inputs = [tokens(2, 3, 4, 5).to(dtype), tokens(2, 3, 5, 6).to(dtype)]
+    results = []
+    for values in (inputs, [value.double() for value in inputs]):
+        x, y = (value.detach().requires_grad_() for value in values)
+        z = batched_product(x, y)
+        z.square().sum().backward()
+        assert x.grad is not None
+        assert y.grad is not None
+        results.append([z, x.grad, y.grad])
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == dtype
+        rtol = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=30 * rtol)

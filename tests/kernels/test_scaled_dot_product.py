@@ -20,7 +20,7 @@ def choose_fused(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """Set which kernel ``attend`` takes."""
 
     def choose(fused: bool) -> None:
-        monkeypatch.setattr(scaled_dot_product, "fused_attention_pays", lambda _: fused)
+        monkeypatch.setattr(scaled_dot_product, "fused_attention_pays", lambda _, **__: fused)
 
     return choose
 

@@ -37,9 +37,8 @@ from torch import Tensor
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
+from pipeline.kernels import cpu_choice, threads
 from pipeline.kernels import products as linear
-from pipeline.kernels import scaled_dot_product as attention
-from pipeline.kernels import threads
 from pipeline.training.engine import Engine
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory
@@ -79,15 +78,17 @@ class Joined:
 @contextmanager
 def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
     """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
-    before = linear.WORTH_A_KERNEL, attention.FEW_QUERIES, threads.WORTH_OTHER_THREADS
+    before = linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES, threads.WORTH_OTHER_THREADS
     if wanted:
-        linear.WORTH_A_KERNEL, attention.FEW_QUERIES = 16 * 32 * 32, 8
+        linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES = 16 * 32 * 32, 8
+        cpu_choice.use_cpu_kernels(cpu_choice.CpuKernels("onednn", "bfloat16", 1))
         threads.WORTH_OTHER_THREADS = 16 * 32 * 16
         torch.set_num_threads(2)
     try:
         yield
     finally:
-        linear.WORTH_A_KERNEL, attention.FEW_QUERIES, threads.WORTH_OTHER_THREADS = before
+        linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES, threads.WORTH_OTHER_THREADS = before
+        cpu_choice.use_cpu_kernels(None)
         torch.set_num_threads(1)
 
 
