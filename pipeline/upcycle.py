@@ -2,7 +2,7 @@
 
 Reads one checkpoint for the embeddings and, unless they start fresh, one each for encoder and
 decoder; makes a checkpoint and its receipt (``receipt.json``). What is assembled is said by a
-recipe and options, as plans do, or by a file that declares it (``assembly/declaration.py``).
+recipe and options, as plans do; or by a file that declares it (``checkpoints/assembly``).
 """
 
 if __name__ == "__main__":
@@ -11,18 +11,13 @@ if __name__ == "__main__":
     prepare_process()  # before torch is loaded
 
 import sys
-from pathlib import Path
 
-from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.places import refuse_inputs, run_dir
-from pipeline.checkpoints.assembly.declaration import Assembly
-from pipeline.checkpoints.assembly.declared import plan_declared, records
+from pipeline.artifacts.places import run_dir
 from pipeline.checkpoints.assembly.making import (
     Parts,
     Sources,
     make_assembly,
-    plan_lines,
     tensors_of,
 )
 from pipeline.checkpoints.assembly.plan import PARTS
@@ -31,7 +26,6 @@ from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.assembly.writing import remove_finished
 from pipeline.checkpoints.opening import open_model
-from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.stages import StageCall
 
@@ -85,38 +79,6 @@ def _recipe_spec(call: StageCall, sources: Sources) -> ModelSpec:
         groups=known_groups(present.get("decoder"), given, resembling={}),
     )
     return make_spec(**{**dict(base), "model": model, "language_groups": language_groups})
-
-
-def make_declared(
-    assembly: Assembly, *, out_dir: Path, processes: int = 1, overwrite: bool = False
-) -> list[str]:
-    """Make the checkpoint that a declaration describes; returns what to say of it.
-
-    Raises:
-        UserError: something named cannot be used or does not fit, or is but a recipe's shape.
-    """
-    for name, source in assembly.sources.items():
-        if source.recipe:
-            raise ConfigError(
-                f"The source {name!r} is the shape of recipe {source.recipe!r}, of which nothing "
-                "can be made: name a checkpoint, or pass --dry-run."
-            )
-    paths = {name: Path(source.path) for name, source in assembly.sources.items()}
-    refuse_inputs(out_dir, inputs=paths, run_folder=True)
-    parts = plan_declared(assembly)
-    print("\n".join(plan_lines(parts)))
-    with new_artifact(
-        out_dir,
-        kind="checkpoint",
-        stage="upcycle",
-        config={"assembly": assembly.model_dump(mode="json", exclude_defaults=True)},
-        inputs=records(assembly, parts.sources),
-        overwrite=overwrite,
-    ) as writer:
-        summary = make_assembly(parts, writer, work_dir=run_dir(out_dir), processes=processes)
-        writer.summary += summary
-    remove_finished(run_dir(out_dir))
-    return summary
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from pipeline.distributed.signals import interruptible
 def declared_command(options: argparse.Namespace) -> int:
     """Print the plan, and make the checkpoint unless it is a dry run."""
     from pipeline.checkpoints.assembly.declaration import read_assembly
-    from pipeline.checkpoints.assembly.declared import plan_declared
+    from pipeline.checkpoints.assembly.declared import make_declared, plan_declared
     from pipeline.checkpoints.assembly.making import plan_lines
-    from pipeline.upcycle import make_declared
 
     if own_rank() != 0:
         return 0

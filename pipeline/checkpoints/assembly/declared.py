@@ -1,18 +1,26 @@
-"""From a declaration to a plan: everything named is opened, nothing is written."""
+"""From a declaration to a plan, with everything named opened; and to the checkpoint it describes."""
 
 from pathlib import Path
 
-from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.manifest import InputRecord, read_manifest
+from pipeline.artifacts.places import refuse_inputs, run_dir
 from pipeline.artifacts.tokenizer import TokenizerFiles, read_tokenizer_files, tokenizer_folder
 from pipeline.checkpoints.assembly.declaration import FRESH, Assembly, SourceDeclaration
-from pipeline.checkpoints.assembly.making import Parts, Sources, tensors_of
+from pipeline.checkpoints.assembly.making import (
+    Parts,
+    Sources,
+    make_assembly,
+    plan_lines,
+    tensors_of,
+)
 from pipeline.checkpoints.assembly.plan import PARTS
 from pipeline.checkpoints.assembly.shapes import recipe_source
 from pipeline.checkpoints.assembly.target import target_spec
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows, with_languages
+from pipeline.checkpoints.assembly.writing import remove_finished
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ArtifactError, ConfigError
@@ -44,6 +52,38 @@ def plan_declared(assembly: Assembly) -> Parts:
         sources,
         tokenizer,
     )
+
+
+def make_declared(
+    assembly: Assembly, *, out_dir: Path, processes: int = 1, overwrite: bool = False
+) -> list[str]:
+    """Make the checkpoint that a declaration describes; returns what to say of it.
+
+    Raises:
+        UserError: something named cannot be used or does not fit, or is but a recipe's shape.
+    """
+    for name, source in assembly.sources.items():
+        if source.recipe:
+            raise ConfigError(
+                f"The source {name!r} is the shape of recipe {source.recipe!r}, of which nothing "
+                "can be made: name a checkpoint, or pass --dry-run."
+            )
+    paths = {name: Path(source.path) for name, source in assembly.sources.items()}
+    refuse_inputs(out_dir, inputs=paths, run_folder=True)
+    parts = plan_declared(assembly)
+    print("\n".join(plan_lines(parts)))
+    with new_artifact(
+        out_dir,
+        kind="checkpoint",
+        stage="upcycle",
+        config={"assembly": assembly.model_dump(mode="json", exclude_defaults=True)},
+        inputs=records(assembly, parts.sources),
+        overwrite=overwrite,
+    ) as writer:
+        summary = make_assembly(parts, writer, work_dir=run_dir(out_dir), processes=processes)
+        writer.summary += summary
+    remove_finished(run_dir(out_dir))
+    return summary
 
 
 def records(assembly: Assembly, sources: Sources) -> dict[str, InputRecord]:
