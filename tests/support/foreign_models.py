@@ -57,7 +57,10 @@ def pieces(model: bytes) -> list[str]:
 
 
 def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
-    """Random values of every parameter, buffers of zeros aside; attention to the source strong."""
+    """Random values of every parameter, buffers of zeros aside; attention to the source strong.
+
+    Padding, which ours never generates, has a logit of 0, as in models that were trained.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,6 +73,8 @@ def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
                 value *= 0.2
             parameter.copy_(value)
         model.get_input_embeddings().weight[eos_id] *= 1.5
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[model.config.pad_token_id] = 0
     return model.eval()
 
 
@@ -128,6 +133,7 @@ def our_logits(
             source=tokenizer.encode(source),
             target=tokenizer.encode(target),
             source_prefix=found.source_prefix,
+            source_suffix=found.source_suffix,
             decoder_prompt=found.decoder_prompt,
             source_language=tokenizer.languages.index("en"),
             target_language=tokenizer.languages.index("de"),
@@ -145,7 +151,12 @@ def our_translations(
     found = tags(tokenizer, model.spec.tag_scheme, source="en", target="de")
     sources = [
         Source(
-            tokens=[*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id],
+            tokens=[
+                *found.source_prefix,
+                *tokenizer.encode(line),
+                tokenizer.eos_id,
+                *found.source_suffix,
+            ],
             prompt=found.decoder_prompt,
             source_language=tokenizer.languages.index("en"),
             target_language=tokenizer.languages.index("de"),
