@@ -6,7 +6,7 @@ nonsense that differs from sentence to sentence, so that one wrong weight change
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,16 @@ SIZES = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads":
 SPREAD = 1.5
 
 
-def sentencepiece_model(*, vocabulary: int = 60, lines: Sequence[str] = LINES) -> bytes:
-    """A SentencePiece model as other software trains it: unk, bos and eos first, no padding."""
+def sentencepiece_model(
+    *,
+    vocabulary: int = 60,
+    lines: Sequence[str] = LINES,
+    specials: Mapping[str, Any] | None = None,
+) -> bytes:
+    """A SentencePiece model as other software trains it: unk, bos and eos first, no padding.
+
+    ``specials``: other ids, as SentencePiece's trainer takes them.
+    """
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(list(lines) * 20),
@@ -46,6 +54,7 @@ def sentencepiece_model(*, vocabulary: int = 60, lines: Sequence[str] = LINES) -
         character_coverage=1.0,
         hard_vocab_limit=False,
         minloglevel=2,
+        **(specials or {}),
     )
     return stream.getvalue()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.foreign_families import FAMILIES, Family, forced_logits, nllb_moe_folder
+from support.foreign_families import FAMILIES, Family, forced_logits
 from support.foreign_models import (
     LINES,
     model_of,
@@ -15,6 +15,7 @@ from support.foreign_models import (
 )
 from torch import Tensor
 
+from pipeline.artifacts.tokenizer import tags
 from pipeline.checkpoints.foreign.choice import open_foreign
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
@@ -75,8 +76,6 @@ def test_translations_are_those_of_the_library_token_for_token(beams: int, opene
 def test_a_source_is_encoded_with_its_tags_as_the_library_does(opened: Opened) -> None:
     source = open_foreign(opened.folder)
     tokenizer = source.tokenizer.build()
-    from pipeline.artifacts.tokenizer import tags
-
     found = tags(tokenizer, source.spec.tag_scheme, source="en", target="de")
     for line in LINES:
         ours = [*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id]
