@@ -59,7 +59,7 @@ def sentencepiece_model(
     return stream.getvalue()
 
 
-def pieces(model: bytes) -> list[str]:
+def pieces_of(model: bytes) -> list[str]:
     """In the model's order."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
@@ -91,7 +91,7 @@ def m2m100_folder(directory: Path, **changes: object) -> Any:
     """M2M-100 with its tokenizer, saved by its own library; returns the model."""
     directory.mkdir(parents=True, exist_ok=True)
     model = sentencepiece_model()
-    ordinary = [piece for piece in pieces(model) if piece not in SPECIALS]
+    ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
     vocabulary = SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
     (directory / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (directory / "spm.model").write_bytes(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.foreign_families import VOCABULARY_FILE
-from support.foreign_models import SPECIALS, pieces, sentencepiece_model
+from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
 from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer
@@ -64,14 +64,14 @@ def both(kind: str, model: bytes, folder: Path) -> tuple[Any, Tokenizer]:
     else:
         theirs = MAKERS[kind](str(folder / VOCABULARY_FILE))
     theirs.save_pretrained(folder)
-    size = len(pieces(model)) + BEYOND
+    size = len(pieces_of(model)) + BEYOND
     found = folder_tokenizer(ModelFolder(folder), usual_class="", size=size)
     return theirs, found.files.build()
 
 
 def reversed_vocabulary(model: bytes) -> dict[str, int]:
     """Another order than SentencePiece's, as M2M-100 has one."""
-    ordinary = [piece for piece in pieces(model) if piece not in SPECIALS]
+    ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
     return SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
 
 
@@ -159,7 +159,7 @@ def test_listed_languages_follow_the_pieces_in_the_order_of_the_list(
     listed = {"additional_special_tokens": ["fra_Latn", {"content": "deu_Latn"}, "<other>"]}
     (tmp_path / name).write_text(json.dumps(listed))
     found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
-    first = len(pieces(model)) + 1
+    first = len(pieces_of(model)) + 1
     tokens = {"fr": first, "de": first + 1}
     assert found.files.description.numbering is not None
     assert found.files.description.numbering.language_tokens == tokens
@@ -172,7 +172,7 @@ def test_languages_of_a_folder_that_lists_none_are_those_of_the_published_models
     (tmp_path / VOCABULARY_FILE).write_bytes(model)
     found = folder_tokenizer(ModelFolder(tmp_path), usual_class="NllbTokenizer", size=BEYOND)
     tokenizer = found.files.build()
-    first = len(pieces(model)) + 1
+    first = len(pieces_of(model)) + 1
     assert tokenizer.language_token_id("ace_Arab") == first
     assert tokenizer.language_token_id("zu") == first + 201
     assert tokenizer.language_token_id("en") - first == 256047 - 256001, "as NLLB-200's pages say"

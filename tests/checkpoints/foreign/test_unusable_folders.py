@@ -154,6 +154,14 @@ def test_a_file_that_the_index_names_and_nobody_has_is_refused(folder: Path) -> 
     assert "model-1.safetensors cannot be read" in refusal(folder)
 
 
+def test_pickled_weights_are_refused_with_the_way_to_write_others(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    said = refusal(folder)
+    assert "pickled files alone" in said
+    assert "model.save_pretrained(DIR)" in said
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_no_numbers_are_refused(value: float, folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors[NORM].fill_(value))
