@@ -87,10 +87,12 @@ def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
     return model.eval()
 
 
-def m2m100_folder(directory: Path, **changes: object) -> Any:
+def m2m100_folder(
+    directory: Path, *, lines: Sequence[str] = LINES, pieces: int = 60, **changes: object
+) -> Any:
     """M2M-100 with its tokenizer, saved by its own library; returns the model."""
     directory.mkdir(parents=True, exist_ok=True)
-    model = sentencepiece_model()
+    model = sentencepiece_model(vocabulary=pieces, lines=lines)
     ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
     vocabulary = SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
     (directory / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
