@@ -87,7 +87,7 @@ def mbart50_folder(directory: Path, **changes: object) -> Any:
     return saved(MBartForConditionalGeneration(config), directory, seed=MBART_SEED)
 
 
-def untied_folder(directory: Path, **changes: object) -> Any:
+def untied_folder(directory: Path, **changes: Any) -> Any:
     """M2M-100 with an output projection of its own."""
     return m2m100_folder(directory, tie_word_embeddings=False, **changes)
 
