@@ -22,7 +22,7 @@ from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, number, whole
 
-TagScheme = Literal["src-tgt", "tgt"]
+TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
 Activation = Literal["relu", "gelu"]
@@ -284,7 +284,7 @@ class BatchesConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.tag_is_label and self.tag_scheme != "src-tgt":
+        if self.tag_is_label and self.tag_scheme == "tgt":
             raise ValueError(
                 f"tag_is_label is true with tag_scheme {self.tag_scheme!r}, which forces no tag on "
                 'the decoder: set it to false, or tag_scheme to "src-tgt"'

@@ -187,7 +187,8 @@ def distinct_codes(spellings: Iterable[str]) -> dict[str, str]:
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
     """Which of the codes of a corpus or model a spelling means, None if none of them.
 
-    ``zh_Hant`` is itself where it is among them, else ``zh``.
+    ``zh_Hant`` is itself where it is among them, else ``zh``; ``prs_Arab`` is ``prs`` where that is
+    told apart from ``fa``.
 
     Raises:
         ConfigError: the spelling is that of no language code.
@@ -195,6 +196,9 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
     tag = parse_tag(spelling)
     if f"{tag.language}_{tag.script}" in codes:
         return f"{tag.language}_{tag.script}"
+    stem = spelling.strip().lower().replace("-", "_").partition("_")[0]
+    if stem in codes:
+        return stem
     return tag.language if tag.language in codes else None
 
 

@@ -180,6 +180,9 @@ def test_codes_of_a_corpus_mean_the_same_when_they_are_read_again() -> None:
     [
         ("zho_Hant", ["zh", "zh_Hant"], "zh_Hant"),
         ("zho_Hant", ["zh"], "zh"),
+        ("prs_Arab", ["fa", "prs"], "prs"),
+        ("pes_Arab", ["fa", "prs"], "fa"),
+        ("prs_Arab", ["fa"], "fa"),
         ("zh_Hans", ["zh", "zh_Hant"], "zh"),
         ("iw", ["he"], "he"),
         ("chr_Cher", ["chr", "en"], "chr"),

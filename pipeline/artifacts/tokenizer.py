@@ -298,13 +298,14 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Tags:
-    """Ids that tell the model the languages: before the source, and what the decoder starts from.
+    """Ids that tell the model the languages: around the source, and what the decoder starts from.
 
-    The source itself ends with ``eos_id``, tags or not.
+    The source itself ends with ``eos_id``, tags or not; the suffix stands behind that.
     """
 
     source_prefix: tuple[int, ...]
     decoder_prompt: tuple[int, ...]
+    source_suffix: tuple[int, ...] = ()
 
 
 def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -> Tags:
@@ -313,6 +314,8 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
 
     ``src-tgt``: ``__src__`` before the source, the decoder starts from end-of-sentence and
     ``__tgt__``. ``tgt``: ``__tgt__`` before the source, the decoder starts from end-of-sentence.
+    ``src-suffix-tgt``: as ``src-tgt``, with ``__src__`` behind the source's end-of-sentence, as
+    mBART has it, and NLLB's tokenizer in transformers with ``legacy_behaviour``.
 
     Raises:
         ConfigError: a language the tokenizer lacks.
@@ -324,6 +327,8 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((source_token,), (tokenizer.eos_id, target_token))
         case "tgt":
             return Tags((target_token,), (tokenizer.eos_id,))
+        case "src-suffix-tgt":
+            return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:

@@ -219,6 +219,8 @@ class Example:
     target_language: int
     pair: int = 0
     line: int = 0
+    source_suffix: tuple[int, ...] = ()
+    """Behind the source's end-of-sentence."""
 
 
 class Ragged(NamedTuple):
@@ -248,11 +250,15 @@ class Ragged(NamedTuple):
 
 @dataclass(frozen=True)
 class Sentences:
-    """What a batch is assembled from, sentence by sentence; see :class:`Example`."""
+    """What a batch is assembled from, sentence by sentence; see :class:`Example`.
+
+    ``source_ending``: the source's end-of-sentence and its suffix.
+    """
 
     source: Ragged
     target: Ragged
     source_prefix: Ragged
+    source_ending: Ragged
     decoder_prompt: Ragged
     source_language_B: Integers
     target_language_B: Integers
@@ -266,6 +272,7 @@ def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = Fa
         source=Ragged.of([e.source for e in examples]),
         target=Ragged.of([e.target for e in examples]),
         source_prefix=Ragged.of([e.source_prefix for e in examples]),
+        source_ending=Ragged.of([(eos_id, *e.source_suffix) for e in examples]),
         decoder_prompt=Ragged.of([e.decoder_prompt for e in examples]),
         source_language_B=np.array([e.source_language for e in examples]),
         target_language_B=np.array([e.target_language for e in examples]),
@@ -276,14 +283,14 @@ def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = Fa
 
 
 def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
-    """Lay out a micro-batch: source = prefix, tokens, eos; decoder input = prompt, tokens.
+    """Lay out a micro-batch: source = prefix, tokens, ending; decoder input = prompt, tokens.
 
     Labels are the target's tokens and eos; with ``tag_is_label`` the prompt's tag comes first.
     """
     num_sentences = len(sentences.pair_B)
     nothing = Ragged.same((), sentences=num_sentences)
     eos = Ragged.same((eos_id,), sentences=num_sentences)
-    source = _joined(sentences.source_prefix, sentences.source, eos)
+    source = _joined(sentences.source_prefix, sentences.source, sentences.source_ending)
     target = _joined(sentences.decoder_prompt, sentences.target, nothing)
     tag = sentences.decoder_prompt.without_first() if tag_is_label else nothing
     labels = _joined(tag, sentences.target, eos)

@@ -92,6 +92,8 @@ class _Languages:
         self._source_P2 = _table([[number[way.source] for way in ways] for ways in both])
         self._target_P2 = _table([[number[way.target] for way in ways] for ways in both])
         self._prefix_P2X = np.array([[one.source_prefix for one in ways] for ways in found])
+        eos = tokenizer.eos_id
+        self._ending_P2X = np.array([[(eos, *one.source_suffix) for one in ways] for ways in found])
         self._prompt_P2X = np.array([[one.decoder_prompt for one in ways] for ways in found])
 
     def label(self, plan: MicroBatch, source: Ragged, target: Ragged) -> Sentences:
@@ -101,6 +103,7 @@ class _Languages:
             source=source,
             target=target,
             source_prefix=_rows(self._prefix_P2X[direction]),
+            source_ending=_rows(self._ending_P2X[direction]),
             decoder_prompt=_rows(self._prompt_P2X[direction]),
             source_language_B=self._source_P2[direction],
             target_language_B=self._target_P2[direction],

@@ -171,7 +171,7 @@ class Translator:
         languages = self.language(direction.source), self.language(direction.target)
         tag = tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
         return Source(
-            tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id],
+            tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id, *tag.source_suffix],
             prompt=tag.decoder_prompt,
             source_language=languages[0],
             target_language=languages[1],

@@ -1,6 +1,6 @@
 """Packing and the layout of a micro-batch."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -107,9 +107,16 @@ def test_a_batch_knows_where_its_sentences_come_from() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "prefix", "prompt"), [("src-tgt", ["de"], ["en"]), ("tgt", ["en"], [])]
+    ("scheme", "prefix", "suffix", "prompt"),
+    [
+        ("src-tgt", ["de"], [], ["en"]),
+        ("tgt", ["en"], [], []),
+        ("src-suffix-tgt", [], ["de"], ["en"]),
+    ],
 )
-def test_tags_follow_their_scheme(scheme: str, prefix: list[str], prompt: list[str]) -> None:
+def test_tags_follow_their_scheme(
+    scheme: str, prefix: list[str], suffix: list[str], prompt: list[str]
+) -> None:
     description = TokenizerDescription(
         kind="bytes", languages=("de", "en"), language_token_scheme="underscores"
     )
@@ -117,7 +124,19 @@ def test_tags_follow_their_scheme(scheme: str, prefix: list[str], prompt: list[s
     found = tags(tokenizer, scheme, source="de", target="en")  # type: ignore[arg-type]
     token = tokenizer.language_token_id
     assert found.source_prefix == tuple(token(code) for code in prefix)
+    assert found.source_suffix == tuple(token(code) for code in suffix)
     assert found.decoder_prompt == (tokenizer.eos_id, *(token(code) for code in prompt))
+
+
+def test_a_suffix_stands_behind_the_source_s_end_of_sentence() -> None:
+    examples = [
+        replace(example, source_prefix=(), source_suffix=(DE,))
+        for example in example_pairs(prefix=(DE,), prompt=(EOS, EN))
+    ]
+    batch = collate(examples, eos_id=EOS)
+    rows = [[*map(int, example.source), EOS, DE] for example in examples]
+    assert batch.source_N.tolist() == [token for row in rows for token in row]
+    assert batch.labels_L.tolist() == [21, 22, EOS, EOS]
 
 
 def test_large_ids_of_small_types_stay_what_they_are() -> None:

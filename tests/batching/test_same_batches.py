@@ -212,6 +212,21 @@ def test_a_batch_read_at_once_is_the_one_read_sentence_by_sentence(corpora: Path
         assert digest(batch_values(found)) == digest(batch_values(expected))
 
 
+def test_a_tag_behind_the_source_moves_and_nothing_else(corpora: Path) -> None:
+    before = open_data(corpora, "usual")
+    shares = temperature_probabilities(SIZES["usual"], sampling_temperature=5.0)
+    settings = {**CASES["usual"][1], "tag_scheme": "src-suffix-tgt"}
+    shards = open_artifact(corpora / "usual", kind="shards")
+    behind = TrainingData(shards, shares, BatchesConfig(**settings), seed=3)
+    for plan in before.planner.window(0):
+        one, other = before.train.batch(plan), behind.train.batch(plan)
+        lengths = np.bincount(one.source.sentence_N.numpy()).tolist()
+        rows = [[*row[1:], row[0]] for row in one.source_N.split(lengths)]
+        assert other.source_N.tolist() == [int(token) for row in rows for token in row]
+        assert one.target_N.tolist() == other.target_N.tolist()
+        assert one.labels_L.tolist() == other.labels_L.tolist()
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, ranks: int) -> None:
     data = open_data(corpora, "usual")

@@ -6,7 +6,7 @@ nonsense that differs from sentence to sentence, so that one wrong weight change
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,16 @@ SIZES = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads":
 SPREAD = 1.5
 
 
-def sentencepiece_model(*, vocabulary: int = 60, lines: Sequence[str] = LINES) -> bytes:
-    """A SentencePiece model as other software trains it: unk, bos and eos first, no padding."""
+def sentencepiece_model(
+    *,
+    vocabulary: int = 60,
+    lines: Sequence[str] = LINES,
+    specials: Mapping[str, Any] | None = None,
+) -> bytes:
+    """A SentencePiece model as other software trains it: unk, bos and eos first, no padding.
+
+    ``specials``: other ids, as SentencePiece's trainer takes them.
+    """
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(list(lines) * 20),
@@ -46,6 +54,7 @@ def sentencepiece_model(*, vocabulary: int = 60, lines: Sequence[str] = LINES) -
         character_coverage=1.0,
         hard_vocab_limit=False,
         minloglevel=2,
+        **(specials or {}),
     )
     return stream.getvalue()
 
@@ -57,7 +66,10 @@ def pieces_of(model: bytes) -> list[str]:
 
 
 def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
-    """Random values of every parameter, buffers of zeros aside; attention to the source strong."""
+    """Random values of every parameter, buffers of zeros aside; attention to the source strong.
+
+    Padding, which ours never generates, has a logit of 0, as in models that were trained.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,6 +82,8 @@ def spread(model: Any, *, eos_id: int, seed: int = 1) -> Any:
                 value *= 0.2
             parameter.copy_(value)
         model.get_input_embeddings().weight[eos_id] *= 1.5
+        for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+            table.weight[model.config.pad_token_id] = 0
     return model.eval()
 
 
@@ -130,6 +144,7 @@ def our_logits(
             source=tokenizer.encode(source),
             target=tokenizer.encode(target),
             source_prefix=found.source_prefix,
+            source_suffix=found.source_suffix,
             decoder_prompt=found.decoder_prompt,
             source_language=tokenizer.languages.index("en"),
             target_language=tokenizer.languages.index("de"),
@@ -147,7 +162,12 @@ def our_translations(
     found = tags(tokenizer, model.spec.tag_scheme, source="en", target="de")
     sources = [
         Source(
-            tokens=[*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id],
+            tokens=[
+                *found.source_prefix,
+                *tokenizer.encode(line),
+                tokenizer.eos_id,
+                *found.source_suffix,
+            ],
             prompt=found.decoder_prompt,
             source_language=tokenizer.languages.index("en"),
             target_language=tokenizer.languages.index("de"),

@@ -3,16 +3,19 @@
 Pre-norm, tied embeddings, sinusoidal positions that count from ``pad_token_id`` + 1.
 """
 
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import ValidationError
 
-from pipeline.checkpoints.foreign.model_folder import Described, ModelFolder
-from pipeline.checkpoints.foreign.name_table import NameTable
-from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, Described
+from pipeline.checkpoints.foreign.name_table import NameTable, Row
+from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
 from pipeline.config import ModelConfig
+from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
 from pipeline.model.transformer import POSITION_OFFSET
+from pipeline.settings import describe_validation
 
 TABLE = NameTable.parse("""
 model.shared.weight                                          embedding.weight
@@ -38,6 +41,9 @@ model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{lay
 """)  # noqa: E501 (a table)
 
 
+UNTIED_OUTPUT = Row("lm_head.weight", "embedding.output_weight", "tie_word_embeddings is false")
+
+
 class M2M100Config(Described):
     """What ``config.json`` says of the model."""
 
@@ -52,36 +58,50 @@ class M2M100Config(Described):
     max_position_embeddings: int = 1024
     activation_function: Activation = "relu"
     scale_embedding: bool = True
-    tie_word_embeddings: Literal[True] = True
+    tie_word_embeddings: bool = True
     pad_token_id: int = 1
     eos_token_id: int = 2
     bos_token_id: int = 0
-    decoder_start_token_id: int = Field(default=2)
+    decoder_start_token_id: int | None = 2
+    quantization_config: dict[str, Any] | None = None
 
 
-def model_config(folder: ModelFolder) -> ModelConfig:
-    """The model that ``config.json`` describes.
+def name_table(table: NameTable, config: M2M100Config) -> NameTable:
+    """A family's table, for a model whose output is tied to its embedding or not."""
+    return table if config.tie_word_embeddings else table.with_row(UNTIED_OUTPUT)
+
+
+def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelConfig:
+    """The model that ``config.json`` describes; ``more``: what its family has beside M2M-100.
 
     Raises:
         CheckpointError: it has something that our model lacks; names it.
     """
-    config = folder.described(M2M100Config)
+    refuse_quantised(origin, config.quantization_config)
     refuse_other(
-        folder.origin,
+        origin,
         decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
         decoder_ffn_dim=(config.decoder_ffn_dim, config.encoder_ffn_dim),
         pad_token_id=(config.pad_token_id, POSITION_OFFSET - 1),
         decoder_start_token_id=(config.decoder_start_token_id, config.eos_token_id),
     )
-    return ModelConfig(
-        encoder_layers=config.encoder_layers,
-        decoder_layers=config.decoder_layers,
-        width=config.d_model,
-        feed_forward_width=config.encoder_ffn_dim,
-        num_heads=config.encoder_attention_heads,
-        norm="pre",
-        activation=config.activation_function,
-        positions="sinusoidal",
-        max_positions=config.max_position_embeddings,
-        scale_embedding=config.scale_embedding,
-    )
+    settings: dict[str, object] = {
+        "encoder_layers": config.encoder_layers,
+        "decoder_layers": config.decoder_layers,
+        "width": config.d_model,
+        "feed_forward_width": config.encoder_ffn_dim,
+        "num_heads": config.encoder_attention_heads,
+        "norm": "pre",
+        "activation": config.activation_function,
+        "positions": "sinusoidal",
+        "max_positions": config.max_position_embeddings,
+        "scale_embedding": config.scale_embedding,
+        "embedding": {"output": "tied" if config.tie_word_embeddings else "untied"},
+    }
+    try:
+        return ModelConfig.model_validate(settings | more)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{origin / CONFIG_FILE} describes no model that can be: "
+            f"{describe_validation(error, ModelConfig)}"
+        ) from error

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.checkpoints.weights import UNREADABLE
-from pipeline.documents import read_bytes, read_json
+from pipeline.documents import parse_json, read_bytes
 from pipeline.errors import CheckpointError
 from pipeline.settings import one_line, shown
 
@@ -22,7 +22,7 @@ PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 RESTORE = "restore it from where it was published"
 
 _MAX_BYTES = 2**28
-"""SentencePiece models have a few MB."""
+"""SentencePiece models have a few MB, NLLB's tokenizer.json 17."""
 
 
 class Described(BaseModel):
@@ -48,7 +48,12 @@ class ModelFolder:
 
     def read_object(self, name: str) -> dict[str, Any]:
         """One of its JSON files, which holds an object."""
-        document = read_json(self.origin / name, error=CheckpointError, remedy=RESTORE)
+        document = parse_json(
+            self.read_bytes(name),
+            what=str(self.origin / name),
+            error=CheckpointError,
+            remedy=RESTORE,
+        )
         if not isinstance(document, dict):
             raise CheckpointError(f"{self.origin / name} holds no JSON object: {RESTORE}.")
         return document

@@ -58,6 +58,10 @@ class NameTable:
             rows.append(Row(theirs, ours, reason.strip()))
         return cls(tuple(rows))
 
+    def with_row(self, row: Row) -> "NameTable":
+        """The same table with another row for what ``row.theirs`` names."""
+        return NameTable(tuple(row if one.theirs == row.theirs else one for one in self.rows))
+
     def to_ours(self, name: str) -> str | None:
         """Our name of one of their tensors, ``NOTHING`` where we have none; None if unknown."""
         return next(filter(None, (row.to_ours(name) for row in self.rows)), None)

@@ -1,5 +1,6 @@
 """What a model of other software has and ours lacks is refused by its name."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
@@ -12,4 +13,24 @@ def refuse_other(origin: Path, **settings: tuple[object, object]) -> None:
             raise CheckpointError(
                 f"{origin} has {name} = {found!r}, and a model can be taken over with "
                 f"{wanted!r} alone: name another checkpoint."
+            )
+
+
+def refuse_quantised(origin: Path, settings: Mapping[str, object] | None) -> None:
+    """Raises CheckpointError where there are settings of a quantisation."""
+    if settings is not None:
+        method = settings.get("quant_method", "an unnamed method")
+        raise CheckpointError(
+            f"{origin} is quantised (quantization_config: {method}), and its numbers are no "
+            "weights as they are: name the checkpoint that it was made from."
+        )
+
+
+def refuse_disagreement(origin: Path, **ids: tuple[int, int]) -> None:
+    """Raises CheckpointError where an id, (of the model, of the tokenizer), differs."""
+    for name, (of_model, of_tokenizer) in ids.items():
+        if of_model != of_tokenizer:
+            raise CheckpointError(
+                f"{origin} has {name} = {of_model} in its model's configuration, and its "
+                f"tokenizer has {of_tokenizer}: name a folder whose files belong together."
             )

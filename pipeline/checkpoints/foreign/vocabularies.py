@@ -4,9 +4,10 @@ Language tokens keep their ids, and the codes that ``languages.py`` has for them
 ``en_XX`` are ``en``. Text that looks like a special or a language token stays text here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor
 
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
@@ -60,7 +61,7 @@ def numbered(
     Raises:
         CheckpointError: ids are missing, collide or lie beyond ``size``.
     """
-    codes = distinct_codes(languages)
+    codes = model_codes(languages)
     tokens = {codes[spelling]: index for spelling, index in languages.items()}
     try:
         numbering = Numbering.model_validate(
@@ -72,12 +73,28 @@ def numbered(
             language_token_scheme="underscores",
             numbering=numbering,
         )
-    except ValueError as error:
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = " ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
         raise CheckpointError(
-            f"The vocabulary of {origin} cannot be numbered as its model is ({error}): restore its "
+            f"The vocabulary of {origin} cannot be numbered as its model is ({what}): restore its "
             "files from where they were published."
         ) from error
     return TokenizerFiles(description, model)
+
+
+def model_codes(spellings: Iterable[str]) -> dict[str, str]:
+    """Spelling → our code, of languages that a model tells apart.
+
+    Where the registry has one code for two of them (NLLB's ``pes_Arab`` and ``prs_Arab`` are
+    ``fa``), the first has it, and the others what they are called there: ``prs``.
+    """
+    found: dict[str, str] = {}
+    for spelling, code in distinct_codes(spellings).items():
+        taken = set(found.values())
+        names = (code, spelling.partition("_")[0], spelling)
+        found[spelling] = next(name for name in names if name not in taken)
+    return found
 
 
 def pieces_of(model: bytes, origin: Path) -> list[str]:

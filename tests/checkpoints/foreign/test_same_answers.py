@@ -1,0 +1,83 @@
+"""Models of other software are read as their own library reads them: ids, logits, translations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.foreign_families import FAMILIES, Family, forced_logits
+from support.foreign_models import (
+    LINES,
+    model_of,
+    our_logits,
+    our_translations,
+    their_translations,
+)
+from torch import Tensor
+
+from pipeline.artifacts.tokenizer import tags
+from pipeline.checkpoints.foreign.choice import open_foreign
+
+PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
+
+
+class Opened:
+    """A family's folder, its model and its tokenizer."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.family: Family = FAMILIES[name]
+        self.folder = folder
+        self.peer = self.family.make(folder)
+        self.peer.generation_config.forced_eos_token_id = None
+        """mBART's would end what is cut off, which ours does not."""
+        self.tokenizer: Any = self.family.read_tokenizer(folder)
+        self.tag: int = (
+            self.tokenizer.get_lang_id("de")
+            if name.endswith("M2M-100")
+            else self.tokenizer.convert_tokens_to_ids(self.family.target)
+        )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    return Opened(request.param, tmp_path_factory.mktemp("foreign") / "model")
+
+
+def assert_same_logits(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Within 1e-5 of the largest."""
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = theirs.abs().max()
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+
+
+def test_logits_of_a_padded_batch_are_those_of_the_library(opened: Opened) -> None:
+    source = open_foreign(opened.folder)
+    tokenizer = source.tokenizer.build()
+    found = our_logits(model_of(source), tokenizer, PAIRS, scheme=source.spec.tag_scheme)
+    expected = forced_logits(opened.peer, opened.tokenizer, PAIRS, tag=opened.tag)
+    assert_same_logits(found, expected)
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_translations_are_those_of_the_library_token_for_token(beams: int, opened: Opened) -> None:
+    source = open_foreign(opened.folder)
+    tokenizer = source.tokenizer.build()
+    found = our_translations(
+        model_of(source, dtype=torch.float64), tokenizer, LINES, beams=beams, limit=20
+    )
+    expected = their_translations(
+        opened.peer.double(), opened.tokenizer, LINES, beams=beams, limit=20, tag=opened.tag
+    )
+    opened.peer.float()
+    assert found == expected
+    assert len(set(found)) > len(LINES) // 2, "sentences are told apart"
+
+
+def test_a_source_is_encoded_with_its_tags_as_the_library_does(opened: Opened) -> None:
+    source = open_foreign(opened.folder)
+    tokenizer = source.tokenizer.build()
+    found = tags(tokenizer, source.spec.tag_scheme, source="en", target="de")
+    for line in LINES:
+        ours = [*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id]
+        assert [*ours, *found.source_suffix] == opened.tokenizer(line)["input_ids"]
+    assert found.decoder_prompt == (tokenizer.eos_id, opened.tag)

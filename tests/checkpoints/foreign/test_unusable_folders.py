@@ -1,0 +1,300 @@
+"""Folders that are not what they say, or hold what our models lack: one sentence, nothing left."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.folder_listing import names_in
+from support.foreign_families import (
+    VOCABULARY_FILE,
+    mbart50_folder,
+    nllb_folder,
+    nllb_moe_folder,
+)
+from support.foreign_models import sentencepiece_model
+from torch import Tensor
+from transformers import MBartTokenizer, NllbTokenizer
+
+from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+NORM = "model.encoder.layers.1.final_layer_norm.weight"
+
+
+@pytest.fixture(scope="module")
+def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign") / "nllb"
+    nllb_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(nllb: Path, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in nllb.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    return copy
+
+
+def refusal(folder: Path) -> str:
+    """What an import says; it leaves nothing beside the folder."""
+    before = names_in(folder.parent)
+    with pytest.raises(CheckpointError) as caught:
+        import_checkpoint(folder, out_dir=folder.parent / "imported")
+    assert names_in(folder.parent) == before
+    said = str(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | changes))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def test_tensors_that_do_not_fit_are_all_reported_with_the_number_of_parameters(
+    folder: Path,
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.decoder.layers.0.fc1.bias"]
+        tensors[NORM] = torch.zeros(5)
+        tensors["model.encoder.layers.7.fc1.bias"] = torch.zeros(32)
+        tensors["model.adapter.weight"] = torch.zeros(2)
+
+    source = open_foreign(folder)
+    expected = sum(
+        torch.Size(source.tensors.shape(name)).numel() for name in source.tensors.names()
+    )
+    edit_tensors(folder, spoil)
+    said = refusal(folder)
+    assert f"holds {expected - 32 + 32 - 16 + 5:,} parameters" in said
+    assert f"describes {expected:,};" in said
+    assert "unknown (1): model.adapter.weight" in said
+    assert "missing (1): decoder.layers.0.feed_forward.up.bias" in said
+    assert "beyond the model (1): encoder.layers.7.feed_forward.up.bias" in said
+    assert f"of another shape (1): {NORM} [5] instead of [16]" in said
+
+
+@pytest.mark.parametrize(("experts", "said"), [(5, "beyond the model"), (8, "missing")])
+def test_another_number_of_experts_is_reported(experts: int, said: str, tmp_path: Path) -> None:
+    nllb_moe_folder(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", num_experts=experts)
+    told = refusal(tmp_path / "model")
+    assert said in told
+    assert f"router.classifier.weight [6, 16] instead of [{experts}, 16]" in told
+
+
+def test_a_tied_embedding_saved_once_or_again_under_any_of_its_names_is_one_tensor(
+    folder: Path,
+) -> None:
+    shared = "model.shared.weight"
+    names = [shared, "lm_head.weight", "model.encoder.embed_tokens.weight"]
+    once = open_foreign(folder).tensors
+    value = once.read("embedding.weight")
+
+    def save_twice(tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors[name] = value.clone()
+
+    edit_tensors(folder, save_twice)
+    twice = open_foreign(folder).tensors
+    assert twice.names() == once.names()
+    assert torch.equal(twice.read("embedding.weight"), value)
+
+    edit_tensors(folder, lambda tensors: tensors.pop(shared))
+    assert torch.equal(open_foreign(folder).tensors.read("embedding.weight"), value)
+
+    edit_tensors(folder, lambda tensors: tensors["lm_head.weight"].add_(1))
+    said = refusal(folder)
+    assert "lm_head.weight" in said
+    assert "their values differ" in said
+
+
+def test_tensors_in_several_files_are_those_of_one(folder: Path, tmp_path: Path) -> None:
+    peer = nllb_folder(tmp_path / "sharded")
+    (tmp_path / "sharded" / WEIGHTS).unlink()
+    peer.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    one, several = open_foreign(folder).tensors, open_foreign(tmp_path / "sharded").tensors
+    assert one.names() == several.names()
+    for name in one.names():
+        assert torch.equal(one.read(name), several.read(name)), name
+
+
+@pytest.mark.parametrize("outside", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(
+    outside: str, folder: Path
+) -> None:
+    save_file({NORM: torch.zeros(16)}, folder.parent / "secret.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: outside}}))
+    said = refusal(folder)
+    assert f"names {outside}, which is no file of the folder" in said
+
+
+def test_a_file_that_the_index_names_and_nobody_has_is_refused(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-1.safetensors"}}))
+    assert "model-1.safetensors cannot be read" in refusal(folder)
+
+
+def test_pickled_weights_are_refused_with_the_way_to_write_others(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    said = refusal(folder)
+    assert "pickled files alone" in said
+    assert "model.save_pretrained(DIR)" in said
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_refused(value: float, folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors[NORM].fill_(value))
+    said = refusal(folder)
+    assert f"{NORM} has values that are not finite numbers" in said
+
+
+def test_quantised_weights_are_refused_by_their_type_or_by_the_configuration(folder: Path) -> None:
+    name = "model.encoder.layers.0.fc1.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    assert "has the type torch.int8" in refusal(folder)
+    edit_json(folder / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    assert "is quantised (quantization_config: bitsandbytes)" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
+    dtype: torch.dtype, folder: Path
+) -> None:
+    value = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
+    edit_tensors(
+        folder, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()})
+    )
+    found = open_foreign(folder).tensors.read("encoder.layers.1.feed_forward_norm.weight")
+    assert torch.equal(found, value.to(dtype))
+
+
+# ---------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "t5"}, "a model of the type 't5'"),
+        ({"model_type": "nllb-moe"}, "describes"),
+        ({"pad_token_id": 0}, "pad_token_id = 0"),
+        ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = 5 in its model's"),
+        ({"decoder_start_token_id": 0}, "decoder_start_token_id = 0"),
+        ({"decoder_ffn_dim": 64}, "decoder_ffn_dim = 64"),
+        (
+            {"activation_function": "swish"},
+            "activation_function = swish (Input should be 'relu'",
+        ),
+        ({"d_model": "wide"}, "d_model = wide (Input should be a valid integer"),
+        ({"d_model": 15}, "width 15 is not a multiple of num_heads 2"),
+        ({"vocab_size": 90}, "an id lies beyond size 90"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_is_not_this_model_s_is_refused_by_what_it_says(
+    changes: dict[str, Any], said: str, folder: Path
+) -> None:
+    edit_json(folder / "config.json", **changes)
+    assert said in refusal(folder)
+
+
+def test_a_bias_of_the_logits_is_refused_unless_it_is_zero(tmp_path: Path) -> None:
+    mbart50_folder(tmp_path / "model")
+    open_foreign(tmp_path / "model")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors["final_logits_bias"].add_(1))
+    assert "final_logits_bias that is not zero" in refusal(tmp_path / "model")
+
+
+def test_mbart_25_is_refused_by_its_tokenizer(tmp_path: Path) -> None:
+    mbart50_folder(tmp_path / "model")
+    path = tmp_path / "model" / VOCABULARY_FILE
+    MBartTokenizer(str(path)).save_pretrained(tmp_path / "model")
+    assert "mBART-25's" in refusal(tmp_path / "model")
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def test_a_folder_without_its_sentencepiece_model_is_refused_with_the_way_out(
+    folder: Path,
+) -> None:
+    (folder / VOCABULARY_FILE).unlink()
+    assert f"{VOCABULARY_FILE} cannot be read" in refusal(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    said = refusal(folder)
+    assert "has its vocabulary in tokenizer.json alone" in said
+    assert f"put the {VOCABULARY_FILE}" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"no model"])
+def test_a_vocabulary_that_is_none_is_refused(content: bytes, folder: Path) -> None:
+    (folder / VOCABULARY_FILE).write_bytes(content)
+    assert VOCABULARY_FILE in refusal(folder)
+
+
+def test_a_vocabulary_with_specials_elsewhere_is_refused(folder: Path) -> None:
+    model = sentencepiece_model(specials={"pad_id": 0, "unk_id": 3})
+    (folder / VOCABULARY_FILE).write_bytes(model)
+    assert "begins with the pieces <pad> <s> </s>" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pad_token": "<unk>"}, "two pieces, specials or languages have one id"),
+        ({"pad_token": "<nothing>"}, "pad Input should be a valid integer"),
+        ({"tokenizer_class": "T5Tokenizer"}, "a tokenizer of the class 'T5Tokenizer'"),
+        ({"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs"),
+        ({"added_tokens_decoder": {"9999": {"content": "deu_Latn"}}}, "an id lies beyond size"),
+        (
+            {
+                "added_tokens_decoder": {
+                    "70": {"content": "deu_Latn"},
+                    "1": {"content": "eng_Latn"},
+                }
+            },
+            "two pieces, specials or languages have one id",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_tokenizer_that_cannot_be_numbered_is_refused(
+    changes: dict[str, Any], said: str, folder: Path
+) -> None:
+    edit_json(folder / "tokenizer_config.json", **changes)
+    assert said in refusal(folder)
+
+
+def test_special_ids_are_read_from_the_folder(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    added = json.loads(path.read_text())["added_tokens_decoder"]
+    added["0"], added["2"] = added["2"], added["0"]
+    edit_json(path, added_tokens_decoder=added)
+    theirs = NllbTokenizer.from_pretrained(folder)
+    said = refusal(folder)
+    assert "eos_token_id = 2 in its model's configuration, and its tokenizer has 0" in said
+    edit_json(folder / "config.json", eos_token_id=0, bos_token_id=2, decoder_start_token_id=0)
+    ours = open_foreign(folder).tokenizer.build()
+    specials = [ours.bos_id, ours.pad_id, ours.eos_id, ours.unk_id]
+    assert specials == theirs.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"])
+    assert (ours.eos_id, ours.bos_id) == (0, 2)
