@@ -1,4 +1,4 @@
-"""From a declaration to a plan, with everything named opened; and to the checkpoint it describes."""
+"""A declared assembly: everything named is opened and planned, then the checkpoint is made."""
 
 from pathlib import Path
 
