@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.foreign_models import SPECIALS, pieces, sentencepiece_model
 from torch import Tensor
 from transformers import BartConfig, FSMTConfig, M2M100Config, MBartConfig
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
+from support.foreign_models import SPECIALS, pieces, sentencepiece_model
 
 LANGUAGES = ("de", "en", "ru")
 POSITIONS = 64
@@ -136,9 +136,7 @@ def write_checkpoint(
 
 
 @torch.no_grad()
-def peer_logits(
-    peer: Any, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
-) -> list[Tensor]:
+def peer_logits(peer: Any, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[Tensor]:
     """Logits after the prompt, sentence by sentence, of one padded batch: en → de."""
     english, german = (tokenizer.language_token_id(code) for code in ("en", "de"))
     eos = tokenizer.eos_id
@@ -152,6 +150,26 @@ def peer_logits(
         use_cache=False,
     ).logits
     return [row[1 : len(target)] for row, target in zip(logits, targets, strict=True)]
+
+
+def peer_translations(
+    peer: Any, tokenizer: Tokenizer, lines: Sequence[str], *, beams: int, limit: int
+) -> list[tuple[int, ...]]:
+    """Token ids of the best hypotheses, en → de, without tag and end-of-sentence."""
+    english, german = (tokenizer.language_token_id(code) for code in ("en", "de"))
+    sources = [[english, *tokenizer.encode(line), tokenizer.eos_id] for line in lines]
+    found = peer.generate(
+        input_ids=_padded(sources, tokenizer.pad_id),
+        attention_mask=_padded([[1] * len(row) for row in sources], 0),
+        forced_bos_token_id=german,
+        forced_eos_token_id=None,
+        num_beams=beams,
+        do_sample=False,
+        early_stopping=False,
+        max_new_tokens=limit + 1,
+    )
+    ends = {tokenizer.pad_id, tokenizer.eos_id}
+    return [tuple(token for token in row[2:].tolist() if token not in ends) for row in found]
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:

@@ -53,7 +53,12 @@ def open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSourc
     settings = read_settings(state, path)
     model = _whole_model(settings, path)
     files = [path]
-    if model.moe is not None and is_shared_file(path):
+    if is_shared_file(path):
+        if model.moe is None:
+            raise CheckpointError(
+                f"{path} has moe_freq = 0, and files of ranks belong to models with experts: name "
+                "another checkpoint."
+            )
         weights = with_experts(weights, model.moe.num_experts)
         files += rank_files(path)
     weights = with_split_projections(weights)

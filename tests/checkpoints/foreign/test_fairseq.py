@@ -17,11 +17,12 @@ from support.fairseq_files import (
     as_fairseq,
     peer_config,
     peer_logits,
+    peer_translations,
     settings,
     vocabulary_files,
     write_checkpoint,
 )
-from support.foreign_models import LINES, model_of, our_logits, spread
+from support.foreign_models import LINES, model_of, our_logits, our_translations, spread
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -34,9 +35,11 @@ from transformers import (
     MBartForConditionalGeneration,
 )
 
+from pipeline import cli
+from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.errors import CheckpointError
+from pipeline.errors import EXIT_USER_ERROR, CheckpointError
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 Weights = dict[str, Tensor]
@@ -113,6 +116,71 @@ def test_logits_are_those_of_a_library_with_the_same_values(
     peer = make_peer(KINDS[name], files)
     path = write_checkpoint(tmp_path / "model.pt", as_fairseq(peer), settings(**KINDS[name].ours))
     assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), peer)
+
+
+@pytest.fixture(scope="module")
+def mrasp2(files: Files) -> Any:
+    return make_peer(KINDS["mRASP2"], files)
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_translations_are_those_of_a_library_token_for_token(
+    beams: int, mrasp2: Any, files: Files, tmp_path: Path
+) -> None:
+    args = settings(**KINDS["mRASP2"].ours)
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(mrasp2), args)
+    source = open_foreign(path, vocabulary=files.vocabulary)
+    tokenizer = source.tokenizer.build()
+    model = model_of(source, dtype=torch.float64)
+    found = our_translations(model, tokenizer, LINES, beams=beams, limit=20)
+    expected = peer_translations(mrasp2.double(), tokenizer, LINES, beams=beams, limit=20)
+    mrasp2.float()
+    assert found == expected
+    assert len(set(found)) > len(LINES) // 2, "sentences are told apart"
+
+
+def test_a_file_is_imported_and_translated_with_on_the_command_line(
+    mrasp2: Any,
+    files: Files,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = settings(**KINDS["mRASP2"].ours)
+    path = write_checkpoint(tmp_path / "12e12d.pt", as_fairseq(mrasp2), args)
+    out = tmp_path / "imported"
+    vocabulary = [
+        *("--dictionary", str(files.vocabulary.dictionary)),
+        *("--sentencepiece", str(files.vocabulary.sentencepiece)),
+    ]
+    assert cli.main(["checkpoint", "import", str(path), *vocabulary, "--out", str(out)]) == 0
+    assert "3 languages" in capsys.readouterr().out
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[decoding]\nbeam_size = 1\nstopping = "huggingface"\nmax_length_ratio = 0.0\n'
+        "max_extra_length = 20\n"
+    )
+    (tmp_path / "input").write_text("\n".join(LINES), encoding="utf-8")
+    with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
+        monkeypatch.setattr("sys.stdin", given)
+        monkeypatch.setattr("sys.stdout", written)
+        named = ["--checkpoint", str(out), "--recipe", str(recipe)]
+        assert cli.main(["translate", *named, "--from", "en", "--to", "de"]) == 0
+    tokenizer = load_tokenizer(out / "tokenizer")
+    expected = peer_translations(mrasp2, tokenizer, LINES, beams=1, limit=20)
+    found = (tmp_path / "output").read_text(encoding="utf-8").splitlines()
+    assert found == [tokenizer.decode(tokens) for tokens in expected]
+
+
+def test_a_checkpoint_without_its_vocabulary_is_one_sentence_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.pt").write_bytes(b"x")
+    command = ["checkpoint", "import", str(tmp_path / "model.pt"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "--dictionary" in said
+    assert "\n" not in said
 
 
 @pytest.fixture(scope="module")

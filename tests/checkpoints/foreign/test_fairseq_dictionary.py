@@ -109,7 +109,7 @@ def test_words_that_fill_up_and_tokens_of_tasks_are_no_languages(tmp_path: Path)
 
 
 def test_a_symbol_that_overwrites_has_the_later_id(tmp_path: Path) -> None:
-    content = "a 3\n<s> 1 #fairseq:overwrite\nb 2\na 9 #fairseq:overwrite\n".encode()
+    content = b"a 3\n<s> 1 #fairseq:overwrite\nb 2\na 9 #fairseq:overwrite\n"
     found = read_dictionary(content, tmp_path)
     assert found.symbols == SPECIALS | {"<s>": 5, "b": 6, "a": 7}
     assert found.size == 8
