@@ -25,7 +25,7 @@ from pipeline.checkpoints.foreign.model_folder import Described
 from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_other
 from pipeline.checkpoints.foreign.torch_file import RESTORE, StateDict
-from pipeline.config import EmbeddingConfig, ModelConfig, MoEConfig, TagScheme
+from pipeline.config import DropRate, EmbeddingConfig, ModelConfig, MoEConfig, TagScheme
 from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
 from pipeline.settings import shown
@@ -75,12 +75,12 @@ UNSUPPORTED = (
     *("encoder_layers_to_keep", "decoder_layers_to_keep", "base_layers", "mix_prepost_norm"),
     *("re_zero", "scale_attn", "scale_fc", "scale_heads", "scale_resids", "deepnorm", "subln"),
     *("lang_tok_replacing_bos_eos", "use_xmoe", "encoder_moe_layers", "decoder_moe_layers"),
-    *("transformer_moe_layers", "insert_transformer_moe_layers"),
+    *("transformer_moe_layers", "insert_transformer_moe_layers", "alternate_ffn_embed_dim"),
+    *("alternate_encoder_ffn_embed_dim", "alternate_decoder_ffn_embed_dim", "moe_cmr"),
 )
 """Settings of a model or its task that ours does without; those of mCOLT (mRASP2) among them."""
 _TAGS_AT_END = "translation_from_pretrained_bart"
 """fairseq's task for mBART, whose source ends with its tag."""
-_SWITCHED_OFF: tuple[object, ...] = (None, False, 0, "", [], ())
 _FINAL_NORM_VERSION = 3
 """A stack of an earlier version has no norm behind its last layer, whatever its settings say."""
 
@@ -122,10 +122,10 @@ class FairseqSettings(Described):
     decoder_moe_freq: int = 0
     moe_expert_count: int = 0
     moe_expert_ffn_dim: int | None = None
-    alternate_encoder_ffn_embed_dim: int = 0
-    alternate_decoder_ffn_embed_dim: int = 0
     moe_top1_expert: bool = False
-    moe_second_expert_policy: Literal["all", "sampling", "random"] = "sampling"
+    moe_second_expert_policy: str = "sampling"
+    moe_eom: DropRate = 0.0
+    moe_fom: DropRate = 0.0
     moe_batch_prioritized_routing: bool = False
 
     @field_validator("langs", mode="before")
@@ -156,7 +156,7 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
     """
     values = _flat_settings(state, origin)
     for name in UNSUPPORTED:
-        if values.get(name) not in _SWITCHED_OFF:
+        if not _is_off(values.get(name)):
             refuse_other(origin, **{name: (values[name], None)})
     if values.get("task") == _TAGS_AT_END:
         refuse_other(origin, task=(_TAGS_AT_END, "translation"))
@@ -171,6 +171,11 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
             f"{origin} has {where} = {found} in its settings ({first['msg']}), and no such model "
             "can be taken over: name another checkpoint."
         ) from error
+
+
+def _is_off(value: object) -> bool:
+    """Whether a setting says that there is no such thing."""
+    return value is None or (isinstance(value, bool | int | float | str | list) and not value)
 
 
 def _flat_settings(state: Mapping[str, Any], origin: Path) -> dict[str, Any]:
@@ -279,7 +284,7 @@ def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
     for name in ("encoder.version", "decoder.version"):
         version = weights.tensors.get(name)
         if settings.encoder_normalize_before and version is not None:
-            is_late = bool((version >= _FINAL_NORM_VERSION).all())
+            is_late = version.is_floating_point() and bool((version >= _FINAL_NORM_VERSION).all())
             found = _FINAL_NORM_VERSION if is_late else shown(version.tolist())
             refuse_other(weights.origin, **{name: (found, _FINAL_NORM_VERSION)})
 

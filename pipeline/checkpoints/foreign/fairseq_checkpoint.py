@@ -17,6 +17,7 @@ from pipeline.checkpoints.foreign.fairseq import (
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.fairseq_moe import (
     EXPERTS,
+    ScaledExperts,
     is_shared_file,
     moe_config,
     rank_files,
@@ -46,7 +47,8 @@ def open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSourc
     if vocabulary is None:
         raise CheckpointError(
             f"{path} has no vocabulary in it: name its dictionary and its SentencePiece model "
-            "(--dictionary dict.txt --sentencepiece spm.model)."
+            f"(mmnmt checkpoint import {path} --dictionary dict.txt --sentencepiece spm.model "
+            "--out DIR), and use what that makes."
         )
     state = read_torch_file(path)
     weights = StateDict.checked(path, state.get("model"))
@@ -77,7 +79,9 @@ def open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSourc
     return ModelSource(
         spec=spec,
         tokenizer=tokenizer,
-        tensors=ForeignTensors.through(table, weights, spec=spec),
+        tensors=ForeignTensors.through(
+            table, weights, spec=spec, adjust=ScaledExperts.of(settings)
+        ),
         record=InputRecord(kind="raw", path=str(path.absolute()), digest=_digest(files)),
     )
 

@@ -1,21 +1,22 @@
 """fairseq's Transformer with mixtures of experts: one file of what ranks share, one of each rank's.
 
-fairseq's ``moe`` branch is not installed here. From its public source
-(``fairseq/moe_checkpoint_utils.py``, ``fairseq/modules/moe/{top1gate,top2gate}.py``) and that of
-Hugging Face's converter of NLLB-MoE: ``X-shared.pt`` holds all but the experts, whose tensors lie
+fairseq's branches with experts (``moe``, ``nllb``) are not installed here. From their public source
+(``fairseq/moe_checkpoint_utils.py``, ``fairseq/modules/transformer_layer.py``,
+``fairseq/modules/moe/{moe_layer,top1gate,top2gate}.py``) and that of Hugging Face's converter of
+NLLB-MoE: ``X-shared.pt`` holds all but the experts, whose tensors lie
 in ``X-rank-K.pt`` under the number they have on rank K; with n experts on each, number i of rank K
 is expert K · n + i of the model. A layer has experts where its number from 1 is a multiple of
 ``moe_freq``. Of two experts the kept probabilities are renormalised, of one it stays as it is.
 
-How fairseq drops tokens beyond an expert's capacity, and the noise or chance by which it picks the
-second expert (``moe_second_expert_policy``), are no part of the weights: the second is the most
-probable one here, and none is dropped unless a recipe says so.
+What fairseq drops in evaluation, tokens beyond an expert's capacity, is dropped only where a recipe
+says so: that depends on the other sentences of a batch.
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipeline.checkpoints.foreign.fairseq import FairseqSettings
@@ -28,9 +29,10 @@ from pipeline.errors import CheckpointError
 EXPERTS = NameTable.parse("""
 {stack}.layers.{layer}.moe_layer.gate.wg.weight                {stack}.layers.{layer}.feed_forward.router.weight
 {stack}.layers.{layer}.moe_layer.experts.{expert}.fc1.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
-{stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}
+{stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times what training kept
 """)  # noqa: E501 (a table)
 
+_OUTPUTS = [row for row in EXPERTS.rows if ".fc2." in row.theirs]
 _SHARED = "-shared.pt"
 _RANK = re.compile(r"-rank-(0|[1-9]\d{0,4})\.pt", re.ASCII)
 _EXPERT = re.compile(
@@ -53,9 +55,9 @@ def moe_config(settings: FairseqSettings, origin: Path) -> MoEConfig | None:
         origin,
         decoder_moe_freq=(decoder, encoder),
         moe_expert_ffn_dim=(settings.moe_expert_ffn_dim or width, width),
-        alternate_encoder_ffn_embed_dim=(settings.alternate_encoder_ffn_embed_dim or width, width),
-        alternate_decoder_ffn_embed_dim=(settings.alternate_decoder_ffn_embed_dim or width, width),
     )
+    if not settings.moe_top1_expert:  # others choose the second by chance, in evaluation too
+        refuse_other(origin, moe_second_expert_policy=(settings.moe_second_expert_policy, "all"))
     return MoEConfig(
         num_experts=settings.moe_expert_count,
         top_k=1 if settings.moe_top1_expert else 2,
@@ -63,6 +65,28 @@ def moe_config(settings: FairseqSettings, origin: Path) -> MoEConfig | None:
         combine_weights="probability" if settings.moe_top1_expert else "renormalized",
         batch_prioritized=settings.moe_batch_prioritized_routing,
     )
+
+
+@dataclass(frozen=True)
+class ScaledExperts:
+    """Experts whose output is what theirs is in evaluation.
+
+    fairseq masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``) in training,
+    does not scale up what remains, and multiplies by the share that was kept in evaluation. Ours
+    needs no correction: the factor goes into an expert's last linear layer, in float32 at least.
+    """
+
+    factor: float
+
+    @classmethod
+    def of(cls, settings: FairseqSettings) -> "ScaledExperts":
+        return cls((1 - settings.moe_eom) * (1 - settings.moe_fom))
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        """Our value of a tensor by our name."""
+        if self.factor == 1 or not any(row.to_theirs(name) for row in _OUTPUTS):
+            return value
+        return value.to(torch.promote_types(value.dtype, torch.float32)) * self.factor
 
 
 def is_shared_file(path: Path) -> bool:

@@ -26,6 +26,8 @@ from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.errors import CheckpointError
 
 EXPERTS = 4
+MASKED = 0.25
+"""Share of experts' outputs masked in training, and not scaled up."""
 MOE: dict[str, Any] = {
     **TIED,
     **PRE_NORM,
@@ -34,6 +36,7 @@ MOE: dict[str, Any] = {
     "moe_top1_expert": False,
     "moe_second_expert_policy": "all",
     "moe_batch_prioritized_routing": True,
+    "moe_eom": MASKED,
 }
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 Weights = dict[str, Tensor]
@@ -64,7 +67,7 @@ def peer(files: Files) -> Any:
         router_bias=False,
         second_expert_policy="all",
         moe_eval_capacity_token_fraction=1.0,
-        moe_token_dropout=0.0,
+        moe_token_dropout=MASKED,
         scale_embedding=True,
         activation_function="relu",
         encoder_layerdrop=0.0,
@@ -117,10 +120,10 @@ def test_logits_are_those_of_the_library_for_any_number_of_ranks(
         torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
 
 
-def test_every_expert_has_its_values_under_its_global_number(
+def test_every_expert_is_under_its_global_number_scaled_by_what_training_kept(
     weights: Weights, files: Files, tmp_path: Path
 ) -> None:
-    path = write_ranks(tmp_path, weights, settings(**MOE), ranks=2)
+    path = write_ranks(tmp_path, weights, settings(**MOE, moe_fom=0.5), ranks=2)
     tensors = open_foreign(path, vocabulary=files.vocabulary).tensors
     for stack in ("encoder", "decoder"):
         theirs, ours = f"{stack}.layers.1.moe_layer", f"{stack}.layers.1.feed_forward"
@@ -131,13 +134,15 @@ def test_every_expert_has_its_values_under_its_global_number(
             for fc, layer in (("fc1", "up"), ("fc2", "down")):
                 for kind in ("weight", "bias"):
                     found = tensors.read(f"{ours}.experts.{expert}.{layer}.{kind}")
-                    assert torch.equal(found, weights[f"{theirs}.experts.{expert}.{fc}.{kind}"])
+                    factor = 1 if fc == "fc1" else (1 - MASKED) * (1 - 0.5)
+                    expected = weights[f"{theirs}.experts.{expert}.{fc}.{kind}"] * factor
+                    assert torch.equal(found, expected)
 
 
 def test_one_expert_of_every_token_keeps_its_probability(
     weights: Weights, files: Files, tmp_path: Path
 ) -> None:
-    args = settings(**(MOE | {"moe_top1_expert": True}))
+    args = settings(**(MOE | {"moe_top1_expert": True, "moe_second_expert_policy": "sampling"}))
     path = write_ranks(tmp_path, weights, args, ranks=2)
     moe = open_foreign(path, vocabulary=files.vocabulary).spec.model.moe
     assert moe is not None
@@ -174,7 +179,10 @@ def test_ranks_with_different_numbers_of_experts_are_refused(
         ({"moe_freq": 0, "encoder_moe_freq": 2, "decoder_moe_freq": 1}, "decoder_moe_freq"),
         ({"moe_expert_ffn_dim": 64}, "moe_expert_ffn_dim"),
         ({"alternate_decoder_ffn_embed_dim": 64}, "alternate_decoder_ffn_embed_dim"),
-        ({"moe_second_expert_policy": "worst"}, "moe_second_expert_policy"),
+        ({"alternate_ffn_embed_dim": 32}, "alternate_ffn_embed_dim"),
+        ({"moe_second_expert_policy": "sampling"}, "moe_second_expert_policy"),
+        ({"moe_cmr": True}, "moe_cmr"),
+        ({"moe_eom": 1.0}, "moe_eom"),
         ({"encoder_moe_layers": "1,3"}, "encoder_moe_layers"),
         ({"moe_expert_count": 0}, "num_experts"),
         ({"moe_freq": 0}, "moe_freq"),
