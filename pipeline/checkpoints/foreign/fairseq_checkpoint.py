@@ -50,7 +50,7 @@ def open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSourc
             f"(mmnmt checkpoint import {path} --dictionary dict.txt --sentencepiece spm.model "
             "--out DIR), and use what that makes."
         )
-    state = read_torch_file(path)
+    state = read_torch_file(path, keep=["args", "cfg", "model"])
     weights = StateDict.checked(path, state.get("model"))
     settings = read_settings(state, path)
     model = _whole_model(settings, path)

@@ -129,7 +129,7 @@ def with_experts(weights: StateDict, num_experts: int) -> StateDict:
     local = None
     files = rank_files(shared)
     for rank, path in enumerate(files):
-        experts = StateDict.checked(path, read_torch_file(path).get("model"))
+        experts = StateDict.checked(path, read_torch_file(path, keep=["model"]).get("model"))
         numbers = _numbers(experts)
         if local is None:
             local = len(numbers)

@@ -11,7 +11,7 @@ import re
 import tarfile
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,8 +51,8 @@ _UNNEEDED = (
 """Of the training's state: fairseq before 0.9 pickled its meters, others have numbers of numpy."""
 
 
-def read_torch_file(path: Path) -> dict[str, Any]:
-    """The dictionary that a file holds.
+def read_torch_file(path: Path, *, keep: Sequence[str]) -> dict[str, Any]:
+    """Some entries of the dictionary that a file holds; the memory of the others is given back.
 
     Raises:
         CheckpointError: it is none of torch's, holds no dictionary, is damaged, or asks for more
@@ -79,7 +79,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
             f"{path} holds {shown(type(state).__name__)} where the dictionary of a checkpoint is "
             "wanted: name a checkpoint."
         )
-    return state
+    return {name: state[name] for name in keep if name in state}
 
 
 def _check_container(path: Path) -> bool:
@@ -141,7 +141,8 @@ class StateDict:
         if not isinstance(found, dict) or not found:
             raise CheckpointError(f"{origin} has no weights of a model: name a checkpoint.")
         for name, value in found.items():
-            if not (isinstance(name, str) and isinstance(value, Tensor) and _is_whole(value)):
+            is_named = isinstance(name, str) and name.isprintable()
+            if not (is_named and isinstance(value, Tensor) and _is_whole(value)):
                 raise CheckpointError(
                     f"{origin}: {shown(name)} is no ordinary tensor whose values are all in the "
                     f"file: {RESTORE}."

@@ -141,19 +141,18 @@ def test_translations_are_those_of_a_library_token_for_token(
 
 def test_a_file_is_imported_and_translated_with_on_the_command_line(
     mrasp2: Any,
-    files: Files,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     args = settings(**KINDS["mRASP2"].ours)
+    vocabulary = vocabulary_files(
+        tmp_path / "vocabulary", spelling="LANG_TOK_{}", languages=("DE", "EN", "RU")
+    ).vocabulary
     path = write_checkpoint(tmp_path / "12e12d.pt", as_fairseq(mrasp2), args)
     out = tmp_path / "imported"
-    vocabulary = [
-        *("--dictionary", str(files.vocabulary.dictionary)),
-        *("--sentencepiece", str(files.vocabulary.sentencepiece)),
-    ]
-    assert cli.main(["checkpoint", "import", str(path), *vocabulary, "--out", str(out)]) == 0
+    named = [f"--{name}={file}" for name, file in vocabulary.files().items()]
+    assert cli.main(["checkpoint", "import", str(path), *named, "--out", str(out)]) == 0
     assert "3 languages" in capsys.readouterr().out
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
