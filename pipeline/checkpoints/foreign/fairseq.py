@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
@@ -115,6 +115,7 @@ class FairseqSettings(Described):
     task: str = "translation"
     encoder_langtok: str | None = None
     decoder_langtok: bool = False
+    langtoks: dict[str, tuple[str | None, str | None]] = Field(default_factory=dict)
     lang_tok_style: Literal["multilingual", "mbart"] = "multilingual"
     langs: tuple[str, ...] = ()
     moe_freq: int = 0
@@ -258,16 +259,18 @@ def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:
     Raises:
         CheckpointError: the task tags in a way that ours does not have.
     """
-    match settings.encoder_langtok, settings.decoder_langtok:
-        case (None, False) | ("src", True):
+    options = settings.encoder_langtok, "tgt" if settings.decoder_langtok else None
+    match settings.langtoks.get("main", options):  # which the task goes by, where it is given
+        case (None, None) | ("src", "tgt"):
             return "src-tgt"
-        case ("tgt", False):
+        case ("tgt", None):
             return "tgt"
-    raise CheckpointError(
-        f"{origin} has encoder_langtok = {settings.encoder_langtok!r} with decoder_langtok = "
-        f"{settings.decoder_langtok!r}, and a model can be taken over with src and True, or tgt "
-        "and False: name another checkpoint."
-    )
+        case encoder, decoder:
+            raise CheckpointError(
+                f"{origin} has encoder_langtok = {encoder!r} with decoder_langtok = {decoder!r}, "
+                "and a model can be taken over with src and tgt, or tgt and None: name another "
+                "checkpoint."
+            )
 
 
 def check_weights(weights: StateDict, settings: FairseqSettings) -> None:

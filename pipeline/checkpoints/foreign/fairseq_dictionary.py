@@ -36,8 +36,8 @@ of sources of data, and what fills up to a multiple of eight."""
 _LEAST_KNOWN = 0.5
 """Share of the SentencePiece model's pieces that a dictionary of it has at least."""
 _CONTINUED = "@@"
-"""How subword-nmt ends a piece that the next one continues: so do the dictionaries of the checkpoints
-in mRASP2's repository, whose later vocabulary of 100,000 pieces is SentencePiece's."""
+"""How subword-nmt ends a piece that the next one continues. The first checkpoints in mRASP2's
+repository have such a dictionary; its later one, of 100,000 pieces, is SentencePiece's."""
 
 _CODE = r"(?P<code>[a-z]{2,3}(?:_[A-Za-z]{2,4})?)"
 _SPELLINGS: Mapping[LanguageTokenScheme, re.Pattern[str]] = {

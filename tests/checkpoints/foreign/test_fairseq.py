@@ -263,6 +263,8 @@ def test_settings_by_sections_are_those_of_a_command_line(
     [
         ({"encoder_langtok": "src", "decoder_langtok": True}, "src-tgt"),
         ({"encoder_langtok": "tgt", "decoder_langtok": False}, "tgt"),
+        ({"encoder_langtok": "src", "langtoks": {"main": ("tgt", None)}}, "tgt"),
+        ({"langtoks": {"mono_dae": ("src", "tgt")}, "langtoks_specs": ["main"]}, "src-tgt"),
     ],
 )
 def test_tags_stand_where_the_task_put_them(
