@@ -37,8 +37,11 @@ from transformers import (
 
 from pipeline import cli
 from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints.checkpoint import open_checkpoint
 from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import EXIT_USER_ERROR, CheckpointError
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
@@ -221,6 +224,21 @@ def test_older_layouts_are_the_same_model(
     assert set(weights) != set(as_fairseq(pre_norm))
     path = write_checkpoint(tmp_path / "old.pt", weights, settings(**TIED, **PRE_NORM))
     assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), pre_norm)
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "older"])
+def test_views_of_one_matrix_are_written_as_tensors_of_their_own(
+    is_archive: bool, pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = as_fairseq(pre_norm)
+    state = {"args": settings(**TIED, **PRE_NORM), "model": joined_projections(weights)}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=is_archive)
+    out = tmp_path / "imported"
+    import_checkpoint(tmp_path / "old.pt", out_dir=out, vocabulary=files.vocabulary)
+    checkpoint = open_checkpoint(out)
+    for theirs, ours in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+        found = read_tensor(checkpoint, f"decoder.layers.1.cross_attention.{ours}.weight")
+        assert torch.equal(found, weights[f"decoder.layers.1.encoder_attn.{theirs}.weight"])
 
 
 def sections(args: Namespace) -> dict[str, object]:
