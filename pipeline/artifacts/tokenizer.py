@@ -34,7 +34,7 @@ SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 MAX_MODEL_BYTES = 2**28
 """A SentencePiece model of a million pieces has about 25 MB."""
 
-LanguageTokenScheme = Literal["underscores", "angle"]
+LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
@@ -338,6 +338,12 @@ def language_token(code: str, scheme: LanguageTokenScheme) -> str:
             return f"__{code}__"
         case "angle":
             return f"<2{code}>"
+        case "brackets":
+            return f"[{code}]"
+        case "lang_tok":
+            return f"LANG_TOK_{code.upper()}"
+        case "plain":
+            return code
 
 
 @dataclass(frozen=True)

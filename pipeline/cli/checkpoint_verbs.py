@@ -66,11 +66,20 @@ def _average(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
     from pipeline.checkpoints.importing import import_checkpoint
     from pipeline.checkpoints.names import num_parameters
 
+    vocabulary = FairseqVocabulary.of_options(
+        options.dictionary, options.sentencepiece, options.languages
+    )
     with interruptible(), sole_writer(options.out):
-        source = import_checkpoint(options.source, out_dir=options.out, overwrite=options.overwrite)
+        source = import_checkpoint(
+            options.source,
+            out_dir=options.out,
+            vocabulary=vocabulary,
+            overwrite=options.overwrite,
+        )
     languages = len(source.spec.languages)
     print(
         f"{options.out}: {num_parameters(source.spec):,} parameters, {languages} languages, from "
@@ -120,7 +129,21 @@ def _add_average_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_import_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of other software")
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="folder of Hugging Face, or .pt of fairseq"
+    )
+    fairseq = parser.add_argument_group("beside a .pt of fairseq")
+    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="its dict.txt")
+    fairseq.add_argument(
+        "--sentencepiece", type=Path, metavar="FILE", help="the model whose pieces that numbers"
+    )
+    fairseq.add_argument(
+        "--languages",
+        nargs="+",
+        default=[],
+        metavar="CODE",
+        help="in the order of its task, where neither checkpoint nor dictionary tells them",
+    )
     _add_output_options(parser)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.checkpoints.foreign import m2m100, mbart50, nllb_moe
+from pipeline.checkpoints.foreign.fairseq_checkpoint import open_fairseq
+from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, ModelFolder
 from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_disagreement
@@ -18,16 +20,25 @@ from pipeline.model.spec import make_spec
 FAMILIES = "m2m_100, mbart, nllb-moe"
 
 
-def open_foreign(path: Path) -> ModelSource:
+def open_foreign(path: Path, *, vocabulary: FairseqVocabulary | None = None) -> ModelSource:
     """Open a checkpoint of other software; every tensor has its name of ours.
+
+    ``vocabulary`` is for a file of fairseq (``.pt``), which has none in it.
 
     Raises:
         CheckpointError: it is of no known family, or does not hold what its files say.
     """
+    if path.is_file():
+        return open_fairseq(path, vocabulary)
     if not (path / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{path} is no checkpoint that can be read: name a folder with {CONFIG_FILE} and "
-            "safetensors."
+            "safetensors, or a file of fairseq (.pt)."
+        )
+    if vocabulary is not None:
+        raise CheckpointError(
+            f"{path} has its vocabulary in it: leave out --dictionary, --sentencepiece and "
+            "--languages, which are for files of fairseq (.pt)."
         )
     folder = ModelFolder(path)
     model_type = folder.read_object(CONFIG_FILE).get("model_type")

@@ -10,7 +10,12 @@ from pathlib import Path
 from pydantic import ValidationError
 from sentencepiece import SentencePieceProcessor
 
-from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
+from pipeline.artifacts.tokenizer import (
+    LanguageTokenScheme,
+    Numbering,
+    TokenizerDescription,
+    TokenizerFiles,
+)
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.errors import CheckpointError
 from pipeline.languages import distinct_codes
@@ -55,6 +60,7 @@ def numbered(
     specials: Mapping[str, object],
     pieces: Sequence[object],
     languages: Mapping[str, object],
+    scheme: LanguageTokenScheme = "underscores",
 ) -> TokenizerFiles:
     """A SentencePiece model with the ids of other software; languages by their spelling there.
 
@@ -70,7 +76,7 @@ def numbered(
         description = TokenizerDescription(
             kind="sentencepiece",
             languages=tuple(sorted(tokens)),
-            language_token_scheme="underscores",
+            language_token_scheme=scheme,
             numbering=numbering,
         )
     except ValidationError as error:
@@ -97,13 +103,12 @@ def model_codes(spellings: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def pieces_of(model: bytes, origin: Path) -> list[str]:
-    """The pieces of a SentencePiece model, in its order."""
+def pieces_of(model: bytes, origin: Path, *, name: str = SENTENCEPIECE_FILE) -> list[str]:
+    """The pieces of a SentencePiece model, in its order; ``name`` is its file's in ``origin``."""
     try:
         processor = SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{origin / SENTENCEPIECE_FILE} is not a SentencePiece model: restore it from where it "
-            "was published."
+            f"{origin / name} is not a SentencePiece model: restore it from where it was published."
         ) from error
     return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]

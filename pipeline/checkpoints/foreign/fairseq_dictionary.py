@@ -1,0 +1,254 @@
+"""fairseq's ``dict.txt`` and the SentencePiece model whose pieces it numbers, as a tokenizer.
+
+From the public source of fairseq (``fairseq/data/dictionary.py`` and
+``fairseq/data/multilingual/multilingual_utils.py``), which is not installed here: a line is a
+symbol, a space and a count; ids are those of four specials, then of the lines in their order. A
+symbol that is there again is an error unless its line ends with ``#fairseq:overwrite``, and then
+the later line has it. A task of several languages appends their tokens, in the order of its list of
+languages, where the dictionary lacks them.
+
+Language tokens are known by their spelling: ``__en__`` (fairseq, M2M-100), ``[en_XX]`` (mBART's
+style), ``LANG_TOK_EN`` (mRASP2), ``<2en>`` or ``eng_Latn``.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.artifacts.digests import raw_digest
+from pipeline.artifacts.manifest import InputRecord
+from pipeline.artifacts.tokenizer import LanguageTokenScheme, TokenizerFiles
+from pipeline.checkpoints.foreign.vocabularies import numbered, pieces_of
+from pipeline.documents import read_bytes
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.languages import canonical
+from pipeline.settings import shown
+
+SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+"""In every dictionary, before its lines."""
+_OVERWRITE = "#fairseq:overwrite"
+_MAX_BYTES = 2**28
+"""A dictionary of a million lines has about 20 MB."""
+_MOST_SPARE_ROWS = 16
+"""Rows of an embedding that follow the dictionary and the languages: fairseq's mask token, its tags
+of sources of data, and what fills up to a multiple of eight."""
+_LEAST_KNOWN = 0.5
+"""Share of the SentencePiece model's pieces that a dictionary of it has at least."""
+_CONTINUED = "@@"
+"""How subword-nmt ends a piece that the next one continues. The first checkpoints in mRASP2's
+repository have such a dictionary; its later one, of 100,000 pieces, is SentencePiece's."""
+
+_CODE = r"(?P<code>[a-z]{2,3}(?:_[A-Za-z]{2,4})?)"
+_SPELLINGS: Mapping[LanguageTokenScheme, re.Pattern[str]] = {
+    "underscores": re.compile(f"__{_CODE}__"),
+    "brackets": re.compile(rf"\[{_CODE}\]"),
+    "lang_tok": re.compile(r"LANG_TOK_(?P<code>[A-Z]{2,3}(?:_[A-Z]{2,4})?)"),
+    "angle": re.compile(f"<2{_CODE}>"),
+    "plain": re.compile("(?P<code>[a-z]{3}_[A-Z][a-z]{3}|[a-z]{2}_[A-Z]{2})"),
+}
+_TASKS = frozenset({"dae", "lm"})
+"""``__dae__`` and ``__lm__`` are fairseq's tokens of tasks, spelled as languages are."""
+
+
+@dataclass(frozen=True)
+class FairseqVocabulary:
+    """The files that a fairseq checkpoint needs beside it, and its languages."""
+
+    dictionary: Path
+    sentencepiece: Path
+    languages: tuple[str, ...] = ()
+    """As the model's task lists them; empty: those of the checkpoint's settings, else those whose
+    tokens the dictionary has."""
+
+    @classmethod
+    def of_options(
+        cls, dictionary: Path | None, sentencepiece: Path | None, languages: Sequence[str]
+    ) -> "FairseqVocabulary | None":
+        """What the command line says; None where it says nothing.
+
+        Raises:
+            ConfigError: one file is named without the other.
+        """
+        if dictionary is None and sentencepiece is None and not languages:
+            return None
+        if dictionary is None or sentencepiece is None:
+            lacking = "--dictionary" if dictionary is None else "--sentencepiece"
+            raise ConfigError(
+                f"{lacking} is missing: a checkpoint of fairseq needs both its dictionary "
+                "(dict.txt) and the SentencePiece model whose pieces that numbers."
+            )
+        return cls(dictionary, sentencepiece, tuple(languages))
+
+    def files(self) -> dict[str, Path]:
+        """By the name of the option that takes them."""
+        return {"dictionary": self.dictionary, "sentencepiece": self.sentencepiece}
+
+    def records(self) -> dict[str, InputRecord]:
+        """What a manifest says of them."""
+        return {
+            name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
+            for name, path in self.files().items()
+        }
+
+    def tokenizer(
+        self, *, size: int, languages: Sequence[str] = (), style: LanguageTokenScheme
+    ) -> TokenizerFiles:
+        """The tokenizer of a model with ``size`` rows of embeddings.
+
+        ``languages`` are those that the checkpoint's settings list, ``style`` is how its task
+        spells the tokens that the dictionary lacks.
+
+        Raises:
+            CheckpointError: a file cannot be read, or does not belong to the model.
+        """
+        content = read_bytes(
+            self.dictionary,
+            limit=_MAX_BYTES,
+            error=CheckpointError,
+            remedy="name the dictionary of this model (dict.txt)",
+        )
+        ids = read_dictionary(content, self.dictionary)
+        model = read_bytes(
+            self.sentencepiece,
+            limit=_MAX_BYTES,
+            error=CheckpointError,
+            remedy="name the SentencePiece model whose pieces the dictionary numbers",
+        )
+        folder, name = self.sentencepiece.parent, self.sentencepiece.name
+        pieces = [ids.symbols.get(piece) for piece in pieces_of(model, folder, name=name)]
+        self._check_pieces(ids, pieces)
+        scheme, tokens, count = _language_tokens(ids, self.languages or languages, style)
+        self._check_size(count, size)
+        if not tokens:
+            raise CheckpointError(
+                f"{self.dictionary} has no tokens of languages, and the checkpoint lists none: "
+                "name the languages in the order in which its task had them (--languages de en)."
+            )
+        return numbered(
+            self.dictionary,
+            model,
+            size=size,
+            specials={"bos": 0, "pad": 1, "eos": 2, "unk": 3},
+            pieces=pieces,
+            languages=tokens,
+            scheme=scheme,
+        )
+
+    def _check_pieces(self, ids: "Dictionary", pieces: Sequence[int | None]) -> None:
+        symbols = ids.symbols
+        if any(symbol.endswith(_CONTINUED) for symbol in symbols) and not any(
+            symbol.startswith("▁") for symbol in symbols
+        ):
+            raise CheckpointError(
+                f"{self.dictionary} numbers pieces of subword-nmt ('…{_CONTINUED}'), which this "
+                "project does not segment text into: name a checkpoint whose dictionary is of a "
+                "SentencePiece model."
+            )
+        known = sum(index is not None for index in pieces)
+        if known < _LEAST_KNOWN * len(pieces):
+            raise CheckpointError(
+                f"{self.dictionary} has {known:,} of the {len(pieces):,} pieces of "
+                f"{self.sentencepiece}: name the dictionary and the SentencePiece model of one "
+                "checkpoint."
+            )
+
+    def _check_size(self, count: int, size: int) -> None:
+        if not size - _MOST_SPARE_ROWS <= count <= size:
+            raise CheckpointError(
+                f"{self.dictionary} makes {count:,} ids with the languages' tokens, and the model "
+                f"has embeddings of {size:,}: name its own dictionary, and all of its languages in "
+                "their order (--languages)."
+            )
+
+
+@dataclass(frozen=True)
+class Dictionary:
+    """Symbol → id, and the number of ids (overwritten symbols count)."""
+
+    symbols: dict[str, int]
+    size: int
+
+
+def read_dictionary(content: bytes, path: Path) -> Dictionary:
+    """What the lines of a ``dict.txt`` number.
+
+    Raises:
+        CheckpointError: names the first line that is broken or doubled.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is no text in UTF-8: name the dictionary of this model (dict.txt)."
+        ) from error
+    lines = re.split(r"\r\n|\r|\n", text)  # as Python reads a file; pieces may have other breaks
+    if lines[-1] == "":
+        lines.pop()
+    symbols = dict(SPECIALS)
+    for number, line in enumerate(lines, start=1):
+        rest = line.rstrip()
+        is_overwriting = rest.endswith(f" {_OVERWRITE}")
+        symbol, space, count = rest.removesuffix(f" {_OVERWRITE}").rpartition(" ")
+        if not space or not re.fullmatch(r"[+-]?\d+", count, re.ASCII):
+            raise CheckpointError(
+                f"Line {number:,} of {path} is {shown(line)!r}, where a symbol, a space and a "
+                "count are wanted: name the dictionary of this model (dict.txt)."
+            )
+        if symbol in symbols and not is_overwriting:
+            raise CheckpointError(
+                f"Line {number:,} of {path} has {shown(symbol)!r} once more: restore the "
+                f"dictionary, or end the line with {_OVERWRITE} where the later one is meant."
+            )
+        symbols[symbol] = len(SPECIALS) + number - 1
+    return Dictionary(symbols, len(SPECIALS) + len(lines))
+
+
+def _language_tokens(
+    ids: Dictionary, languages: Sequence[str], style: LanguageTokenScheme
+) -> tuple[LanguageTokenScheme, dict[str, int], int]:
+    """How tokens are spelled, the id of each language's, and the number of ids with them all."""
+    for scheme in _SPELLINGS:
+        found = _tokens_in(ids, scheme)
+        if not languages and found:
+            return scheme, found, ids.size
+        wanted = {language: _spelled(language, scheme) for language in languages}
+        if found and any(code in found for code in wanted.values()):
+            return scheme, *_with_appended(found, wanted, ids.size)
+    return style, *_with_appended({}, dict(zip(languages, languages, strict=True)), ids.size)
+
+
+def _with_appended(
+    found: Mapping[str, int], wanted: Mapping[str, str], size: int
+) -> tuple[dict[str, int], int]:
+    """Language → id, those that the dictionary lacks behind it."""
+    tokens = {}
+    for language, code in wanted.items():
+        if code in found:
+            tokens[language] = found[code]
+        else:
+            tokens[language] = size
+            size += 1
+    return tokens, size
+
+
+def _tokens_in(ids: Dictionary, scheme: LanguageTokenScheme) -> dict[str, int]:
+    """Code as spelled → id, of the symbols that are tokens of languages under a scheme."""
+    found = {}
+    for symbol, index in ids.symbols.items():
+        match = _SPELLINGS[scheme].fullmatch(symbol)
+        if match is not None and match["code"] not in _TASKS and _is_code(match["code"]):
+            found[match["code"]] = index
+    return found
+
+
+def _spelled(language: str, scheme: LanguageTokenScheme) -> str:
+    return language.upper() if scheme == "lang_tok" else language
+
+
+def _is_code(spelling: str) -> bool:
+    try:
+        canonical(spelling)
+    except ConfigError:
+        return False
+    return True

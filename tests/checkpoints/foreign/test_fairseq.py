@@ -1,0 +1,385 @@
+"""A state dict laid out as fairseq's is the model that another library computes of its values."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fairseq_files import (
+    LEARNED,
+    POSITIONS,
+    PRE_NORM,
+    TIED,
+    Files,
+    as_fairseq,
+    peer_config,
+    peer_logits,
+    peer_translations,
+    settings,
+    vocabulary_files,
+    write_checkpoint,
+)
+from support.foreign_models import LINES, model_of, our_logits, our_translations, spread
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    MBartConfig,
+    MBartForConditionalGeneration,
+)
+
+from pipeline import cli
+from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.weights import read_tensor
+from pipeline.errors import EXIT_USER_ERROR, CheckpointError
+
+PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A Transformer of fairseq, and who else computes it."""
+
+    config: Any
+    model: Any
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+
+KINDS = {
+    "pre-norm, sinusoids": Kind(
+        M2M100Config, M2M100ForConditionalGeneration, TIED | PRE_NORM, {"scale_embedding": True}
+    ),
+    "mRASP2": Kind(
+        MBartConfig,
+        MBartForConditionalGeneration,
+        {**TIED, **PRE_NORM, **LEARNED, "no_scale_embedding": True, "layernorm_embedding": True},
+        {"scale_embedding": False},
+    ),
+    "post-norm, learned positions, gelu": Kind(
+        BartConfig,
+        BartForConditionalGeneration,
+        {**TIED, **LEARNED, "layernorm_embedding": True, "activation_fn": "gelu"},
+        {"scale_embedding": True, "activation_function": "gelu"},
+    ),
+    "post-norm, sinusoids, output of its own": Kind(
+        FSMTConfig,
+        FSMTForConditionalGeneration,
+        {},
+        {"scale_embedding": True, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return vocabulary_files(tmp_path_factory.mktemp("vocabulary"))
+
+
+def make_peer(kind: Kind, files: Files) -> Any:
+    peer = spread(kind.model(peer_config(kind.config, size=files.size, **kind.theirs)), eos_id=2)
+    if isinstance(peer, FSMTForConditionalGeneration):
+        untie_output(peer)
+    return peer
+
+
+def untie_output(peer: Any) -> None:
+    """One table for both inputs, another for the output; sinusoids, which are parameters there."""
+    encoder, decoder = peer.model.encoder, peer.model.decoder
+    decoder.output_projection.weight = torch.nn.Parameter(decoder.embed_tokens.weight.clone())
+    decoder.embed_tokens.weight = encoder.embed_tokens.weight
+    for stack in (encoder, decoder):
+        stack.embed_positions.make_weight(POSITIONS + 2, encoder.embed_tokens.embedding_dim, 1)
+
+
+def assert_same_logits(source: ModelSource, peer: Any) -> None:
+    tokenizer = source.tokenizer.build()
+    found = our_logits(model_of(source), tokenizer, PAIRS, scheme=source.spec.tag_scheme)
+    for ours, theirs in zip(found, peer_logits(peer, tokenizer, PAIRS), strict=True):
+        scale = theirs.abs().max()
+        torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logits_are_those_of_a_library_with_the_same_values(
+    name: str, files: Files, tmp_path: Path
+) -> None:
+    peer = make_peer(KINDS[name], files)
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(peer), settings(**KINDS[name].ours))
+    assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), peer)
+
+
+@pytest.fixture(scope="module")
+def mrasp2(files: Files) -> Any:
+    return make_peer(KINDS["mRASP2"], files)
+
+
+@pytest.mark.parametrize("beams", [1, 5])
+def test_translations_are_those_of_a_library_token_for_token(
+    beams: int, mrasp2: Any, files: Files, tmp_path: Path
+) -> None:
+    args = settings(**KINDS["mRASP2"].ours)
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(mrasp2), args)
+    source = open_foreign(path, vocabulary=files.vocabulary)
+    tokenizer = source.tokenizer.build()
+    model = model_of(source, dtype=torch.float64)
+    found = our_translations(model, tokenizer, LINES, beams=beams, limit=20)
+    expected = peer_translations(mrasp2.double(), tokenizer, LINES, beams=beams, limit=20)
+    mrasp2.float()
+    assert found == expected
+    assert len(set(found)) > len(LINES) // 2, "sentences are told apart"
+
+
+def test_a_file_is_imported_and_translated_with_on_the_command_line(
+    mrasp2: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = settings(**KINDS["mRASP2"].ours)
+    vocabulary = vocabulary_files(
+        tmp_path / "vocabulary", spelling="LANG_TOK_{}", languages=("DE", "EN", "RU")
+    ).vocabulary
+    path = write_checkpoint(tmp_path / "12e12d.pt", as_fairseq(mrasp2), args)
+    out = tmp_path / "imported"
+    named = [f"--{name}={file}" for name, file in vocabulary.files().items()]
+    assert cli.main(["checkpoint", "import", str(path), *named, "--out", str(out)]) == 0
+    assert "3 languages" in capsys.readouterr().out
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[decoding]\nbeam_size = 1\nstopping = "huggingface"\nmax_length_ratio = 0.0\n'
+        "max_extra_length = 20\n"
+    )
+    (tmp_path / "input").write_text("\n".join(LINES), encoding="utf-8")
+    with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
+        monkeypatch.setattr("sys.stdin", given)
+        monkeypatch.setattr("sys.stdout", written)
+        named = ["--checkpoint", str(out), "--recipe", str(recipe)]
+        assert cli.main(["translate", *named, "--from", "en", "--to", "de"]) == 0
+    tokenizer = load_tokenizer(out / "tokenizer")
+    expected = peer_translations(mrasp2, tokenizer, LINES, beams=1, limit=20)
+    found = (tmp_path / "output").read_text(encoding="utf-8").splitlines()
+    assert found == [tokenizer.decode(tokens) for tokens in expected]
+
+
+def test_a_checkpoint_without_its_vocabulary_is_one_sentence_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.pt").write_bytes(b"x")
+    command = ["checkpoint", "import", str(tmp_path / "model.pt"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == EXIT_USER_ERROR
+    said = capsys.readouterr().err.strip()
+    assert "--dictionary" in said
+    assert "\n" not in said
+
+
+@pytest.fixture(scope="module")
+def pre_norm(files: Files) -> Any:
+    return make_peer(KINDS["pre-norm, sinusoids"], files)
+
+
+def joined_projections(weights: Weights) -> Weights:
+    """Queries, keys and values in one matrix, as before fairseq 0.8."""
+    joined = dict(weights)
+    for name in weights:
+        module, found, kind = name.rpartition(".q_proj.")
+        if found:
+            parts = [joined.pop(f"{module}.{part}_proj.{kind}") for part in "qkv"]
+            joined[f"{module}.in_proj_{kind}"] = torch.cat(parts)
+    return joined
+
+
+def numbered_norms(weights: Weights) -> Weights:
+    """The norms of layers by number, as before fairseq 0.6."""
+    numbers = {
+        "encoder": ("self_attn_layer_norm", "final_layer_norm"),
+        "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
+    }
+    renamed = {}
+    for name, value in weights.items():
+        side, _, _ = name.partition(".")
+        for number, norm in enumerate(numbers[side]):
+            name = name.replace(f".{norm}.", f".layer_norms.{number}.")
+        renamed[name] = value
+    return renamed
+
+
+@pytest.mark.parametrize("older", [joined_projections, numbered_norms])
+def test_older_layouts_are_the_same_model(
+    older: Callable[[Weights], Weights], pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = older(as_fairseq(pre_norm))
+    assert set(weights) != set(as_fairseq(pre_norm))
+    path = write_checkpoint(tmp_path / "old.pt", weights, settings(**TIED, **PRE_NORM))
+    assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), pre_norm)
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "older"])
+def test_views_of_one_matrix_are_written_as_tensors_of_their_own(
+    is_archive: bool, pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = as_fairseq(pre_norm)
+    state = {"args": settings(**TIED, **PRE_NORM), "model": joined_projections(weights)}
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=is_archive)
+    out = tmp_path / "imported"
+    import_checkpoint(tmp_path / "old.pt", out_dir=out, vocabulary=files.vocabulary)
+    checkpoint = open_checkpoint(out)
+    for theirs, ours in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+        found = read_tensor(checkpoint, f"decoder.layers.1.cross_attention.{ours}.weight")
+        assert torch.equal(found, weights[f"decoder.layers.1.encoder_attn.{theirs}.weight"])
+
+
+def sections(args: Namespace) -> dict[str, object]:
+    """Settings as Hydra's containers have them, all flat."""
+    return {"_name": None, "model": {"_name": "transformer", **vars(args)}, "task": {}}
+
+
+def namespace_in_sections(args: Namespace) -> dict[str, object]:
+    return {"common": {"seed": 1}, "model": args, "task": {"_name": "translation"}}
+
+
+def nested(args: Namespace) -> dict[str, object]:
+    """Settings as the dataclass of fairseq 0.12 nests them."""
+    flat = vars(args)
+    sides = {
+        side: {
+            name.removeprefix(f"{side}_"): value
+            for name, value in flat.items()
+            if name.startswith(f"{side}_")
+        }
+        for side in ("encoder", "decoder")
+    }
+    rest = {name: value for name, value in flat.items() if not name.startswith(tuple(sides))}
+    return {"model": rest | sides, "task": None}
+
+
+@pytest.mark.parametrize("form", [sections, namespace_in_sections, nested])
+def test_settings_by_sections_are_those_of_a_command_line(
+    form: Callable[[Namespace], dict[str, object]], pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    args = settings(**TIED, **PRE_NORM)
+    older = write_checkpoint(tmp_path / "args.pt", as_fairseq(pre_norm), args)
+    newer = write_checkpoint(tmp_path / "cfg.pt", as_fairseq(pre_norm), None, cfg=form(args))
+    expected = open_foreign(older, vocabulary=files.vocabulary)
+    assert open_foreign(newer, vocabulary=files.vocabulary).spec == expected.spec
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"encoder_langtok": "src", "decoder_langtok": True}, "src-tgt"),
+        ({"encoder_langtok": "tgt", "decoder_langtok": False}, "tgt"),
+        ({"encoder_langtok": "src", "langtoks": {"main": ("tgt", None)}}, "tgt"),
+        ({"langtoks": {"mono_dae": ("src", "tgt")}, "langtoks_specs": ["main"]}, "src-tgt"),
+    ],
+)
+def test_tags_stand_where_the_task_put_them(
+    change: dict[str, Any], wanted: str, pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    args = settings(**TIED, **PRE_NORM, **change)
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
+    assert open_foreign(path, vocabulary=files.vocabulary).spec.tag_scheme == wanted
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"adaptive_softmax_cutoff": [100, 200]},
+        {"cross_self_attention": True},
+        {"no_token_positional_embeddings": True},
+        {"quant_noise_pq": 0.1},
+        {"activation_fn": "gelu_fast"},
+        {"decoder_attention_heads": 4},
+        {"decoder_ffn_embed_dim": 64},
+        {"decoder_embed_dim": 8},
+        {"decoder_normalize_before": False},
+        {"decoder_learned_pos": True},
+        {"encoder_layers_to_keep": "0,1"},
+        {"encoder_langtok": "tgt", "decoder_langtok": True},
+        {"task": "translation_from_pretrained_bart"},
+        {"encoder_layers": -1},
+        {"encoder_attention_heads": 3, "decoder_attention_heads": 3},
+    ],
+)
+def test_what_our_model_lacks_is_refused_by_its_name(
+    change: dict[str, Any], pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    args = settings(**(TIED | PRE_NORM | change))
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
+    name = next(iter(change)).replace("encoder_attention_heads", "num_heads")
+    with pytest.raises(CheckpointError, match=name) as caught:
+        open_foreign(path, vocabulary=files.vocabulary)
+    assert "\n" not in str(caught.value)
+
+
+def test_layer_drop_belongs_to_training(pre_norm: Any, files: Files, tmp_path: Path) -> None:
+    args = settings(**TIED, **PRE_NORM, encoder_layerdrop=0.2, decoder_layerdrop=0.2)
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
+    assert_same_logits(open_foreign(path, vocabulary=files.vocabulary), pre_norm)
+
+
+def test_embeddings_of_encoder_and_decoder_that_differ_are_refused(
+    pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = as_fairseq(pre_norm)
+    weights["encoder.embed_tokens.weight"] = weights["encoder.embed_tokens.weight"] + 1
+    path = write_checkpoint(tmp_path / "model.pt", weights, settings(**PRE_NORM))
+    with pytest.raises(CheckpointError, match="share_all_embeddings"):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
+def test_a_stack_without_a_norm_behind_it_is_refused_by_its_version(
+    pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = as_fairseq(pre_norm) | {"decoder.version": torch.tensor([1.0])}
+    path = write_checkpoint(tmp_path / "model.pt", weights, settings(**TIED, **PRE_NORM))
+    with pytest.raises(CheckpointError, match=r"decoder\.version"):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
+def test_missing_and_unknown_tensors_are_all_reported(
+    pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    weights = as_fairseq(pre_norm)
+    weights["encoder.layers.0.adapter.weight"] = weights.pop("encoder.layers.0.fc1.weight")
+    path = write_checkpoint(tmp_path / "model.pt", weights, settings(**TIED, **PRE_NORM))
+    with pytest.raises(CheckpointError, match="adapter") as caught:
+        open_foreign(path, vocabulary=files.vocabulary)
+    assert "encoder.layers.0.feed_forward.up.weight" in str(caught.value)
+
+
+def test_sizes_must_be_said(pre_norm: Any, files: Files, tmp_path: Path) -> None:
+    args = settings(**TIED, **PRE_NORM)
+    del args.encoder_layers
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), args)
+    with pytest.raises(CheckpointError, match="encoder_layers = no such setting"):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
+def test_a_file_without_settings_is_refused(pre_norm: Any, files: Files, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), None)
+    with pytest.raises(CheckpointError, match="no settings of a model"):
+        open_foreign(path, vocabulary=files.vocabulary)
+
+
+def test_a_file_needs_its_vocabulary_and_a_folder_has_one(
+    pre_norm: Any, files: Files, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path / "model.pt", as_fairseq(pre_norm), settings(**TIED))
+    with pytest.raises(CheckpointError, match="--dictionary"):
+        open_foreign(path)
+    (tmp_path / "config.json").write_text('{"model_type": "m2m_100"}')
+    with pytest.raises(CheckpointError, match="leave out --dictionary"):
+        open_foreign(tmp_path, vocabulary=files.vocabulary)
