@@ -27,6 +27,12 @@ from pipeline.checkpoints.foreign.one_group import (
     languages_of_group,
     of_one_group,
 )
+from pipeline.checkpoints.foreign.written_configs import (
+    m2m100_config,
+    nllb_moe_config,
+    refuse_other_than_m2m100,
+    refuse_other_than_nllb_moe,
+)
 from pipeline.checkpoints.foreign.written_folder import (
     foreign_tensors,
     write_configs,
@@ -120,9 +126,9 @@ def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str
 def _refuse_unwritable(source: ModelSource, to: Format) -> None:
     match to:
         case "hf-m2m100":
-            m2m100.refuse_unwritable(source.origin, source.spec)
+            refuse_other_than_m2m100(source.origin, source.spec)
         case "hf-nllb-moe":
-            nllb_moe.refuse_unwritable(source.origin, source.spec)
+            refuse_other_than_nllb_moe(source.origin, source.spec)
         case "ctranslate2":
             ctranslate2_model.library()
             ctranslate2_model.refuse_unwritable(source.origin, source.spec)
@@ -151,10 +157,10 @@ def _write_folder(
     match to:
         case "hf-m2m100":
             table = m2m100.TABLE
-            config = m2m100.written_config(spec, vocabulary_size=len(layout.rows))
+            config = m2m100_config(spec, vocabulary_size=len(layout.rows))
         case "hf-nllb-moe":
             table = nllb_moe.TABLE
-            config = nllb_moe.written_config(spec, vocabulary_size=len(layout.rows))
+            config = nllb_moe_config(spec, vocabulary_size=len(layout.rows))
     dtype = source.tensors.read("embedding.weight").dtype
     write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
     write_tensors(directory, foreign_tensors(source, table, layout))

@@ -15,11 +15,16 @@ from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.foreign.layouts import Entries
 from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
 from pipeline.checkpoints.foreign.vocabularies import M2M100_SPECIALS
+from pipeline.checkpoints.foreign.written_configs import experts_of
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config import DenseConfig, ModelConfig, SubwordsConfig
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
+
+
+MAX_LENGTH = 1024
+"""CTranslate2's ``max_input_length`` unless told otherwise."""
 
 
 def library() -> ModuleType:
@@ -38,7 +43,7 @@ def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
     """Raises CheckpointError where CTranslate2's Transformer lacks what a model of ours has."""
     model = spec.model
     limits = [
-        Limit("model.moe", model.moe, (None,), "hf-nllb-moe"),
+        Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe"),
         Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
         Limit("model.front", model.front, (SubwordsConfig(),)),
         Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
@@ -143,7 +148,9 @@ class _Specification:
     def _positions(self, stack: str) -> Tensor:
         match self.model.positions:
             case "sinusoidal":
-                return sinusoids(self.model.max_positions, self.model.width)
+                # Beyond those a model was trained with, as transformers does: CTranslate2 fails
+                # at a position that it has no encoding of, and its defaults go so far.
+                return sinusoids(max(self.model.max_positions, MAX_LENGTH), self.model.width)
             case "learned":
                 return self._read(f"{stack}.positions.weight")[POSITION_OFFSET:].contiguous()
 

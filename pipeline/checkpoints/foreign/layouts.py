@@ -3,16 +3,16 @@
 Hugging Face's M2M-100 counts positions from the id of padding + 1, and ours count from 2 as
 fairseq's do: so padding must be 1, and the rows of the embedding are put into fairseq's order.
 
-- ``hundred``: ``M2M100Tokenizer``. Specials, pieces, the hundred languages of M2M-100 in its order,
+- ``M2M100Tokenizer``: specials, pieces, the hundred languages of M2M-100 in its order,
   spare rows. Rows of languages that a model lacks are zeros.
-- ``own``: ``NllbTokenizer``, whose language tokens can be any. Specials, pieces, the model's own
-  languages, spare rows.
+- ``NllbTokenizer``, whose language tokens can be any: specials, pieces, the model's own languages
+  as NLLB would write them (``chr_Cher``), spare rows.
 
 Ids of ours that nothing has (models from elsewhere have some) take part in the softmax, and are
 kept as spare rows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,7 @@ from torch import Tensor
 from pipeline.artifacts.tokenizer import TokenizerFiles, language_token
 from pipeline.checkpoints.foreign.vocabularies import M2M100_LANGUAGES, M2M100_SPECIALS
 from pipeline.errors import CheckpointError
-from pipeline.languages import distinct_codes
-
-BOS, PAD, EOS, UNK = range(4)
-"""fairseq's order; the keys of M2M100_SPECIALS have it."""
+from pipeline.languages import UNKNOWN_SCRIPT, distinct_codes, usual_script
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,11 @@ class Entries:
     """What the ids of a tokenizer of ours belong to."""
 
     specials: tuple[int, ...]
-    """Of bos, pad, eos and unk."""
+    """Of bos, pad, eos and unk: fairseq's order, and that of M2M100_SPECIALS."""
     pieces: dict[str, int]
     """Piece → id, specials left out, in the order of ids."""
     unknown_pieces: int
-    """Pieces that the vocabulary has and the model does not know."""
+    """Pieces that texts can have and the model does not know."""
     languages: dict[str, int]
     """Code → id, in the order of ids."""
     tokens: dict[str, str]
@@ -54,6 +51,8 @@ class Layout:
     """From id 4 on."""
     language_tokens: tuple[str, ...]
     """Behind the pieces."""
+    token_of: Mapping[str, str]
+    """Code of each language of the model → its token."""
     rows: tuple[int | None, ...]
     """Our id of each of its ids; None: the model has none, the row is zeros."""
     of_hundred: bool
@@ -106,7 +105,10 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     return Entries(
         specials=specials,
         pieces=pieces,
-        unknown_pieces=sum(own is None for own in ids),
+        unknown_pieces=sum(
+            own is None and not processor.is_control(index) and not processor.is_unknown(index)
+            for index, own in enumerate(ids)
+        ),
         languages=language_ids,
         tokens=tokens,
         spare=[index for index in range(tokenizer.size) if index not in used],
@@ -115,19 +117,27 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
 
 def chosen_layout(entries: Entries) -> Layout:
     """That of M2M-100 where it has all languages, else the one with languages of one's own."""
-    codes = distinct_codes(M2M100_LANGUAGES)
-    if set(entries.languages) <= set(codes.values()):
-        rows = [entries.languages.get(codes[spelling]) for spelling in M2M100_LANGUAGES]
-        return _layout(entries, [f"__{code}__" for code in M2M100_LANGUAGES], rows, True)
-    tokens = [entries.tokens[code] for code in entries.languages]
-    return _layout(entries, tokens, list(entries.languages.values()), False)
+    spelling_of = {code: spelling for spelling, code in distinct_codes(M2M100_LANGUAGES).items()}
+    of_hundred = set(entries.languages) <= set(spelling_of)
+    language_rows: list[int | None]
+    if of_hundred:
+        tokens = {code: f"__{spelling}__" for code, spelling in spelling_of.items()}
+        language_rows = [entries.languages.get(code) for code in tokens]
+    else:
+        tokens = {code: token_with_script(code) for code in entries.languages}
+        language_rows = [*entries.languages.values()]
+    return Layout(
+        pieces=tuple(entries.pieces),
+        language_tokens=tuple(tokens.values()),
+        token_of={code: tokens[code] for code in entries.languages},
+        rows=(*entries.specials, *entries.pieces.values(), *language_rows, *entries.spare),
+        of_hundred=of_hundred,
+    )
 
 
-def _layout(
-    entries: Entries, tokens: list[str], language_rows: list[int | None] | list[int], hundred: bool
-) -> Layout:
-    rows = (*entries.specials, *entries.pieces.values(), *language_rows, *entries.spare)
-    return Layout(tuple(entries.pieces), tuple(tokens), rows, hundred)
+def token_with_script(code: str) -> str:
+    """How NLLB writes languages: ``chr_Cher``; of no known script ``Zzzz``."""
+    return code if "_" in code else f"{code}_{usual_script(code) or UNKNOWN_SCRIPT}"
 
 
 def _refuse_clash(origin: Path, pieces: Iterable[str], reserved: Iterable[str]) -> None:

@@ -3,17 +3,15 @@
 Pre-norm, tied embeddings, sinusoidal positions that count from ``pad_token_id`` + 1.
 """
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from pipeline.checkpoints.foreign.model_folder import Described, ModelFolder
 from pipeline.checkpoints.foreign.name_table import NameTable
-from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond, refuse_other
-from pipeline.config import DenseConfig, ModelConfig, SubwordsConfig
+from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.config import ModelConfig
 from pipeline.kernels.activations import Activation
-from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET
 
 TABLE = NameTable.parse("""
@@ -87,62 +85,3 @@ def model_config(folder: ModelFolder) -> ModelConfig:
         max_positions=config.max_position_embeddings,
         scale_embedding=config.scale_embedding,
     )
-
-
-# ---------------------------------------------------------------- writing
-
-
-def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
-    """Raises CheckpointError where a dense model of ours is none of this family."""
-    limits = [*common_limits(spec), Limit("model.moe", spec.model.moe, (None,), "hf-nllb-moe")]
-    refuse_beyond(origin, limits, to="hf-m2m100")
-
-
-def common_limits(spec: ModelSpec) -> list[Limit]:
-    """What M2M-100 and NLLB-MoE have of all that our models can have."""
-    model = spec.model
-    return [
-        Limit("model.norm", model.norm, ("pre",), "ctranslate2"),
-        Limit("model.positions", model.positions, ("sinusoidal",), "ctranslate2"),
-        Limit("model.embedding_norm", model.embedding_norm, (False,), "ctranslate2"),
-        Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
-        Limit("model.embedding.output", model.embedding.output, ("tied",), "ctranslate2"),
-        Limit("model.front", model.front, (SubwordsConfig(),)),
-        Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
-        Limit("batches.tag_scheme", spec.tag_scheme, ("src-tgt",), "ctranslate2"),
-    ]
-
-
-def written_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """``config.json`` of a model of ours."""
-    return common_config(spec, vocabulary_size=vocabulary_size) | {
-        "architectures": ["M2M100ForConditionalGeneration"],
-        "model_type": "m2m_100",
-    }
-
-
-def common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """What ``config.json`` says of M2M-100 and NLLB-MoE alike."""
-    model = spec.model
-    return {
-        "activation_function": model.activation,
-        "bos_token_id": 0,
-        "d_model": model.width,
-        "decoder_attention_heads": model.num_heads,
-        "decoder_ffn_dim": model.feed_forward_width,
-        "decoder_layerdrop": 0.0,
-        "decoder_layers": model.decoder_layers,
-        "decoder_start_token_id": 2,
-        "encoder_attention_heads": model.num_heads,
-        "encoder_ffn_dim": model.feed_forward_width,
-        "encoder_layerdrop": 0.0,
-        "encoder_layers": model.encoder_layers,
-        "eos_token_id": 2,
-        "is_encoder_decoder": True,
-        "max_position_embeddings": model.max_positions,
-        "num_hidden_layers": model.encoder_layers,
-        "pad_token_id": 1,
-        "scale_embedding": model.scale_embedding,
-        "tie_word_embeddings": True,
-        "vocab_size": vocabulary_size,
-    }

@@ -14,9 +14,8 @@ from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles, language_token
 from pipeline.checkpoints.foreign.layouts import Layout
-from pipeline.checkpoints.foreign.vocabularies import M2M100_LANGUAGES
 from pipeline.checkpoints.names import num_parameters
-from pipeline.languages import distinct_codes, language
+from pipeline.languages import language
 from pipeline.model.spec import ModelSpec
 
 NOT_RECORDED = "Not recorded."
@@ -95,14 +94,16 @@ class Card:
         """A few lines of Python."""
         source, target = self._example()
         name = "M2M100Tokenizer" if layout.of_hundred else "NllbTokenizer"
+        of_source, of_target = layout.token_of[source], layout.token_of[target]
+        spelling = of_source.strip("_") if layout.of_hundred else of_source
         model = "M2M100" if self.to == "hf-m2m100" else "NllbMoe"
         code = [
             f"from transformers import {model}ForConditionalGeneration, {name}",
             "",
             f"model = {model}ForConditionalGeneration.from_pretrained(DIR).eval()",
-            f'tokenizer = {name}.from_pretrained(DIR, src_lang="{self._spelling(source, layout)}")',
+            f'tokenizer = {name}.from_pretrained(DIR, src_lang="{spelling}")',
             'batch = tokenizer(["A sentence."], return_tensors="pt")',
-            f'target = tokenizer.convert_tokens_to_ids("{self._token(target, layout)}")',
+            f'target = tokenizer.convert_tokens_to_ids("{of_target}")',
             "output = model.generate(**batch, forced_bos_token_id=target)",
             "print(tokenizer.batch_decode(output, skip_special_tokens=True))",
         ]
@@ -124,7 +125,9 @@ class Card:
             f'pieces = SentencePieceProcessor(model_file="DIR/{MODEL_NAME}")',
             'translator = ctranslate2.Translator("DIR")',
             f'tokens = ["{tag}", *pieces.encode("A sentence.", out_type=str), "</s>"]',
-            f"hypothesis = translator.translate_batch([tokens]{prefix})[0].hypotheses[0]",
+            f"options = dict(max_decoding_length={min(256, self.spec.model.max_positions)})",
+            f"results = translator.translate_batch([tokens]{prefix}, **options)",
+            "hypothesis = results[0].hypotheses[0]",
             f"print(pieces.decode({shown}))",
         ]
         return _python(code)
@@ -134,17 +137,6 @@ class Card:
         target = self.targets[0]
         others = [code for code in self.spec.languages if code != target]
         return (others or [target])[0], target
-
-    def _spelling(self, code: str, layout: Layout) -> str:
-        """What ``src_lang`` is for a language."""
-        token = self._token(code, layout)
-        return token.strip("_") if layout.of_hundred else token
-
-    def _token(self, code: str, layout: Layout) -> str:
-        if layout.of_hundred:
-            codes = distinct_codes(M2M100_LANGUAGES)
-            return f"__{next(spelling for spelling in codes if codes[spelling] == code)}__"
-        return language_token(code, self.tokenizer.description.language_token_scheme)
 
     # ------------------------------------------------------------ what is recorded
 

@@ -51,7 +51,8 @@ class Exported:
 
     @property
     def tag(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids("__de__"))
+        name = "__de__" if self.tokenizer.src_lang == "en" else "de_Latn"
+        return int(self.tokenizer.convert_tokens_to_ids(name))
 
 
 @pytest.fixture(
@@ -85,7 +86,7 @@ def loaded(directory: Path, source: ModelSource, *, to: Format, hundred: bool) -
     peer_type: Any = PEERS[to]
     peer, loading = peer_type.from_pretrained(directory, output_loading_info=True)
     tokenizer_type: Any = M2M100Tokenizer if hundred else NllbTokenizer
-    names = ("en", "de") if hundred else ("__en__", "__de__")
+    names = ("en", "de") if hundred else ("en_Latn", "de_Latn")
     tokenizer = tokenizer_type.from_pretrained(directory, src_lang=names[0], tgt_lang=names[1])
     return Exported(source, peer.eval(), tokenizer, loading)
 
