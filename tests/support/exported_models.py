@@ -27,13 +27,15 @@ SPREAD = 2.2
 """With less of it few of these small models tell sentences apart."""
 
 
-def own_sentencepiece(lines: Sequence[str] = LINES, *, size: int = 60) -> bytes:
+def own_sentencepiece(
+    lines: Sequence[str] = tuple(LINES * 20), *, size: int = 60, model_type: str = "unigram"
+) -> bytes:
     """A SentencePiece model as ``train_tokenizer`` makes it."""
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines if size > 1000 else list(lines) * 20),
+        sentence_iterator=iter(lines),
         model_writer=stream,
-        model_type="unigram",
+        model_type=model_type,
         vocab_size=size,
         character_coverage=1.0,
         normalization_rule_name="identity",

@@ -22,7 +22,6 @@ from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 
-
 MAX_LENGTH = 1024
 """CTranslate2's ``max_input_length`` unless told otherwise."""
 
