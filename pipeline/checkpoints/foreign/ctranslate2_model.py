@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.foreign.layouts import Entries
-from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
+from pipeline.checkpoints.foreign.limits import Limit, refuse_beyond
 from pipeline.checkpoints.foreign.vocabularies import M2M100_SPECIALS
 from pipeline.checkpoints.foreign.written_configs import experts_of
 from pipeline.checkpoints.sources import ModelSource

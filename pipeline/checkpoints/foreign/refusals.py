@@ -1,7 +1,5 @@
-"""What one side has and the other lacks is refused by its name."""
+"""What a model of other software has and ours lacks is refused by its name."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
@@ -14,27 +12,4 @@ def refuse_other(origin: Path, **settings: tuple[object, object]) -> None:
             raise CheckpointError(
                 f"{origin} has {name} = {found!r}, and a model can be taken over with "
                 f"{wanted!r} alone: name another checkpoint."
-            )
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A setting of ours of which a format has some values alone."""
-
-    setting: str
-    found: object
-    possible: tuple[object, ...]
-    instead: str = ""
-    """The format that has it, if there is one."""
-
-
-def refuse_beyond(origin: Path, limits: Iterable[Limit], *, to: str) -> None:
-    """Raises CheckpointError where a format cannot express what a model of ours has."""
-    for limit in limits:
-        if limit.found not in limit.possible:
-            possible = " or ".join(repr(value) for value in limit.possible)
-            remedy = f"export it --to {limit.instead}" if limit.instead else "no format has it"
-            raise CheckpointError(
-                f"{origin} has {limit.setting} = {limit.found!r}, and {to} can have {possible} "
-                f"alone: {remedy}."
             )

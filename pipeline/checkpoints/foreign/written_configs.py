@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
+from pipeline.checkpoints.foreign.limits import Limit, refuse_beyond
 from pipeline.config import DenseConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
 
