@@ -12,16 +12,18 @@ from support.exported_models import BEYOND, HUNDRED, own_checkpoint, own_sentenc
 from support.foreign_models import LINES, m2m100_folder
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_spec
+from transformers import M2M100ForConditionalGeneration
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
-from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.foreign.piece_order import with_pieces
 from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.checkpoints.own import own_source
+from pipeline.cli import export_verb
 from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
 from pipeline.model.transformer import build_model
@@ -171,6 +173,13 @@ def test_weights_beyond_a_size_lie_in_several_files_with_an_index(
     back = open_foreign(tmp_path / "out")
     name = "decoder.layers.1.feed_forward.up.weight"
     assert torch.equal(back.tensors.read(name), source.tensors.read(name))
+    peer_type: Any = M2M100ForConditionalGeneration
+    peer, loading = peer_type.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert torch.equal(
+        peer.state_dict()[f"model.{name}".replace("feed_forward.up", "fc1")],
+        source.tensors.read(name),
+    )
 
 
 # ---------------------------------------------------------------- vocabularies
@@ -265,6 +274,27 @@ def test_the_command_exports_and_verifies(
     assert cli.main(["checkpoint", "verify", str(out)]) == 0
     assert cli.main(["export", str(out), "--to", "hf-m2m100", "--out", str(out / "x")]) == 2
     assert "is an export where a checkpoint is wanted" in capsys.readouterr().err
+
+
+def test_the_command_offers_all_formats() -> None:
+    assert export_verb.FORMATS == FORMATS
+
+
+def test_a_trained_model_is_exported_for_a_group_of_its_languages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored run's MMNMT model, from its manifest of an earlier version."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "run/mmnmt", "--to", "hf-nllb-moe", "--target-group", "de", "--out", "out"]
+    assert cli.main(command) == 0
+    config = json.loads(Path("out/config.json").read_text("utf-8"))
+    source = own_source(open_artifact(Path("run/mmnmt"), kind="checkpoint"))
+    assert source.spec.model.moe is not None
+    assert config["num_experts"] == source.spec.model.moe.num_experts
+    assert config["decoder_sparse_step"] == source.spec.model.moe.every
+    assert "Into: " in Path("out/README.md").read_text("utf-8")
 
 
 # ---------------------------------------------------------------- model cards
