@@ -156,19 +156,12 @@ def part_prefix(part: int) -> str:
 
 def _flush(directory: Path, tensors: dict[str, Tensor], *, part: int, index: int) -> str:
     name = f"{part_prefix(part)}{index:03d}.safetensors"
-    save_tensors(tensors, directory / name)
-    return name
-
-
-def save_tensors(
-    tensors: dict[str, Tensor], path: Path, *, metadata: dict[str, str] | None = None
-) -> None:
-    """Write one safetensors file; OSError where the system refuses."""
     try:
-        save_file(tensors, path, metadata=metadata)
+        save_file(tensors, directory / name)
     except SafetensorError as error:
         found = _SYSTEM_ERROR.search(str(error))
         if found is None:
             raise
         number = int(found[1])
-        raise OSError(number, os.strerror(number), str(path)) from error
+        raise OSError(number, os.strerror(number), str(directory / name)) from error
+    return name

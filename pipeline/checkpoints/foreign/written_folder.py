@@ -3,10 +3,14 @@
 Weights are written in files of bounded size, at most one of which is in memory.
 """
 
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.artifacts.manifest import to_json
@@ -15,12 +19,14 @@ from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, W
 from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.checkpoints.weights import SHARD_BYTES, save_tensors
+from pipeline.checkpoints.weights import SHARD_BYTES
 from pipeline.errors import CheckpointError
 from pipeline.terminal import track
 
 GENERATION_FILE = "generation_config.json"
 EMBEDDING = "embedding.weight"
+_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
+"""How safetensors writes the number of an error of the operating system into its message."""
 LONGEST_OUTPUT = 200
 """Tokens of a translation, unless told otherwise; as M2M-100 comes."""
 
@@ -75,7 +81,14 @@ def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> Non
 
 def _flush(directory: Path, tensors: dict[str, Tensor], *, number: int) -> dict[str, int]:
     """Write a file under a passing name; returns the bytes of its tensors."""
-    save_tensors(tensors, _passing(directory, number), metadata={"format": "pt"})
+    path = _passing(directory, number)
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = _SYSTEM_ERROR.search(str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
     return {name: value.nbytes for name, value in tensors.items()}
 
 
