@@ -259,7 +259,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is a {manifest.kind} where a {kind} is wanted: name the folder of a {kind}."
+            f"{path} is {_a(manifest.kind)} where {_a(kind)} is wanted: name the folder of "
+            f"{_a(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(
@@ -267,6 +268,11 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
             f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
         )
     return Artifact(directory=path, manifest=manifest)
+
+
+def _a(kind: Kind) -> str:
+    """``a checkpoint``, ``an export``."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def refuse_changed(directory: Path) -> None:

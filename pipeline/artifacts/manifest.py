@@ -35,6 +35,7 @@ Kind = Literal[
     "training_state",
     "translations",
     "evaluation",
+    "export",
 ]
 
 FORMAT_VERSION: dict[Kind, int] = {
@@ -47,6 +48,7 @@ FORMAT_VERSION: dict[Kind, int] = {
     "training_state": 1,
     "translations": 1,
     "evaluation": 1,
+    "export": 1,
 }
 
 

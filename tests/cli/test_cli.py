@@ -50,7 +50,7 @@ TRAIN = Stage(
     trains=True,
 )
 
-OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "estimate", "checkpoint")
+OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "estimate", "checkpoint", "export")
 
 
 class Bench:

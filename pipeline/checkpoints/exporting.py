@@ -1,0 +1,168 @@
+"""A checkpoint of ours as one of other software, with all that is needed to run it there.
+
+The folder has a manifest as every output of ours, so that it appears when it is complete and is
+known for ours where it is to be replaced; other software does not look at it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    InputRecord,
+    new_artifact,
+    open_artifact,
+)
+from pipeline.checkpoints.checkpoint import open_checkpoint
+from pipeline.checkpoints.foreign import ctranslate2_model, m2m100, nllb_moe
+from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
+from pipeline.checkpoints.foreign.model_card import Card
+from pipeline.checkpoints.foreign.name_table import NameTable
+from pipeline.checkpoints.foreign.one_group import (
+    chosen_group,
+    described_groups,
+    languages_of_group,
+    of_one_group,
+)
+from pipeline.checkpoints.foreign.written_configs import (
+    m2m100_config,
+    nllb_moe_config,
+    refuse_other_than_m2m100,
+    refuse_other_than_nllb_moe,
+)
+from pipeline.checkpoints.foreign.written_folder import (
+    foreign_tensors,
+    write_configs,
+    write_tensors,
+)
+from pipeline.checkpoints.foreign.written_vocabularies import (
+    refuse_unknown_pieces,
+    write_vocabulary,
+)
+from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.errors import ConfigError
+
+Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+CARD_FILE = "README.md"
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written."""
+
+    to: Format
+    target_group: str | None = None
+    """Number or language of the group for whose languages a language-group router is fused."""
+    license: str = "unknown"
+    scores_dir: Path | None = None
+    """An evaluation to be quoted in the model card."""
+
+
+def export_checkpoint(
+    directory: Path, *, out_dir: Path, export: Export, overwrite: bool = False
+) -> ModelSource:
+    """Write a folder that other software loads; returns what was written.
+
+    Raises:
+        CheckpointError: the format cannot express the model; names what it lacks.
+        ConfigError: an option does not fit the model, or a package is missing.
+    """
+    checkpoint = open_checkpoint(directory)
+    scores = None
+    if export.scores_dir is not None:
+        scores = open_artifact(export.scores_dir, kind="evaluation")
+    source, targets = _fitted(own_source(checkpoint), export)
+    _refuse_unwritable(source, export.to)
+    card = Card(
+        checkpoint=checkpoint,
+        spec=source.spec,
+        tokenizer=source.tokenizer,
+        to=export.to,
+        license=export.license,
+        targets=targets,
+        scores=scores,
+    )
+    inputs = {"checkpoint": checkpoint.as_input} | _as_input(scores)
+    with new_artifact(
+        out_dir,
+        kind="export",
+        stage="export",
+        config=_settings(export),
+        inputs=inputs,
+        overwrite=overwrite,
+    ) as writer:
+        _write(writer, source, card, to=export.to)
+    return source
+
+
+def _settings(export: Export) -> Mapping[str, object]:
+    return {"to": export.to, "target_group": export.target_group, "license": export.license}
+
+
+def _as_input(scores: Artifact | None) -> dict[str, InputRecord]:
+    return {} if scores is None else {"scores": scores.as_input}
+
+
+def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str, ...]]:
+    """The model as it is to be written, and the languages that it translates into."""
+    spec = source.spec
+    if export.target_group is not None:
+        group = chosen_group(source.origin, spec, export.target_group)
+        return of_one_group(source, group), tuple(languages_of_group(spec, group))
+    if spec.language_groups is not None:
+        raise ConfigError(
+            f"{source.origin} routes by language group (model.moe.decoder_router), which "
+            f"{export.to} cannot; for the languages of one group it is an ordinary router: pass "
+            f"--target-group, one of {described_groups(spec)}."
+        )
+    return source, spec.languages
+
+
+def _refuse_unwritable(source: ModelSource, to: Format) -> None:
+    match to:
+        case "hf-m2m100":
+            refuse_other_than_m2m100(source.origin, source.spec)
+        case "hf-nllb-moe":
+            refuse_other_than_nllb_moe(source.origin, source.spec)
+        case "ctranslate2":
+            ctranslate2_model.library()
+            ctranslate2_model.refuse_unwritable(source.origin, source.spec)
+
+
+def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Format) -> None:
+    entries = entries_of(source.tokenizer, source.origin)
+    match to:
+        case "ctranslate2":
+            ctranslate2_model.write_model(writer.directory, source, entries)
+            text = card.text(loading=card.ctranslate2_loading())
+        case "hf-m2m100" | "hf-nllb-moe":
+            layout = chosen_layout(entries)
+            refuse_unknown_pieces(source.origin, entries, layout)
+            _write_folder(writer.directory, source, layout, to=to)
+            text = card.text(loading=card.transformers_loading(layout))
+    (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
+    writer.statistics["languages"] = len(source.spec.languages)
+
+
+def _write_folder(
+    directory: Path, source: ModelSource, layout: Layout, *, to: Literal["hf-m2m100", "hf-nllb-moe"]
+) -> None:
+    spec = source.spec
+    table: NameTable
+    match to:
+        case "hf-m2m100":
+            table = m2m100.TABLE
+            config = m2m100_config(spec, vocabulary_size=len(layout.rows))
+        case "hf-nllb-moe":
+            table = nllb_moe.TABLE
+            config = nllb_moe_config(spec, vocabulary_size=len(layout.rows))
+    dtype = source.tensors.read("embedding.weight").dtype
+    write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
+    write_tensors(directory, foreign_tensors(source, table, layout))
+    assert source.tokenizer.model is not None
+    write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)

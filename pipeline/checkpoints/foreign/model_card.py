@@ -1,0 +1,209 @@
+"""The model card of an exported checkpoint: ``README.md`` with a header that model hubs read.
+
+It says what is known from manifests: the checkpoint's own, and those of what it was made from as
+far as they can still be found.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.lineage import Lineage, open_recorded
+from pipeline.artifacts.manifest import to_json
+from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles, language_token
+from pipeline.checkpoints.foreign.layouts import Layout
+from pipeline.checkpoints.names import num_parameters
+from pipeline.languages import language
+from pipeline.model.spec import ModelSpec
+
+NOT_RECORDED = "Not recorded."
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model card tells of."""
+
+    checkpoint: Artifact
+    spec: ModelSpec
+    """Of the model as it is written."""
+    tokenizer: TokenizerFiles
+    to: str
+    license: str
+    targets: tuple[str, ...]
+    """Languages that it translates into."""
+    scores: Artifact | None
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        """What the checkpoint was made from, and the checkpoint."""
+        found = Lineage()
+        found.add(self.checkpoint, follow=lambda record: record.kind != "raw")
+        return found
+
+    def text(self, *, loading: str) -> str:
+        """The whole file."""
+        sections = {
+            "Languages": self._languages(),
+            "How to load it": loading,
+            "Data": self._data(),
+            "Recipe": self._recipe(),
+            "Scores": self._scores(),
+            "Licence": f"{self.license}\n",
+        }
+        body = "\n".join(f"## {title}\n\n{text}" for title, text in sections.items())
+        return f"{self._header()}\n# {self.checkpoint.directory.name}\n\n{self._about()}\n{body}"
+
+    # ------------------------------------------------------------ head
+
+    def _header(self) -> str:
+        """Front matter; JSON strings are YAML's too, so that ``no`` stays a language."""
+        languages = [f"- {json.dumps(code)}" for code in self.spec.languages]
+        library = "ctranslate2" if self.to == "ctranslate2" else "transformers"
+        lines = [
+            *("---", "language:", *languages, f"license: {json.dumps(self.license)}"),
+            *(f"library_name: {library}", "pipeline_tag: translation"),
+            *("tags:", "- translation", *(["- moe"] if self.spec.model.moe else []), "---", ""),
+        ]
+        return "\n".join(lines)
+
+    def _about(self) -> str:
+        model, moe = self.spec.model, self.spec.model.moe
+        experts = f" and {moe.num_experts} experts in every {moe.every}. layer" if moe else ""
+        return (
+            f"A multilingual translation model of {num_parameters(self.spec):,} parameters: a "
+            f"Transformer of {model.encoder_layers} encoder and {model.decoder_layers} decoder "
+            f"layers, width {model.width:,}{experts}. Written by mmnmt from the checkpoint "
+            f"`{self.checkpoint.digest}`.\n"
+        )
+
+    def _languages(self) -> str:
+        named = ", ".join(f"{language(code).name} (`{code}`)" for code in self.spec.languages)
+        if set(self.targets) == set(self.spec.languages):
+            return f"From and into: {named}.\n"
+        into = ", ".join(f"`{code}`" for code in self.targets)
+        return (
+            f"From: {named}.\n\nInto: {into}. This is the model for one group of target languages: "
+            "into others it is another model than the one that was trained.\n"
+        )
+
+    # ------------------------------------------------------------ loading
+
+    def transformers_loading(self, layout: Layout) -> str:
+        """A few lines of Python."""
+        source, target = self._example()
+        name = "M2M100Tokenizer" if layout.of_hundred else "NllbTokenizer"
+        of_source, of_target = layout.token_of[source], layout.token_of[target]
+        spelling = of_source.strip("_") if layout.of_hundred else of_source
+        model = "M2M100" if self.to == "hf-m2m100" else "NllbMoe"
+        code = [
+            f"from transformers import {model}ForConditionalGeneration, {name}",
+            "",
+            f"model = {model}ForConditionalGeneration.from_pretrained(DIR).eval()",
+            f'tokenizer = {name}.from_pretrained(DIR, src_lang="{spelling}")',
+            'batch = tokenizer(["A sentence."], return_tensors="pt")',
+            f'target = tokenizer.convert_tokens_to_ids("{of_target}")',
+            "output = model.generate(**batch, forced_bos_token_id=target)",
+            "print(tokenizer.batch_decode(output, skip_special_tokens=True))",
+        ]
+        return _python(code)
+
+    def ctranslate2_loading(self) -> str:
+        """A few lines of Python."""
+        source, target = self._example()
+        scheme = self.tokenizer.description.language_token_scheme
+        of_source, of_target = language_token(source, scheme), language_token(target, scheme)
+        prefixed = self.spec.tag_scheme == "src-tgt"
+        tag = of_source if prefixed else of_target
+        prefix = f', target_prefix=[["{of_target}"]]' if prefixed else ""
+        shown = "hypothesis[1:]" if prefixed else "hypothesis"
+        code = [
+            "import ctranslate2",
+            "from sentencepiece import SentencePieceProcessor",
+            "",
+            f'pieces = SentencePieceProcessor(model_file="DIR/{MODEL_NAME}")',
+            'translator = ctranslate2.Translator("DIR")',
+            f'tokens = ["{tag}", *pieces.encode("A sentence.", out_type=str), "</s>"]',
+            f"options = dict(max_decoding_length={min(256, self.spec.model.max_positions)})",
+            f"results = translator.translate_batch([tokens]{prefix}, **options)",
+            "hypothesis = results[0].hypotheses[0]",
+            f"print(pieces.decode({shown}))",
+        ]
+        return _python(code)
+
+    def _example(self) -> tuple[str, str]:
+        """A direction."""
+        target = self.targets[0]
+        others = [code for code in self.spec.languages if code != target]
+        return (others or [target])[0], target
+
+    # ------------------------------------------------------------ what is recorded
+
+    def _data(self) -> str:
+        pairs = self._training_pairs()
+        if not pairs:
+            return f"{NOT_RECORDED}{self._missing()}\n"
+        rows = [(pair, f"{lines:,}") for pair, lines in sorted(pairs.items())]
+        total = f"{sum(pairs.values()):,} sentence pairs for training.{self._missing()}\n\n"
+        return total + _table(("pair", "sentence pairs"), rows)
+
+    def _training_pairs(self) -> dict[str, int]:
+        """Lines of each pair of the shards that were trained on, as they were last made."""
+        pairs: dict[str, int] = {}
+        for artifact in self.lineage.found.values():
+            if artifact.manifest.kind == "shards":
+                counts = artifact.statistics.get("pairs", {})
+                pairs |= {pair: lines["train"] for pair, lines in counts.items() if lines["train"]}
+        return pairs
+
+    def _missing(self) -> str:
+        missing = sorted(self.lineage.missing)
+        if not missing:
+            return ""
+        return f" What it was made from could not all be found: {', '.join(missing)}."
+
+    def _recipe(self) -> str:
+        stages = [
+            f"- `{artifact.manifest.stage}`: {'; '.join(artifact.manifest.summary) or 'done'}\n"
+            for artifact in self.lineage.found.values()
+        ]
+        settings = to_json(self.checkpoint.manifest.config)
+        return f"{''.join(stages)}\nSettings of the last stage:\n\n```json\n{settings}```\n"
+
+    def _scores(self) -> str:
+        if self.scores is None:
+            return f"{NOT_RECORDED}\n"
+        systems: Mapping[str, Mapping[str, Mapping[str, float]]]
+        systems = self.scores.statistics.get("systems", {})
+        own = [name for name in systems if self._is_own(self.scores, name)]
+        rows = list(_score_rows({name: systems[name] for name in own or systems}))
+        note = "" if own else "Which of these systems is this model could not be found out.\n\n"
+        return note + _table(("system", "directions", "score", "mean"), rows)
+
+    def _is_own(self, scores: Artifact, system: str) -> bool:
+        """Whether a system's translations are known to be of this checkpoint."""
+        record = scores.manifest.inputs.get(f"systems/{system}")
+        translations = open_recorded(record) if record else None
+        used = translations.manifest.inputs.get("checkpoint") if translations else None
+        return used is not None and used.digest == self.checkpoint.digest
+
+
+def _score_rows(
+    systems: Mapping[str, Mapping[str, Mapping[str, float]]],
+) -> Iterator[tuple[str, ...]]:
+    for system, families in systems.items():
+        for family, scores in families.items():
+            for score, value in scores.items():
+                shown = "" if value is None else f"{value:.2f}"
+                yield system, family.replace("_", " "), score, shown
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _python(lines: Sequence[str]) -> str:
+    body = "\n".join(lines)
+    return f"```python\n{body}\n```\n"

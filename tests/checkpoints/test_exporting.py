@@ -1,0 +1,418 @@
+"""Export: what is refused, what is fused, files, model cards, and the way back."""
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.exported_models import BEYOND, HUNDRED, own_checkpoint, own_sentencepiece
+from support.foreign_models import LINES, m2m100_folder
+from support.stored_checkpoints import make_checkpoint
+from support.tiny_models import tiny_spec
+from transformers import M2M100ForConditionalGeneration
+
+from pipeline import cli
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
+from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.piece_order import with_pieces
+from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.checkpoints.own import own_source
+from pipeline.cli import export_verb
+from pipeline.config import MoEConfig
+from pipeline.errors import ArtifactError, CheckpointError, ConfigError
+from pipeline.model.transformer import build_model
+
+ARCHIVE = Path(__file__).parents[1] / "whole" / "stored_run.tar.gz"
+MOE = MoEConfig(num_experts=4, every=2)
+GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "said"),
+    [
+        ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*'pre' alone.*--to ctranslate2"),
+        ("hf-m2m100", {"positions": "learned"}, "model.positions = 'learned'.*--to ctranslate2"),
+        ("hf-m2m100", {"embedding_norm": True}, "model.embedding_norm = True.*--to ctranslate2"),
+        ("hf-m2m100", {"embedding": {"output": "untied"}}, "output = 'untied'.*--to ctranslate2"),
+        ("hf-m2m100", {"tag_scheme": "tgt"}, "tag_scheme = 'tgt'.*--to ctranslate2"),
+        ("hf-m2m100", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
+        ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
+        ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
+        ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*no format has it"),
+        (
+            "hf-nllb-moe",
+            {"moe": MOE.model_copy(update={"top_k": 1})},
+            "model.moe.top_k = 1.*2 alone: no format has it",
+        ),
+        (
+            "hf-nllb-moe",
+            {"moe": MOE.model_copy(update={"combine_weights": "probability"})},
+            "combine_weights = 'probability'",
+        ),
+        (
+            "hf-nllb-moe",
+            {"moe": MOE.model_copy(update={"evaluation_capacity_factor": 1.0})},
+            "evaluation_capacity_factor = 1.0",
+        ),
+    ],
+)
+def test_what_a_format_cannot_express_is_refused_by_name(
+    to: Format, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", **settings)
+    with pytest.raises(CheckpointError, match=said):
+        export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_of_bytes_is_refused(tmp_path: Path) -> None:
+    spec = tiny_spec(vocabulary=264).model_copy(
+        update={"pad_id": 0, "languages": ("de", "en", "fr", "ru")}
+    )
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", build_model(spec))
+    for to in ("hf-m2m100", "ctranslate2"):
+        with pytest.raises(CheckpointError, match=r"vocabulary of bytes \(tokenizer.kind\)"):
+            export_checkpoint(checkpoint, out_dir=tmp_path / "out", export=Export(to=to))
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- one language group
+
+
+def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
+    tmp_path: Path,
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", moe=GROUPED, groups=(1, 0, 0))
+    export_checkpoint(
+        source.origin, out_dir=tmp_path / "out", export=Export(to="hf-nllb-moe", target_group="fr")
+    )
+    read = source.tensors.read
+    router = "layers.1.feed_forward.router"
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as stored:
+        fused = stored.get_tensor("model.decoder.layers.1.ffn.router.classifier.weight")
+        shared = stored.get_tensor("model.encoder.layers.1.ffn.router.classifier.weight")
+        assert not [name for name in stored.keys() if "group" in name]  # noqa: SIM118
+    own, of_groups = read(f"decoder.{router}.weight"), read(f"decoder.{router}.group_weight")
+    assert torch.equal(fused, (own + of_groups[0]) / 2)
+    assert torch.equal(shared, read(f"encoder.{router}.weight"))
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "Into: `en`, `fr`." in card
+
+
+@pytest.mark.parametrize(
+    ("moe", "groups", "choice", "said"),
+    [
+        (GROUPED, (1, 0, 0), None, r"--target-group, one of 0 \(en, fr\), 1 \(de\)"),
+        (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
+        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* name one of de, en, fr"),
+        (MOE, None, "0", "has no language groups: leave out --target-group"),
+    ],
+)
+def test_a_group_must_be_named_where_there_are_groups_and_nowhere_else(
+    moe: MoEConfig, groups: tuple[int, ...] | None, choice: str | None, said: str, tmp_path: Path
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", moe=moe, groups=groups)
+    export = Export(to="hf-nllb-moe", target_group=choice)
+    with pytest.raises(ConfigError, match=said):
+        export_checkpoint(source.origin, out_dir=tmp_path / "out", export=export)
+
+
+# ---------------------------------------------------------------- there and back
+
+
+def test_what_is_exported_is_read_back_as_it_was(tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    back = open_foreign(tmp_path / "out")
+    assert back.spec.model == source.spec.model
+    ours, theirs = source.tokenizer.build(), back.tokenizer.build()
+    rows = chosen_layout(entries_of(source.tokenizer, source.origin)).rows
+    for line in LINES:
+        assert [rows[index] for index in theirs.encode(line)] == ours.encode(line)
+    for code in source.spec.languages:
+        assert rows[theirs.language_token_id(code)] == ours.language_token_id(code)
+    for name in source.tensors.names():
+        value = back.tensors.read(name)
+        if name == "embedding.weight":
+            value = value[[rows.index(index) for index in range(ours.size)]]
+        assert torch.equal(value, source.tensors.read(name))
+
+
+def test_an_imported_model_is_exported_as_it_came(tmp_path: Path) -> None:
+    """Its hundred languages, its numbering, and the spare rows that its softmax has."""
+    m2m100_folder(tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    first, second = open_foreign(tmp_path / "theirs"), open_foreign(tmp_path / "out")
+    assert second.spec == first.spec
+    assert second.tokenizer == first.tokenizer
+    for name in first.tensors.names():
+        assert torch.equal(first.tensors.read(name), second.tensors.read(name))
+    assert "suppress_tokens" not in json.loads(
+        (tmp_path / "out" / "generation_config.json").read_text()
+    )
+
+
+def test_weights_beyond_a_size_lie_in_several_files_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+    monkeypatch.setattr("pipeline.checkpoints.foreign.written_folder.SHARD_BYTES", 8000)
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    back = open_foreign(tmp_path / "out")
+    name = "decoder.layers.1.feed_forward.up.weight"
+    assert torch.equal(back.tensors.read(name), source.tensors.read(name))
+    peer_type: Any = M2M100ForConditionalGeneration
+    peer, loading = peer_type.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert torch.equal(
+        peer.state_dict()[f"model.{name}".replace("feed_forward.up", "fc1")],
+        source.tensors.read(name),
+    )
+
+
+# ---------------------------------------------------------------- vocabularies
+
+
+def test_pieces_in_another_order_split_text_as_before() -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    model = own_sentencepiece()
+    before = SentencePieceProcessor(model_proto=model)
+    ordinary = [before.id_to_piece(index) for index in range(4, before.get_piece_size())]
+    after = SentencePieceProcessor(model_proto=with_pieces(model, ordinary[::-1]))
+    assert [after.id_to_piece(index) for index in range(after.get_piece_size())] == [
+        *("<unk>", "<s>", "</s>"),
+        *ordinary[::-1],
+    ]
+    for line in LINES:
+        assert after.encode(line, out_type=str) == before.encode(line, out_type=str)
+    assert (after.unk_id(), after.bos_id(), after.eos_id()) == (0, 1, 2)
+
+
+def tokenizer_with(pieces: tuple[int | None, ...], size: int) -> TokenizerFiles:
+    tokens = dict(zip(BEYOND, range(size - 3, size), strict=True))
+    numbering = Numbering(
+        size=size, pad=1, bos=0, eos=2, unk=3, pieces=pieces, language_tokens=tokens
+    )
+    description = TokenizerDescription(
+        kind="sentencepiece",
+        languages=BEYOND,
+        language_token_scheme="underscores",
+        numbering=numbering,
+    )
+    return TokenizerFiles(description, own_sentencepiece())
+
+
+def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_ids(
+    tmp_path: Path,
+) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    count = SentencePieceProcessor(model_proto=own_sentencepiece()).get_piece_size()
+    pieces = (1, 0, 2, 3, *range(4, count - 1), None)
+    files = tokenizer_with(pieces, count + 3)
+    source = own_checkpoint(tmp_path / "checkpoint", languages=BEYOND, tokenizer=files)
+    with pytest.raises(CheckpointError, match=r"has 1 pieces that its model does not know"):
+        export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="ctranslate2"))
+
+
+# ---------------------------------------------------------------- places
+
+
+def test_an_exported_folder_is_replaced_only_when_asked_and_only_if_it_is_ours(
+    tmp_path: Path,
+) -> None:
+    source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
+    export = Export(to="hf-m2m100")
+    export_checkpoint(source.origin, out_dir=out, export=export)
+    with pytest.raises(ArtifactError, match="--overwrite"):
+        export_checkpoint(source.origin, out_dir=out, export=export)
+    export_checkpoint(source.origin, out_dir=out, export=export, overwrite=True)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"notes\.txt"):
+        export_checkpoint(source.origin, out_dir=out, export=export, overwrite=True)
+    with pytest.raises(ConfigError, match="lies within"):
+        export_checkpoint(source.origin, out_dir=source.origin / "out", export=export)
+
+
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint")
+
+    def fail(*_: object, **__: object) -> None:
+        raise CheckpointError("the last file")
+
+    monkeypatch.setattr("pipeline.checkpoints.exporting.write_vocabulary", fail)
+    with pytest.raises(CheckpointError, match="the last file"):
+        export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
+    assert sorted(path.name for path in tmp_path.iterdir() if "verified" not in path.name) == [
+        "checkpoint"
+    ]
+
+
+def test_the_command_exports_and_verifies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = own_checkpoint(tmp_path / "checkpoint"), tmp_path / "out"
+    command = ["export", str(source.origin), "--to", "hf-m2m100", "--out", str(out)]
+    assert cli.main(command) == 0
+    assert "as hf-m2m100" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", str(out)]) == 0
+    assert cli.main(["export", str(out), "--to", "hf-m2m100", "--out", str(out / "x")]) == 2
+    assert "is an export where a checkpoint is wanted" in capsys.readouterr().err
+
+
+def test_the_command_offers_all_formats() -> None:
+    assert export_verb.FORMATS == FORMATS
+
+
+def test_a_trained_model_is_exported_for_a_group_of_its_languages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stored run's MMNMT model, from its manifest of an earlier version."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    command = ["export", "run/mmnmt", "--to", "hf-nllb-moe", "--target-group", "de", "--out", "out"]
+    assert cli.main(command) == 0
+    config = json.loads(Path("out/config.json").read_text("utf-8"))
+    source = own_source(open_artifact(Path("run/mmnmt"), kind="checkpoint"))
+    assert source.spec.model.moe is not None
+    assert config["num_experts"] == source.spec.model.moe.num_experts
+    assert config["decoder_sparse_step"] == source.spec.model.moe.every
+    assert "Into: " in Path("out/README.md").read_text("utf-8")
+
+
+# ---------------------------------------------------------------- model cards
+
+
+def header(card: str) -> list[str]:
+    first, head, _ = card.split("---\n", 2)
+    assert not first
+    return head.splitlines()
+
+
+def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    source = own_checkpoint(tmp_path / "checkpoint", languages=("de", "en", "no"))
+    export = Export(to="hf-m2m100", license="cc-by-nc-4.0")
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=export)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert yaml.safe_load("\n".join(header(card))) == {
+        "language": ["de", "en", "no"],
+        "license": "cc-by-nc-4.0",
+        "library_name": "transformers",
+        "pipeline_tag": "translation",
+        "tags": ["translation"],
+    }
+    assert "German (`de`), English (`en`), Norwegian (`no`)" in card
+    assert "## Data\n\nNot recorded." in card
+    assert "## Scores\n\nNot recorded." in card
+
+
+def test_a_model_card_tells_the_data_the_stages_and_the_scores_of_its_model(
+    tmp_path: Path,
+) -> None:
+    checkpoint = own_checkpoint(tmp_path / "plain").origin
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        writer.statistics["pairs"] = {
+            "de-en": {"train": 1234, "valid": 5},
+            "de-fr": {"train": 0, "valid": 0},
+        }
+        writer.summary.append("read 1,300 training lines")
+    inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
+    taken = open_artifact(checkpoint, kind="checkpoint")
+    config = {"optimizer": {"learning_rate": 0.5}}
+    with new_artifact(
+        tmp_path / "trained", kind="checkpoint", stage="finetune", config=config, inputs=inputs
+    ) as writer:
+        for name in taken.names():
+            writer.take_over(name, taken)
+        writer.summary.append("80 updates")
+    trained = open_artifact(tmp_path / "trained", kind="checkpoint")
+    with new_artifact(
+        tmp_path / "answers",
+        kind="translations",
+        stage="translate",
+        config={},
+        inputs={"checkpoint": trained.as_input},
+    ):
+        pass
+    answers = open_artifact(tmp_path / "answers", kind="translations").as_input
+    with new_artifact(
+        tmp_path / "scores",
+        kind="evaluation",
+        stage="evaluate",
+        config={},
+        inputs={"systems/ours": answers},
+    ) as writer:
+        scores = {"into_pivot": {"bleu": 31.416}, "zero_shot": {"bleu": None}}
+        writer.statistics["systems"] = {"ours": scores, "theirs": scores}
+    export = Export(to="hf-m2m100", scores_dir=tmp_path / "scores")
+    export_checkpoint(tmp_path / "trained", out_dir=tmp_path / "out", export=export)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "1,234 sentence pairs for training." in card
+    assert "| de-en | 1,234 |\n" in card
+    assert "de-fr" not in card
+    assert "- `make_shards`: read 1,300 training lines\n- `finetune`: 80 updates\n" in card
+    assert '"learning_rate": 0.5' in card
+    assert "| ours | into pivot | bleu | 31.42 |\n" in card
+    assert "theirs" not in card
+    assert str(tmp_path) not in card
+
+
+def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None:
+    """The stored run was made in a folder that is not there."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    export = Export(to="hf-m2m100", scores_dir=tmp_path / "run" / "evaluation")
+    export_checkpoint(tmp_path / "run" / "dense", out_dir=tmp_path / "out", export=export)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "could not all be found: mixture, shards." in card
+    assert "Which of these systems is this model could not be found out." in card
+    assert "| MMNMT | into pivot | bleu | 0.88 |\n" in card
+
+
+@pytest.mark.parametrize("languages", [HUNDRED, BEYOND])
+@pytest.mark.parametrize("to", ["hf-m2m100", "ctranslate2"])
+def test_the_lines_that_a_card_gives_load_the_model(
+    to: Format, languages: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = own_checkpoint(tmp_path / "checkpoint", languages=languages)
+    export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to=to))
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    code = card.split("```python\n")[1].split("```")[0]
+    out = str(tmp_path / "out")
+    exec(code.replace('"DIR', f'"{out}').replace("(DIR", f'("{out}"'), {"DIR": out})
+    assert capsys.readouterr().out.strip()
+
+
+def test_an_own_source_refuses_tensors_of_another_shape(tmp_path: Path) -> None:
+    spec = tiny_spec(vocabulary=264).model_copy(
+        update={"pad_id": 0, "languages": ("de", "en", "fr", "ru")}
+    )
+    name = "encoder.layers.0.feed_forward.up.weight"
+    directory = make_checkpoint(
+        tmp_path / "checkpoint",
+        build_model(spec),
+        change=lambda weights: {**weights, name: weights[name][1:].clone()},
+    )
+    source = own_source(open_artifact(directory, kind="checkpoint"))
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \(31, 16\)"):
+        source.tensors.read(name)

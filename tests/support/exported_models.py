@@ -1,0 +1,120 @@
+"""Checkpoints of ours with random weights that are well spread, to be written for others."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+import torch
+
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
+from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
+from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.checkpoints.weights import write_weights
+from pipeline.config import ModelConfig, MoEConfig, TagScheme
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model
+from support.foreign_models import LINES
+
+HUNDRED = ("de", "en", "fr")
+"""Languages that M2M-100 has."""
+BEYOND = ("chr", "de", "en")
+"""Cherokee is not among them."""
+SPREAD = 2.2
+"""With less of it few of these small models tell sentences apart."""
+
+
+def own_sentencepiece(
+    lines: Sequence[str] = tuple(LINES * 20), *, size: int = 60, model_type: str = "unigram"
+) -> bytes:
+    """A SentencePiece model as ``train_tokenizer`` makes it."""
+    stream = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=stream,
+        model_type=model_type,
+        vocab_size=size,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        pad_id=SPECIALS["pad"],
+        bos_id=SPECIALS["bos"],
+        eos_id=SPECIALS["eos"],
+        unk_id=SPECIALS["unk"],
+        num_threads=1,
+        minloglevel=2,
+    )
+    return stream.getvalue()
+
+
+def own_tokenizer(languages: Sequence[str], model: bytes | None = None) -> TokenizerFiles:
+    """A tokenizer of ours, its ids in our order."""
+    description = TokenizerDescription(
+        kind="sentencepiece",
+        languages=tuple(languages),
+        language_token_scheme="underscores",
+    )
+    return TokenizerFiles(description, model or own_sentencepiece())
+
+
+def own_checkpoint(
+    directory: Path,
+    *,
+    languages: Sequence[str] = HUNDRED,
+    moe: MoEConfig | None = None,
+    groups: tuple[int, ...] | None = None,
+    tag_scheme: TagScheme = "src-tgt",
+    tokenizer: TokenizerFiles | None = None,
+    **model: object,
+) -> ModelSource:
+    """A checkpoint on disk."""
+    files = tokenizer or own_tokenizer(languages)
+    built = files.build()
+    settings = {
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "width": 16,
+        "feed_forward_width": 32,
+        "num_heads": 2,
+        "max_positions": 64,
+        **model,
+    }
+    spec = ModelSpec(
+        model=ModelConfig.model_validate({**settings, "moe": moe}),
+        vocabulary_size=built.size,
+        pad_id=built.pad_id,
+        languages=built.languages,
+        language_groups=groups,
+        tag_scheme=tag_scheme,
+    )
+    filled = spread_values(build_model(spec), eos_id=built.eos_id)
+    with new_artifact(
+        directory, kind="checkpoint", stage="pretrain", config={"loss": {}}, inputs={}
+    ) as writer:
+        write_weights(
+            writer.directory / "weights", ((one.name, one.value) for one in named_slices(filled))
+        )
+        write_spec(writer, spec)
+        files.write(tokenizer_directory(writer))
+    return own_source(open_artifact(directory, kind="checkpoint"))
+
+
+def spread_values(model: Transformer, *, eos_id: int, seed: int = 1) -> Transformer:
+    """As ``foreign_models.spread``, of a model of ours."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if "norm" in name and name.endswith("weight"):
+                value = 1 + 0.2 * value
+            elif parameter.dim() > 1:
+                value *= SPREAD * parameter.shape[-1] ** -0.5
+            else:
+                value *= 0.2
+            parameter.copy_(value)
+        assert model.embedding.weight is not None
+        model.embedding.weight[eos_id] *= 1.5
+    return model
