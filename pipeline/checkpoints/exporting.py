@@ -42,7 +42,7 @@ from pipeline.checkpoints.foreign.written_vocabularies import (
     refuse_unknown_pieces,
     write_vocabulary,
 )
-from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ConfigError
 

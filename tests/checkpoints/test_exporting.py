@@ -22,7 +22,7 @@ from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.foreign.piece_order import with_pieces
 from pipeline.checkpoints.importing import import_checkpoint
-from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.opening import own_source
 from pipeline.cli import export_verb
 from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError

@@ -11,7 +11,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
 from pipeline.checkpoints.names import named_slices
-from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config import ModelConfig, MoEConfig, TagScheme

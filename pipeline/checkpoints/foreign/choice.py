@@ -10,6 +10,7 @@ from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, ModelFolder
 from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_disagreement
+from pipeline.checkpoints.foreign.scaled_experts import ScaledExperts
 from pipeline.checkpoints.foreign.tensors import Adjust, ForeignTensors, unchanged
 from pipeline.checkpoints.foreign.tokenizer_choice import folder_tokenizer
 from pipeline.checkpoints.sources import ModelSource
@@ -87,7 +88,7 @@ def _open_nllb_moe(folder: ModelFolder) -> ModelSource:
         model=nllb_moe.moe_model_config(folder.origin, config),
         usual_tokenizer="NllbTokenizer",
         table=nllb_moe.TABLE,
-        adjust=nllb_moe.ScaledExperts(1 - config.moe_token_dropout),
+        adjust=ScaledExperts(1 - config.moe_token_dropout),
     )
 
 

@@ -17,14 +17,15 @@ from pipeline.checkpoints.foreign.fairseq import (
 from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
 from pipeline.checkpoints.foreign.fairseq_moe import (
     EXPERTS,
-    ScaledExperts,
     is_shared_file,
+    kept_share,
     moe_config,
     rank_files,
     refuse_rank_file,
     with_experts,
 )
 from pipeline.checkpoints.foreign.name_table import NameTable
+from pipeline.checkpoints.foreign.scaled_experts import ScaledExperts
 from pipeline.checkpoints.foreign.tensors import ForeignTensors
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.sources import ModelSource
@@ -80,7 +81,7 @@ def open_fairseq(path: Path, vocabulary: FairseqVocabulary | None) -> ModelSourc
         spec=spec,
         tokenizer=tokenizer,
         tensors=ForeignTensors.through(
-            table, weights, spec=spec, adjust=ScaledExperts.of(settings)
+            table, weights, spec=spec, adjust=ScaledExperts(kept_share(settings))
         ),
         record=InputRecord(kind="raw", path=str(path.absolute()), digest=_digest(files)),
     )

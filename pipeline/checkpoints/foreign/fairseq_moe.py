@@ -13,10 +13,9 @@ says so: that depends on the other sentences of a batch.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipeline.checkpoints.foreign.fairseq import FairseqSettings
@@ -32,7 +31,6 @@ EXPERTS = NameTable.parse("""
 {stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times what training kept
 """)  # noqa: E501 (a table)
 
-_OUTPUTS = [row for row in EXPERTS.rows if ".fc2." in row.theirs]
 _SHARED = "-shared.pt"
 _RANK = re.compile(r"-rank-(0|[1-9]\d{0,4})\.pt", re.ASCII)
 _EXPERT = re.compile(
@@ -67,26 +65,12 @@ def moe_config(settings: FairseqSettings, origin: Path) -> MoEConfig | None:
     )
 
 
-@dataclass(frozen=True)
-class ScaledExperts:
-    """Experts whose output is what theirs is in evaluation.
+def kept_share(settings: FairseqSettings) -> float:
+    """What fairseq's evaluation multiplies outputs of experts by.
 
-    fairseq masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``) in training,
-    does not scale up what remains, and multiplies by the share that was kept in evaluation. Ours
-    needs no correction: the factor goes into an expert's last linear layer, in float32 at least.
+    In training it masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``).
     """
-
-    factor: float
-
-    @classmethod
-    def of(cls, settings: FairseqSettings) -> "ScaledExperts":
-        return cls((1 - settings.moe_eom) * (1 - settings.moe_fom))
-
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        """Our value of a tensor by our name."""
-        if self.factor == 1 or not any(row.to_theirs(name) for row in _OUTPUTS):
-            return value
-        return value.to(torch.promote_types(value.dtype, torch.float32)) * self.factor
+    return (1 - settings.moe_eom) * (1 - settings.moe_fom)
 
 
 def is_shared_file(path: Path) -> bool:

@@ -4,14 +4,10 @@ As M2M-100, with experts in every n-th layer. A token goes to its two best exper
 the two sum to 1.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
-from pipeline.checkpoints.foreign.name_table import NameTable, Row
+from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_other
 from pipeline.config import ModelConfig
 from pipeline.errors import CheckpointError
@@ -41,8 +37,6 @@ model.{stack}.layers.{layer}.ffn.router.classifier.weight        {stack}.layers.
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc1.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc2.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times 1 - moe_token_dropout
 """)  # noqa: E501 (a table)
-EXPERT_OUTPUT = Row("{stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}", "output")
-"""Ours that are what an expert ends with."""
 TOP_K = 2
 """NllbMoeTop2Router has no other."""
 
@@ -114,21 +108,3 @@ def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, objec
     )
     factor = fraction * config.num_experts / TOP_K
     return {"dispatch": "capacity", "evaluation_capacity_factor": factor}
-
-
-@dataclass(frozen=True)
-class ScaledExperts:
-    """Experts whose output is what theirs is in evaluation.
-
-    NLLB masks whole outputs of experts in training and does not scale up what remains: evaluation
-    multiplies every output by 1 - moe_token_dropout. Ours needs no correction, so that the factor
-    goes into the last linear layer, in float32 at least: it must not be rounded a second time.
-    """
-
-    factor: float
-
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        if self.factor == 1 or EXPERT_OUTPUT.to_ours(name) is None:
-            return value
-        wide = torch.promote_types(value.dtype, torch.float32)
-        return value.to(wide) * self.factor

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoints.foreign.name_table import NOTHING, NameTable
-from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.sources import refuse_misfit
 from pipeline.checkpoints.weights import FLOATING_TYPES
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
-
-_LISTED = 8
-"""Names that a report lists of each kind of misfit."""
 
 
 class Stored(Protocol):
@@ -81,7 +78,7 @@ class ForeignTensors:
                 known[ours].append(name)
         names = {ours: tuple(theirs) for ours, theirs in known.items()}
         tensors = cls(stored, names, adjust)
-        _refuse_misfit(tensors, unknown, spec)
+        refuse_misfit(tensors, spec, unknown=unknown, called=lambda name: names[name][0])
         return tensors
 
     @property
@@ -124,38 +121,3 @@ class ForeignTensors:
                     "values differ: name a checkpoint that ties them."
                 )
         return self.adjust(name, value)
-
-
-def _refuse_misfit(tensors: ForeignTensors, unknown: list[str], spec: ModelSpec) -> None:
-    """A full report of what does not fit the model that the configuration describes."""
-    wanted = tensor_shapes(spec)
-    found = set(tensors.names())
-    shapes = {name: tensors.shape(name) for name in sorted(found & set(wanted))}
-    problems = [
-        _listing("unknown", unknown),
-        _listing("missing", sorted(set(wanted) - found)),
-        _listing("beyond the model", sorted(found - set(wanted))),
-        _listing(
-            "of another shape",
-            [
-                f"{tensors.stored_names[name][0]} {list(shape)} instead of {list(wanted[name])}"
-                for name, shape in shapes.items()
-                if shape != tuple(wanted[name])
-            ],
-        ),
-    ]
-    if any(problems):
-        saved = sum(torch.Size(tensors.shape(name)).numel() for name in found)
-        expected = sum(shape.numel() for shape in wanted.values())
-        raise CheckpointError(
-            f"{tensors.origin} holds {saved:,} parameters where its configuration describes "
-            f"{expected:,}; tensors {'; '.join(filter(None, problems))}: name a checkpoint whose "
-            "files belong together."
-        )
-
-
-def _listing(what: str, names: list[str]) -> str:
-    if not names:
-        return ""
-    more = f", and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return f"{what} ({len(names):,}): {', '.join(names[:_LISTED])}{more}"

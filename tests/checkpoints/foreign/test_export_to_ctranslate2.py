@@ -15,7 +15,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.tokenizer import tags
 from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.foreign import ctranslate2_model
-from pipeline.checkpoints.own import own_source
+from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import Source, beam_search
