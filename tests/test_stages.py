@@ -61,7 +61,10 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "pretrain": TRAINING,
     "upcycle": {
         "model": MODEL,
-        "upcycling": {"graft_group_routers", "mask_ratio", "method", "noise_std", "seed"},
+        "upcycling": {
+            *("graft_group_routers", "kept_experts", "mask_ratio", "method", "noise_std"),
+            *("seed", "token_routers"),
+        },
     },
     "finetune": TRAINING,
     "translate": {
@@ -94,6 +97,8 @@ BESIDE: dict[str, dict[str, set[str]]] = {
 
 DS_CONFIG_DECIDING = {
     *("bf16.enabled", "data_types.grad_accum_dtype", "zero_force_ds_cpu_optimizer"),
+    *("fp16.enabled", "fp16.hysteresis", "fp16.initial_scale_power", "fp16.loss_scale"),
+    *("fp16.loss_scale_window", "fp16.min_loss_scale"),
     *("zero_optimization.offload_optimizer.device", "zero_optimization.stage"),
 }
 DS_CONFIG_BESIDE = {

@@ -156,6 +156,19 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
     assert not {"torch", "deepspeed", "numpy"} & loaded
 
 
+def test_every_folder_of_the_packages_is_installed() -> None:
+    """A package that is left out is missed by nobody who works in a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    folders = {
+        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        for top in ("pipeline", "data_prep", "ds_configs")
+        for pattern in ("*.py", "*.toml", "*.json")
+        for path in (ROOT / top).rglob(pattern)
+    }
+    assert folders == listed
+
+
 def test_deepspeed_is_imported_by_the_engine_alone() -> None:
     importers = {
         name
