@@ -88,6 +88,22 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+def _unpack_tokenizer(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.unpacking import unpack_tokenizer
+
+    with interruptible(), sole_writer(options.out):
+        size = unpack_tokenizer(options.directory, out_dir=options.out, overwrite=options.overwrite)
+    print(f"{options.out}: the tokenizer of {options.directory}, {size:,} ids")
+    return 0
+
+
+def _print_recipe(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.unpacking import recipe_text
+
+    print(recipe_text(options.directory), end="")
+    return 0
+
+
 def _prune_experts(options: argparse.Namespace) -> int:
     from pipeline.checkpoints.pruning import prune_experts
 
@@ -147,6 +163,11 @@ def _add_import_options(parser: argparse.ArgumentParser) -> None:
     _add_output_options(parser)
 
 
+def _add_unpacking_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    _add_output_options(parser)
+
+
 def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument(
@@ -200,6 +221,18 @@ _VERBS = (
         "make a checkpoint of one of other software",
         _add_import_options,
         _import,
+    ),
+    Verb(
+        "checkpoint tokenizer",
+        "make a tokenizer artifact of the one a checkpoint carries, to make shards with",
+        _add_unpacking_options,
+        _unpack_tokenizer,
+    ),
+    Verb(
+        "checkpoint recipe",
+        "print what of a recipe a checkpoint decides, to be laid over the one that trains it",
+        _add_directory,
+        _print_recipe,
     ),
     Verb(
         "checkpoint prune-experts",

@@ -1,0 +1,116 @@
+"""A model from elsewhere gets experts and is trained on: from its folder to lower losses."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.foreign_models import LINES, m2m100_folder
+from support.raw_trees import write
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
+from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, read_spec, read_tokenizer
+from pipeline.checkpoints.unpacking import recipe_text
+from pipeline.cli import main
+from pipeline.config import ModelConfig, load_recipe
+
+UPDATES = 20
+ASSEMBLY = """
+[sources]
+m2m = "m2m100"
+[parts]
+embeddings = "m2m"
+encoder = "m2m"
+decoder = "m2m"
+[experts]
+num_experts = 4
+"""
+TRAINING = f"""
+[batches]
+tokens = 200
+micro_batches = 2
+evaluation_tokens = 200
+[optimizer]
+learning_rate = 0.005
+warmup_updates = 2
+[training]
+updates = {UPDATES}
+dropout = 0.0
+attention_dropout = 0.0
+validate_every = {UPDATES}
+[logging]
+every = 1
+"""
+TEXTS = [f"{line} {other}" for line in LINES for other in LINES if len(line + other) < 30]
+
+
+@pytest.fixture
+def upcycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """M2M-100 with four experts in every second layer."""
+    monkeypatch.chdir(tmp_path)
+    m2m100_folder(Path("m2m100"))
+    Path("assembly.toml").write_text(ASSEMBLY, encoding="utf-8")
+    assert main(["upcycle", "assembly.toml", "--out", "experts"]) == 0
+    return Path("experts")
+
+
+def run(*arguments: str) -> None:
+    assert main(list(arguments)) == 0
+
+
+def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
+    write(
+        Path("raw"),
+        {
+            f"de-en/{split}.{code}": "".join(f"{line}\n" for line in TEXTS)
+            for split in ("train", "valid")
+            for code in ("de", "en")
+        },
+    )
+    Path("recipe.toml").write_text(TRAINING, encoding="utf-8")
+    run("checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer")
+    Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")
+    recipe = "recipe.toml+model.toml"
+    run("import_corpus", "--recipe", recipe, "--raw", "raw", "--out", "corpus")
+    given = ["--corpus", "corpus", "--tokenizer", "tokenizer"]
+    run("make_shards", "--recipe", recipe, *given, "--out", "shards")
+    run("mix", "--recipe", recipe, "--shards", "shards", "--out", "mixture")
+    given = ["--shards", "shards", "--mixture", "mixture", "--checkpoint", str(upcycled)]
+    run("finetune", "--recipe", recipe, *given, "--out", "tuned")
+    curve = [
+        record["loss"]
+        for line in Path("tuned/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        if "loss" in (record := json.loads(line))
+    ]
+    assert len(curve) >= UPDATES
+    assert sum(curve[-3:]) < 0.8 * sum(curve[:3])
+    tuned = open_artifact(Path("tuned"), kind="checkpoint")
+    assert read_spec(tuned) == read_spec(open_checkpoint(upcycled))
+    load_model(tuned)
+
+
+def test_a_checkpoints_recipe_describes_its_model_and_nothing_else(upcycled: Path) -> None:
+    document = tomllib.loads(recipe_text(upcycled))
+    spec = read_spec(open_checkpoint(upcycled))
+    assert ModelConfig.model_validate(document["model"]) == spec.model
+    assert document["batches"] == {"tag_scheme": spec.tag_scheme}
+    assert set(document) == {"model", "batches"}
+    Path("model.toml").write_text(recipe_text(upcycled), encoding="utf-8")
+    laid_over = load_recipe("demo_mmnmt+model.toml")
+    assert laid_over.model == spec.model
+    assert laid_over.training == load_recipe("demo_mmnmt").training
+
+
+def test_a_checkpoints_tokenizer_is_an_artifact_with_the_same_ids(
+    upcycled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer")
+    made = load_tokenizer(tokenizer_folder(open_artifact(Path("tokenizer"), kind="tokenizer")))
+    assert made.fingerprint == read_tokenizer(open_checkpoint(upcycled)).fingerprint
+    assert f"{made.size:,} ids" in capsys.readouterr().out
+    assert main(["checkpoint", "tokenizer", str(upcycled), "--out", "tokenizer"]) == 2
+    assert main(["checkpoint", "tokenizer", "m2m100", "--out", "other"]) == 2
+    error = capsys.readouterr().err
+    assert "--overwrite" in error
+    assert "so it is not a finished checkpoint" in error
