@@ -1,0 +1,92 @@
+"""The README's way from a checkpoint of other software to experts and back, command by command.
+
+On the stored run instead of the demo's, and trained for a few updates.
+"""
+
+import json
+import re
+import shlex
+import tarfile
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.checkpoints.opening import open_model
+from pipeline.cli import main
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+SECTION = README.partition("### Experts in a checkpoint from elsewhere")[2].partition("\n### ")[0]
+RECIPE = """
+[shards]
+max_tokens = 40
+[batches]
+tokens = 200
+micro_batches = 2
+evaluation_tokens = 200
+[optimizer]
+warmup_updates = 1
+[training]
+updates = 4
+validate_every = 4
+[logging]
+every = 1
+"""
+
+
+def block(kind: str) -> str:
+    found = re.search(rf"^```{kind}\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every command of the example has succeeded."""
+    folder = tmp_path_factory.mktemp("example")
+    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "runs").mkdir()
+    (folder / "run").rename(folder / "runs" / "demo")
+    (folder / "experts.toml").write_text(block("toml"), encoding="utf-8")
+    (folder / "few.toml").write_text(RECIPE, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in block("bash demo").splitlines():
+            command, _, output = line.replace("demo_moe", "few.toml").partition(" > ")
+            words = shlex.split(command)[1:]
+            if output:
+                with Path(output).open("w", encoding="utf-8") as stream, redirect_stdout(stream):
+                    assert main(words) == 0, line
+            else:
+                assert main(words) == 0, line
+    return folder
+
+
+def test_every_part_comes_from_the_folder_of_other_software(done: Path) -> None:
+    experts = open_artifact(done / "runs" / "experts", kind="checkpoint")
+    receipt: dict[str, Any] = experts.read_json("receipt.json")
+    assert set(receipt["unused"]) == set()
+    rules = {entry["rule"] for entry in receipt["tensors"]}
+    assert rules == {"copied", "expert of dense", "fresh"}
+    assert all(".router." in e["target"] for e in receipt["tensors"] if e["rule"] == "fresh")
+    assert receipt["function_check"]["largest"] > 0
+
+
+def test_it_is_trained_and_translates(done: Path) -> None:
+    metrics = (done / "runs" / "experts-tuned" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert sum("loss" in json.loads(line) for line in metrics.splitlines()) >= 4
+    translations = open_artifact(done / "runs" / "experts-translations", kind="translations")
+    assert translations.statistics
+
+
+def test_what_is_exported_again_is_loaded_by_the_other_software(done: Path) -> None:
+    folder = done / "runs" / "hf-experts"
+    peer = transformers.NllbMoeForConditionalGeneration.from_pretrained(folder)
+    assert peer.config.num_experts == 8
+    back = open_model(folder)
+    made = open_model(done / "runs" / "experts-tuned")
+    assert back.spec.model.moe == made.spec.model.moe
