@@ -37,7 +37,9 @@ class Blueprint:
     config: UpcyclingConfig
     rows: RowPlan | None = None
     precision: str = "float32"
-    _last: tuple[str, Tensor] | None = field(default=None, repr=False, compare=False)
+    _last: tuple[tuple[str, str, bool], Tensor] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,7 +78,7 @@ class Blueprint:
         """What diversity changed of a tensor; None where it changes nothing."""
         if entry.rule not in ("expert of dense", "expert of expert"):
             return None
-        return value.float() - self._read(entry).float()
+        return value - self._read(entry)
 
     def _made(self, entry: Assignment) -> Tensor:
         match entry.rule:
@@ -85,12 +87,13 @@ class Blueprint:
             case "copied":
                 return self._read(entry)
             case "expert of dense" | "expert of expert":
-                return diversified(self._read(entry), entry.target, self.config)
+                exact = self.config.method == "noise"  # masks keep or drop what is written
+                return diversified(self._read(entry, exact=exact), entry.target, self.config)
             case "rows of kept experts" | "rows of more experts" | "group router of token router":
                 return self._rows_of_experts(entry)
             case "rows by piece":
                 assert self.rows is not None
-                return self.rows.applied(self._read(entry), self._fresh(entry))
+                return self.rows.applied(self._read(entry, exact=True), self._fresh(entry))
 
     def _rows_of_experts(self, entry: Assignment) -> Tensor:
         """A router's rows, (E, D) or (G, E, D), for the experts of the result."""
@@ -103,14 +106,18 @@ class Blueprint:
     def _fresh(self, entry: Assignment) -> Tensor:
         return initial_value(self.targets[entry.target], self.spec, seed=self.config.seed)
 
-    def _read(self, entry: Assignment) -> Tensor:
-        """The source tensor; the one last read is kept, which all experts of a layer share."""
+    def _read(self, entry: Assignment, *, exact: bool = False) -> Tensor:
+        """The source tensor, in the type that is written or, if ``exact``, as it is stored.
+
+        The one last read is kept, which all experts of a layer share.
+        """
         tensors = self.sources[entry.part]
         assert tensors is not None
         assert entry.source is not None
-        key = f"{entry.part}: {entry.source}"
+        key = (entry.part, entry.source, exact)
         if self._last is None or self._last[0] != key:
-            self._last = (key, tensors.read(entry.source))
+            value = tensors.read(entry.source)
+            self._last = (key, value if exact else value.to(self.dtype))
         return self._last[1]
 
     def __getstate__(self) -> dict[str, object]:

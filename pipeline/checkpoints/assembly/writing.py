@@ -185,16 +185,20 @@ def _receipt_entry(
 ) -> ReceiptEntry:
     difference = blueprint.difference(entry, value)
     if difference is None and entry.rule not in ("copied", "group router of token router"):
-        difference = value.float()  # there is nothing that it could be compared with
+        difference = value  # there is nothing that it could be compared with
     return ReceiptEntry(
         target=entry.target,
         part=entry.part,
         source=entry.source,
         rule=entry.rule,
         seed=seed_of(entry, blueprint),
-        norm=0.0 if difference is None else float(torch.linalg.vector_norm(difference)),
+        norm=0.0 if difference is None else _norm(difference),
         digest=hashlib.sha256(content).hexdigest(),
     )
+
+
+def _norm(difference: Tensor) -> float:
+    return float(torch.linalg.vector_norm(difference, dtype=torch.float32))
 
 
 def _place(blueprint: Blueprint, entry: Assignment) -> TensorPlace:
