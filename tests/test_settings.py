@@ -47,6 +47,7 @@ ZERO_IS_SENSIBLE = {
     "expert_output_masking": "none",
     "router_jitter": "none",
     "resource_thresholds": "no pair is low",
+    "kept_experts": "the first expert",
     "mask_ratio": "copies",
     "noise_std": "copies",
     "length_penalty": "scores are sums",

@@ -242,7 +242,7 @@ def build_model(
         model = Transformer(spec, regularization=regularization, expert_parallel=expert_parallel)
         model.to(dtype)
     try:
-        _allocate(model, device)
+        allocate(model, device)
     except RuntimeError as error:
         if "memory" not in str(error):
             raise
@@ -255,12 +255,12 @@ def build_model(
     return model.to(dtype)
 
 
-def _allocate(model: nn.Module, device: torch.device) -> None:
+def allocate(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
     """Put parameters without values in the place of those on the meta device.
 
     As ``Module.to_empty`` does, which loads PyTorch's compiler (``empty_like`` of a meta tensor).
     """
-    for module in model.modules():
+    for module in model.modules() if recurse else [model]:
         for name, parameter in list(module.named_parameters(recurse=False)):
             values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))

@@ -28,6 +28,7 @@ from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.model import transformer
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
@@ -357,13 +358,13 @@ def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_o
     tmp_path: Path,
 ) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
-    original, allocated = nn.Module.to_empty, list[torch.dtype]()
+    original, allocated = transformer.allocate, list[torch.dtype]()
 
-    def to_empty(module: nn.Module, **options: Any) -> nn.Module:
-        allocated.extend(parameter.dtype for parameter in module.parameters())
-        return original(module, **options)
+    def allocate(model: nn.Module, device: torch.device) -> None:
+        allocated.extend(parameter.dtype for parameter in model.parameters())
+        original(model, device)
 
-    with mock.patch.object(nn.Module, "to_empty", to_empty):
+    with mock.patch.object(transformer, "allocate", allocate):
         loaded = load_model(saved, dtype=torch.bfloat16)
     assert set(allocated) == {torch.bfloat16}
     expected = load_model(saved).to(torch.bfloat16)

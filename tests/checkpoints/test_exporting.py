@@ -413,6 +413,5 @@ def test_an_own_source_refuses_tensors_of_another_shape(tmp_path: Path) -> None:
         build_model(spec),
         change=lambda weights: {**weights, name: weights[name][1:].clone()},
     )
-    source = own_source(open_artifact(directory, kind="checkpoint"))
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \(31, 16\)"):
-        source.tensors.read(name)
+    with pytest.raises(CheckpointError, match=rf"{name} \[31, 16\] instead of \[32, 16\]"):
+        own_source(open_artifact(directory, kind="checkpoint"))

@@ -129,7 +129,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "group_languages": "--checkpoint --out --overwrite --recipe --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
         "--processes --recipe --shards",
-        "upcycle": "--decoder --embeddings --encoder --groups --out --overwrite --recipe",
+        "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
+        "--processes --recipe",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --recipe --shards",
         "translate": "--checkpoint --corpus --from --local-rank --local_rank --out --overwrite "

@@ -60,6 +60,7 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
+    *("pipeline.training.quarantine", "pipeline.training.updates"),
     *("pipeline.pretrain", "pipeline.finetune"),
 )
 """What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""

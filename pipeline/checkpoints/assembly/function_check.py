@@ -21,7 +21,7 @@ from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.transformer import Transformer, allocate, shape_of_model
 from pipeline.seeds import named_generator
 
 SENTENCES = 8
@@ -177,7 +177,7 @@ class Streamed:
         return found
 
     def _fill(self, prefix: str, module: nn.Module, *, recurse: bool = True) -> None:
-        module.to_empty(device="cpu", recurse=recurse)
+        allocate(module, torch.device("cpu"), recurse=recurse)
         for entry in named_slices(module):
             if not recurse and "." in entry.name:
                 continue
