@@ -1,7 +1,7 @@
 """What assembling a mixture of experts costs, beside copying a file of the result's size.
 
 A dense checkpoint in float32 of M2M-100's width, with as many layers as asked for (12 are the
-paper's 418 million parameters, less its vocabulary), becomes 32 experts in every second layer, in
+paper's 418 million parameters), becomes 32 experts in every second layer, in
 bfloat16, 10 % of their entries zero: ``mmnmt upcycle ASSEMBLY.toml`` in a process of its own, as a
 user runs it. The peer copies the files of the result and forces them to disk. Memory is that of all
 processes together, mapped files not counted, looked at every few milliseconds.
@@ -22,12 +22,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from ratios import Options, Row, compare, interleaved, parse_options, report
-from support.stored_checkpoints import make_checkpoint
 
-from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.tokenizer import ByteVocabulary
-from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.checkpoints.names import initialize_weights, num_parameters
+from pipeline.artifacts.artifact import new_artifact, open_artifact
+from pipeline.artifacts.tokenizer import (
+    SPECIALS,
+    ByteVocabulary,
+    Numbering,
+    TokenizerDescription,
+    TokenizerFiles,
+)
+from pipeline.checkpoints.checkpoint import read_spec, tokenizer_directory, write_spec
+from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
+from pipeline.checkpoints.weights import write_weights
 from pipeline.config import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
@@ -37,6 +43,7 @@ SPEED_TARGET = 0.4
 MEMORY_TARGET = 2500 * 10**6
 """Bytes."""
 LANGUAGES = ("de", "en")
+VOCABULARY = 64_000
 ASSEMBLY = """
 precision = "bfloat16"
 [sources]
@@ -50,11 +57,36 @@ num_experts = {experts}
 """
 
 
+def spare_rows(vocabulary: int) -> TokenizerFiles:
+    """A tokenizer of bytes with so many ids, most of which nothing has."""
+    size = ByteVocabulary.size
+    tokens = {code: size + number for number, code in enumerate(LANGUAGES)}
+    numbering = Numbering(
+        size=vocabulary, **SPECIALS, pieces=tuple(range(size)), language_tokens=tokens
+    )
+    return TokenizerFiles(
+        TokenizerDescription(
+            kind="bytes",
+            languages=LANGUAGES,
+            language_token_scheme="underscores",
+            numbering=numbering,
+        ),
+        None,
+    )
+
+
 class Upcycling:
     """One dense checkpoint, and what is made of it again and again."""
 
     def __init__(
-        self, folder: Path, *, layers: int, width: int, experts: int, processes: int
+        self,
+        folder: Path,
+        *,
+        layers: int,
+        width: int,
+        vocabulary: int,
+        experts: int,
+        processes: int,
     ) -> None:
         self.folder, self.processes = folder, processes
         spec = ModelSpec(
@@ -65,13 +97,19 @@ class Upcycling:
                 feed_forward_width=4 * width,
                 num_heads=width // 64,
             ),
-            vocabulary_size=ByteVocabulary.size + len(LANGUAGES),
-            pad_id=ByteVocabulary.pad_id,
+            vocabulary_size=vocabulary,
+            pad_id=SPECIALS["pad"],
             languages=LANGUAGES,
         )
         model = build_model(spec)
         initialize_weights(model, seed=1)
-        make_checkpoint(folder / "dense", model)
+        with new_artifact(
+            folder / "dense", kind="checkpoint", stage="pretrain", config={}, inputs={}
+        ) as writer:
+            weights = ((entry.name, entry.value) for entry in named_slices(model))
+            writer.settled |= write_weights(writer.directory / "weights", weights)
+            write_spec(writer, spec)
+            spare_rows(vocabulary).write(tokenizer_directory(writer))
         (folder / "assembly.toml").write_text(ASSEMBLY.format(experts=experts), encoding="utf-8")
         self.dense_parameters = num_parameters(spec)
         self.peak_bytes = 0
@@ -168,6 +206,7 @@ def main() -> None:
             Path(folder),
             layers=2 if options.quick else given.layers,
             width=64 if options.quick else 1024,
+            vocabulary=300 if options.quick else VOCABULARY,
             experts=4 if options.quick else 32,
             processes=given.processes,
         )

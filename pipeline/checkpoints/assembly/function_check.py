@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.assembly.plan import Part, part_of
+from pipeline.checkpoints.assembly.plan import PARTS, Part, part_of
 from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
@@ -76,10 +76,10 @@ def divergence(
         tokenizer.languages
     ):
         return None
-    reference = Streamed.of_parts(embeddings, encoder, decoder)
-    before_LV = reference.logits(fixed_batch(old, [one for one, _ in pairs], reference.spec))
-    model = Streamed(spec, dict.fromkeys(("embeddings", "encoder", "decoder"), tensors))
-    after_LV = model.logits(fixed_batch(tokenizer, [other for _, other in pairs], spec))
+    batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec)
+    before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
+    batch = fixed_batch(tokenizer, [other for _, other in pairs], spec)
+    after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
     old_ids, new_ids = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
     return compare(before_LV[:, old_ids], after_LV[:, new_ids])
 
