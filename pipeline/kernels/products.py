@@ -25,6 +25,11 @@ WORTH_A_KERNEL = 2**22
 class Linear(nn.Linear):
     """x Wᵀ + b, with the parameters of ``nn.Linear``."""
 
+    def reset_parameters(self) -> None:
+        """Values as PyTorch has them, which a layer without memory for them does without."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
