@@ -122,4 +122,5 @@ def check_required(
     wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
     missing = [f"--{name}" for name in wanted if not given[name]]
     if missing:
-        parser.error(f"the following options are required: {', '.join(missing)}")
+        instead = "; or name an ASSEMBLY.toml" * (stage.name == "upcycle")
+        parser.error(f"the following options are required: {', '.join(missing)}{instead}")

@@ -52,6 +52,11 @@ def target_spec(
     refuse_misfit(present, model)
     resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
     found = known_groups(present.get("decoder"), groups, resembling=resembling)
+    if found is None and model.moe is not None and model.moe.decoder_router == "language_group":
+        raise ConfigError(
+            "The decoder is to route by language group, and no source knows the groups: name a "
+            "groups artifact as `groups`."
+        )
     return make_spec(
         model=model,
         vocabulary_size=tokenizer.size,

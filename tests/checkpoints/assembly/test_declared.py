@@ -77,6 +77,9 @@ mask_ratio = {ratio}
 """
 
 
+GROUP_ROUTED = 'num_experts = 4\ndecoder_router = "language_group"\n'
+
+
 def receipt_of(directory: str) -> dict[str, Any]:
     made = open_artifact(Path(directory), kind="checkpoint")
     document: dict[str, Any] = made.read_json("receipt.json")
@@ -383,6 +386,19 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("mask_ratio = 0.1", "mask_ratio = 1.5"), "mask_ratio"),
         (("[upcycling]", "[model]\nnum_heads = 4\n[upcycling]"), "num_heads: 2 → 4"),
         (("[upcycling]", "[model]\nmoe = 3\n[upcycling]"), "is what [experts] says"),
+        (
+            ('decoder = "moe_lgr"\n', 'decoder = "fresh"\n[experts]\n' + GROUP_ROUTED),
+            "no part comes from the source 'moe_lgr'",
+        ),
+        (
+            (
+                'moe_lgr = "moe_lgr"\n[parts]\nembeddings = "dense"\nencoder = "dense"\n'
+                'decoder = "moe_lgr"\n',
+                '[parts]\nembeddings = "dense"\nencoder = "dense"\ndecoder = "fresh"\n[experts]\n'
+                + GROUP_ROUTED,
+            ),
+            "name a groups artifact as `groups`",
+        ),
         (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "knows the language 'de' already"),
     ],
