@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
+from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.config import ModelConfig, Recipe
 from pipeline.ds_config import precision_of
 from pipeline.errors import ConfigError
