@@ -314,11 +314,11 @@ def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
 
 def _joined(*parts: Ragged) -> Ragged:
     """Three parts of every sentence, one after the other."""
-    from pipeline.kernels.batch_loops import join
+    from pipeline.kernels import batch_loops
 
     length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
     ids_N = np.empty(int(length_B.sum()), dtype=np.int64)
-    join(*parts[0], *parts[1], *parts[2], ids_N)
+    batch_loops.join(*parts[0], *parts[1], *parts[2], ids_N)
     return Ragged(ids_N, length_B)
 
 

@@ -40,9 +40,9 @@ def activation_backward_(
     given = d_hidden_RF, hidden_RF
     match activation:
         case "relu" if can_loop(hidden_RF) and torch.get_num_threads() == 1:
-            from pipeline.kernels.routing_loops import relu_backward
+            from pipeline.kernels import routing_loops as loops
 
-            relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
+            loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
             return
         case "relu":
             torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)

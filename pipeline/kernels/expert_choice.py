@@ -96,7 +96,7 @@ class _ChooseByLoop(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
     ) -> tuple[Tensor, ...]:
-        from pipeline.kernels.routing_loops import choose_experts as fill_in
+        from pipeline.kernels import routing_loops as loops
 
         num_tokens, num_experts = logits_NE.shape
         probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
@@ -104,7 +104,7 @@ class _ChooseByLoop(torch.autograd.Function):
         weight_NC = logits_NE.new_empty(num_tokens, top_k)
         first_E, balance_loss = logits_NE.new_empty(num_experts), logits_NE.new_empty(1)
         outputs = probability_NE, expert_NC, weight_NC, first_E, balance_loss
-        fill_in(
+        loops.choose_experts(
             logits_NE.contiguous().numpy(),
             is_renormalized,
             *(output.numpy() for output in outputs),
@@ -117,12 +117,12 @@ class _ChooseByLoop(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from pipeline.kernels.routing_loops import choose_experts_backward
+        from pipeline.kernels import routing_loops as loops
 
         _, _, d_weight_NC, d_balance_loss = gradients
         probability_NE, expert_NC, weight_NC, first_E = ctx.saved_tensors
         d_logits_NE = torch.empty_like(probability_NE)
-        choose_experts_backward(
+        loops.choose_experts_backward(
             probability_NE.numpy(),
             expert_NC.numpy(),
             weight_NC.numpy(),

@@ -302,7 +302,7 @@ def _rows(x: Tensor, rows: slice, placement: Placement | None) -> Tensor:
 
 def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
     """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
-    from pipeline.kernels.routing_loops import sum_over_routes
+    from pipeline.kernels import routing_loops as loops
 
     (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
     sum_ND = y_RD.new_empty(num_tokens, width)
@@ -312,7 +312,7 @@ def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> 
     bounds = [num_tokens * part // parts for part in range(parts + 1)]
 
     def sum_part(part: int) -> None:
-        sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
+        loops.sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
 
     if parts == 1:  # most models: not worth the planning
         sum_part(0)
@@ -325,7 +325,7 @@ def _row_gradients(
     d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
 ) -> Callable[[slice, Tensor], Tensor]:
     """:func:`_combine_by_loop` backwards, one expert at a time; fills ``d_weight_NC``."""
-    from pipeline.kernels.routing_loops import sum_over_routes_backward
+    from pipeline.kernels import routing_loops as loops
 
     dy_RD = torch.empty_like(y_RD)
     d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
@@ -334,7 +334,9 @@ def _row_gradients(
 
     def row_gradient(rows: slice, total_D: Tensor) -> Tensor:
         first, last, total = rows.start, rows.stop, numbers(total_D)
-        sum_over_routes_backward(d_sum, y, token, route, weight, first, last, dy, d_weight, total)
+        loops.sum_over_routes_backward(
+            d_sum, y, token, route, weight, first, last, dy, d_weight, total
+        )
         return dy_RD[rows]
 
     return row_gradient

@@ -227,10 +227,10 @@ def place_by_loop(
     spare_rows: bool,
 ) -> Placement:
     """Route by route, on CPU."""
-    from pipeline.kernels.routing_loops import count_routes, place_routes
+    from pipeline.kernels import routing_loops as loops
 
     routed_E = expert_NC.new_empty(num_experts)
-    count_routes(expert_NC.numpy(), routed_E.numpy())
+    loops.count_routes(expert_NC.numpy(), routed_E.numpy())
     routed = routed_E.tolist()
     kept = [min(count, capacity) for count in routed]
     rows = [slice_length(count) for count in kept] if spare_rows and any(kept) else kept
@@ -240,7 +240,7 @@ def place_by_loop(
     row_NC = torch.full_like(expert_NC, num_rows)
     places = route_R.numpy(), token_R.numpy(), row_NC.numpy()
     order = None if queue is None else queue.numpy()
-    place_routes(order, expert_NC.numpy(), rows_E.numpy(), capacity, *places)
+    loops.place_routes(order, expert_NC.numpy(), rows_E.numpy(), capacity, *places)
     drops = kept != routed
     return Placement(
         route_R=route_R,
