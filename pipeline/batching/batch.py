@@ -17,11 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.kernels.batch_loops import join
 from pipeline.kernels.scaled_dot_product import attention_mask
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
+
+SOURCE_EXTRA = 2
+"""Tokens added to a source: one tag and end-of-sentence."""
+TARGET_EXTRA = 2
+"""Tokens added to a decoder input: the longest prompt."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +314,11 @@ def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
 
 def _joined(*parts: Ragged) -> Ragged:
     """Three parts of every sentence, one after the other."""
+    from pipeline.kernels import batch_loops
+
     length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
     ids_N = np.empty(int(length_B.sum()), dtype=np.int64)
-    join(*parts[0], *parts[1], *parts[2], ids_N)
+    batch_loops.join(*parts[0], *parts[1], *parts[2], ids_N)
     return Ragged(ids_N, length_B)
 
 

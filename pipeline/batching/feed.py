@@ -14,10 +14,15 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
 from pipeline.artifacts.shards import Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
-from pipeline.batching.batch import Batch, Ragged, Sentences, assemble
-from pipeline.batching.global_step import (
+from pipeline.batching.batch import (
     SOURCE_EXTRA,
     TARGET_EXTRA,
+    Batch,
+    Ragged,
+    Sentences,
+    assemble,
+)
+from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
     PairOffsets,

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig
 from pipeline.errors import ConfigError
@@ -36,11 +37,6 @@ from pipeline.kernels.batch_loops import (
 from pipeline.seeds import derive_seed
 
 Integers = npt.NDArray[np.signedinteger[Any]]
-
-SOURCE_EXTRA = 2
-"""Tokens added to a source: one tag and end-of-sentence."""
-TARGET_EXTRA = 2
-"""Tokens added to a decoder input: the longest prompt."""
 
 KEY_BITS = 63
 """Of a sort key: a whole number that is not negative."""

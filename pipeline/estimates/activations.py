@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
 from pipeline.config import MoEConfig
+from pipeline.kernels.cpu_choice import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.model.attention import Attention
 from pipeline.model.feed_forward import FeedForward
@@ -50,17 +51,18 @@ class MicroBatchShape:
     recomputes: bool = False
     """Of every layer only its input is kept, and one layer at a time is computed again."""
 
-    @property
-    def score_bytes(self) -> int:
-        """Kept per query, key and head.
+    def score_bytes(self, *, head_width: int) -> int:
+        """Kept per query, key and head: probabilities, dropout's factors and its output.
 
-        CUDA's fused kernels keep none. On CPU the fused kernel does without dropout, in float32
-        only; otherwise probabilities, dropout's factors and its output are kept.
+        Fused kernels keep none. CUDA's are always taken; the CPU's without dropout, where they are
+        those of the process: this processor's, whatever a run may come to measure.
         """
-        dropout = self.regularization.attention_dropout > 0
-        if self.device == "cuda" or (self.value == FLOAT32 and not dropout):
+        if self.device == "cuda":
             return 0
-        return self.value * (3 if dropout else 1)
+        if self.regularization.attention_dropout > 0:
+            return 3 * self.value
+        is_fused = cpu_kernels().fuses_attention(self.dtype, queries=self.length, width=head_width)
+        return 0 if is_fused else self.value
 
     def dropout_bytes(self, rate: float) -> int:
         """Kept per hidden value: a Boolean on CUDA, a factor in the model's dtype on CPU."""
@@ -136,8 +138,10 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
 
     (6 e + dropout) N D + scores · H N L, cross-attention being to as many tokens.
     """
-    hidden = batch.tokens * attention.query.in_features
-    scores = attention.num_heads * batch.tokens * batch.length * batch.score_bytes
+    width, num_heads = attention.query.in_features, attention.num_heads
+    hidden = batch.tokens * width
+    score = batch.score_bytes(head_width=width // num_heads)
+    scores = num_heads * batch.tokens * batch.length * score
     rate = batch.regularization.dropout
     return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores
 

@@ -14,11 +14,11 @@ spread evenly over experts, so that a run stays below the estimate unless its ro
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from pipeline.batching.global_step import SOURCE_EXTRA, TARGET_EXTRA
+from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.config import ModelConfig, Recipe
 from pipeline.ds_config import precision_of
 from pipeline.errors import ConfigError
@@ -119,7 +119,8 @@ def estimate(
         num_groups: language groups; 0 where decoders route by token.
         processes: ranks of the run.
         sentence_length: tokens per sentence, tags included, where attention keeps its scores (on
-            CPU, unless in float32 without attention dropout); None: the longest the recipe allows.
+            CPU, unless its kernel is fused); None: of all that the recipe allows, the length at
+            which it keeps the most.
 
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
@@ -197,9 +198,9 @@ class _Zero:
 def _micro_batch(
     recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
 ) -> MicroBatchShape:
-    """As full as the recipe allows."""
+    """As full as the recipe allows, of sentences of which most is kept unless told how long."""
     longest = recipe.shards.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
-    return MicroBatchShape(
+    batch = MicroBatchShape(
         tokens=recipe.batches.tokens,
         length=min(sentence_length or longest, recipe.batches.tokens),
         value=zero.value,
@@ -208,6 +209,19 @@ def _micro_batch(
         is_spread=math.gcd(recipe.training.expert_parallel_size, processes) > 1,
         recomputes=recipe.training.recompute_layers,
     )
+    if sentence_length is not None:
+        return batch
+    head_width = _head_width(recipe.model)
+
+    def scores_kept(batch: MicroBatchShape) -> tuple[int, int]:
+        return batch.length * batch.score_bytes(head_width=head_width), batch.length
+
+    lengths = range(1, batch.length + 1)
+    return max((replace(batch, length=length) for length in lengths), key=scores_kept)
+
+
+def _head_width(model: ModelConfig) -> int:
+    return model.width // model.num_heads
 
 
 @dataclass(frozen=True)
@@ -445,4 +459,4 @@ def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value
-    return max(hidden, scores if batch.score_bytes else 0)
+    return max(hidden, scores if batch.score_bytes(head_width=_head_width(model)) else 0)

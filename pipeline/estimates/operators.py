@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.batching.batch import Batch, Example, collate
+from pipeline.batching.batch import Batch, Packing
 from pipeline.config import ModelConfig, Recipe
 from pipeline.decoding.beam_search import Search, Source
 from pipeline.model.attention import Attention
@@ -214,20 +214,26 @@ def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transfor
 
 
 def micro_batch(tokens: int) -> Batch:
-    """As many sentences as the budget takes, of two lengths."""
+    """As many sentences as the budget takes, of two lengths, all of ids 0."""
     length = min(SENTENCE_LENGTH, tokens)
-    examples = [
-        Example(
-            source=[0] * (length - 2 - index % 2),
-            target=[0] * (length - 2 - index % 2),
-            source_prefix=(0,),
-            decoder_prompt=(0, 0),
-            source_language=0,
-            target_language=0,
-        )
-        for index in range(max(tokens // length, 1))
-    ]
-    return collate(examples, eos_id=0)
+    packing = Packing.from_lengths(
+        [length - index % 2 for index in range(max(tokens // length, 1))]
+    )
+    id_N = torch.zeros_like(packing.index_N)
+    label_rows_L = packing.position_N.nonzero().flatten()  # but for the prompt's first token
+    language_B = torch.zeros(packing.batch, dtype=torch.int64)
+    return Batch(
+        source_N=id_N,
+        source=packing,
+        target_N=id_N,
+        target=packing,
+        label_rows_L=label_rows_L,
+        labels_L=torch.zeros_like(label_rows_L),
+        source_language_B=language_B,
+        target_language_B=language_B,
+        pair_B=language_B,
+        line_B=language_B,
+    )
 
 
 def _routes_per_expert(model: ModelConfig, tokens: int) -> int:

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.kernels import routing_loops as loops
-from pipeline.kernels.routing_loops import can_loop, numbers
+from pipeline.kernels.loop_arrays import can_loop, numbers
 
 Activation = Literal["relu", "gelu"]
 
@@ -41,6 +40,8 @@ def activation_backward_(
     given = d_hidden_RF, hidden_RF
     match activation:
         case "relu" if can_loop(hidden_RF) and torch.get_num_threads() == 1:
+            from pipeline.kernels import routing_loops as loops
+
             loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
             return
         case "relu":

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels import routing_loops as loops
 from pipeline.kernels.kept_weights import softmax_backward
 
 
@@ -97,6 +96,8 @@ class _ChooseByLoop(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
     ) -> tuple[Tensor, ...]:
+        from pipeline.kernels import routing_loops as loops
+
         num_tokens, num_experts = logits_NE.shape
         probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
         expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
@@ -116,6 +117,8 @@ class _ChooseByLoop(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from pipeline.kernels import routing_loops as loops
+
         _, _, d_weight_NC, d_balance_loss = gradients
         probability_NE, expert_NC, weight_NC, first_E = ctx.saved_tensors
         d_logits_NE = torch.empty_like(probability_NE)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError
-from pipeline.kernels import routing_loops as loops
 from pipeline.kernels.activations import (
     Activation,
     activate,
@@ -28,9 +27,9 @@ from pipeline.kernels.activations import (
 )
 from pipeline.kernels.allocator import prefer_large_pages
 from pipeline.kernels.expert_rows import combine, gather
+from pipeline.kernels.loop_arrays import can_loop, numbers
 from pipeline.kernels.placement import Placement, RowSlices
 from pipeline.kernels.products import product, product_into
-from pipeline.kernels.routing_loops import can_loop, numbers
 from pipeline.kernels.threads import WORTH_OTHER_THREADS, side_by_side
 
 LOOP_COST = 16
@@ -303,6 +302,8 @@ def _rows(x: Tensor, rows: slice, placement: Placement | None) -> Tensor:
 
 def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
     """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
+    from pipeline.kernels import routing_loops as loops
+
     (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
     sum_ND = y_RD.new_empty(num_tokens, width)
     arrays = numbers(y_RD), numbers(row_NC), None if weight_NC is None else numbers(weight_NC)
@@ -324,6 +325,8 @@ def _row_gradients(
     d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
 ) -> Callable[[slice, Tensor], Tensor]:
     """:func:`_combine_by_loop` backwards, one expert at a time; fills ``d_weight_NC``."""
+    from pipeline.kernels import routing_loops as loops
+
     dy_RD = torch.empty_like(y_RD)
     d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
     token, route = numbers(placement.token_R), numbers(placement.route_R)

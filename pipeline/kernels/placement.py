@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.kernels import routing_loops as loops
-
 
 @dataclass(frozen=True)
 class RouteNumbers:
@@ -229,6 +227,8 @@ def place_by_loop(
     spare_rows: bool,
 ) -> Placement:
     """Route by route, on CPU."""
+    from pipeline.kernels import routing_loops as loops
+
     routed_E = expert_NC.new_empty(num_experts)
     loops.count_routes(expert_NC.numpy(), routed_E.numpy())
     routed = routed_E.tolist()

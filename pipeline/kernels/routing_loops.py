@@ -5,7 +5,7 @@ longer to call than to carry out, the more so after matrix products that leave n
 cache. The same in operators, for other devices, stands in ``router`` and ``dispatch``.
 
 numba has no bfloat16: states in it come as the 16-bit integers they are stored in
-(:func:`numbers`), and are computed with in float32.
+(:func:`~pipeline.kernels.loop_arrays.numbers`), and are computed with in float32.
 
 Legend: N tokens, E experts, C choices per token (top-k), R rows, D model width.
 """
@@ -16,10 +16,8 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 import numpy.typing as npt
-import torch
 from numba import types
 from numba.extending import overload
-from torch import Tensor
 
 Loop = TypeVar("Loop", bound=Callable[..., None])
 Floats = npt.NDArray[np.floating[Any]]
@@ -39,20 +37,6 @@ def compiled(**options: Any) -> Callable[[Loop], Loop]:
         return fast
 
     return decorate
-
-
-def can_loop(x_ND: Tensor) -> bool:
-    """Whether hidden states are where, and of a dtype that, the loops can read."""
-    return x_ND.device.type == "cpu" and x_ND.dtype in (torch.float32, torch.bfloat16)
-
-
-def numbers(tensor: Tensor) -> npt.NDArray[Any]:
-    """The memory of a contiguous tensor, bfloat16 as 16-bit integers."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.view(torch.uint16)
-    array: npt.NDArray[Any] = tensor.numpy()
-    return array
 
 
 @compiled()

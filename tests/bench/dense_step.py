@@ -1,13 +1,19 @@
 """One training step of a dense model beside Hugging Face's M2M-100: same weights, same batch.
 
-Forward and backward, loss included, of 16 sentence pairs of 24 to 40 tokens; the losses must agree
-before anything is timed. The peer computes on padding too, and on its own two attention kernels.
+Forward and backward, loss included, of a model of width 512 on sentence pairs of 24 to 40 tokens,
+where the peer computes on padding, too, and of one of width 256 on sentences without padding; the
+losses must agree before anything is timed. The peer runs on its own two attention kernels.
+
+A processor without instructions for bfloat16 takes the peer's products of bfloat16 many times as
+long as float32's. There an eighth of the sentences is enough for those rows, after fewer rounds to
+warm up; their names say so.
 
     python tests/bench/dense_step.py [--quick] [--rounds N] [--json FILE]
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +26,68 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import Row, compare, interleaved, parse_options, report
+from ratios import WARM_UP, Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import AttentionKernel, m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
 
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import LossConfig
+from pipeline.kernels.cpu_choice import has_bfloat16_products
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import translation_loss
 
 KERNELS: tuple[AttentionKernel, ...] = ("eager", "sdpa")
 TARGET = 1.05
-PAIRS, SHORTEST, LONGEST = 16, 24, 40
 IGNORED = -100
 """The label that the peer's loss leaves out."""
+SLOW_PART, SLOW_WARM_UP = 8, 1
+"""Of the sentences one in so many, and rounds to warm up, where the peer is slow."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dense model and its batch: sentence pairs of ``shortest`` to ``longest`` tokens."""
+
+    width: int
+    hidden_width: int
+    layers: int
+    vocabulary: int
+    pairs: int
+    shortest: int
+    longest: int
+
+    def model(self, dtype: torch.dtype) -> Transformer:
+        spec = tiny_spec(
+            vocabulary=self.vocabulary,
+            width=self.width,
+            feed_forward_width=self.hidden_width,
+            layers=self.layers,
+            num_heads=8,
+            max_positions=128,
+        )
+        model = build_model(spec)
+        initialize_weights(model, seed=1)
+        return model.to(dtype)
+
+    def examples(self, model: Transformer) -> list[Example]:
+        return random_examples(
+            model.spec, sentences=self.pairs, seed=1, shortest=self.shortest, longest=self.longest
+        )
+
+
+WIDE = Case(512, 2048, 6, 32000, pairs=16, shortest=24, longest=40)
+NARROW = Case(256, 1024, 6, 8000, pairs=32, shortest=30, longest=30)
+QUICK = Case(64, 256, 2, 500, pairs=16, shortest=24, longest=40)
 
 
 def model_and_examples(
     dtype: torch.dtype, *, sentences: int, quick: bool
 ) -> tuple[Transformer, list[Example]]:
     """A model of width 512 with 6 + 6 layers and 32,000 tokens, and sentence pairs for it."""
-    spec = tiny_spec(
-        vocabulary=500 if quick else 32000,
-        width=64 if quick else 512,
-        feed_forward_width=256 if quick else 2048,
-        layers=2 if quick else 6,
-        num_heads=8,
-        max_positions=128,
-    )
-    model = build_model(spec)
-    initialize_weights(model, seed=1)
-    examples = random_examples(
-        spec, sentences=sentences, seed=1, shortest=SHORTEST, longest=LONGEST
-    )
-    return model.to(dtype), examples
+    case = replace(QUICK if quick else WIDE, pairs=sentences)
+    model = case.model(dtype)
+    return model, case.examples(model)
 
 
 def shape_text(model: Transformer) -> str:
@@ -104,27 +137,47 @@ def padding_share(packing: Packing) -> float:
     return 1 - len(packing.index_N) / (packing.batch * packing.length)
 
 
+def is_slow(dtype: torch.dtype) -> bool:
+    """Whether the peer's products are emulated."""
+    return dtype == torch.bfloat16 and not has_bfloat16_products()
+
+
+def compare_case(case: Case, dtype: torch.dtype, options: Options) -> tuple[list[Row], str]:
+    """Rows against both kernels of the peer, and the shapes that they were measured on."""
+    slow = is_slow(dtype) and not options.quick
+    if slow:
+        case = replace(case, pairs=case.pairs // SLOW_PART)
+    model = case.model(dtype)
+    batch = collate(case.examples(model), eos_id=EOS_ID)
+    steps = {"ours": our_step(model.train(), batch)}
+    for kernel in KERNELS:
+        peer = m2m100_peer(model, eos_id=EOS_ID, kernel=kernel).train()
+        steps[f"M2M100 {kernel}"] = peer_step(peer, batch)
+    losses = torch.tensor([step() for step in steps.values()])
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(losses, losses[:1].expand(len(losses)), rtol=tolerance, atol=0)
+    warm_up = SLOW_WARM_UP if slow else WARM_UP
+    seconds = interleaved(steps, rounds=options.rounds, warm_up=warm_up)
+    name = f"dense step, d {case.width}, {str(dtype).removeprefix('torch.')}"
+    if slow:
+        name += f", {case.pairs} pairs"
+    shapes = (
+        f"{shape_text(model)}, {case.pairs} pairs, {len(batch.source_N)} source and "
+        f"{batch.num_labels} target tokens, {padding_share(batch.target):.0%} padding"
+    )
+    return compare(seconds, case=name, target=TARGET), shapes
+
+
 def main() -> None:
     options = parse_options("Training step of a dense model, against Hugging Face's M2M-100.")
     rows: list[Row] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model, examples = model_and_examples(dtype, sentences=PAIRS, quick=options.quick)
-        batch = collate(examples, eos_id=EOS_ID)
-        steps = {"ours": our_step(model.train(), batch)}
-        for kernel in KERNELS:
-            peer = m2m100_peer(model, eos_id=EOS_ID, kernel=kernel).train()
-            steps[f"M2M100 {kernel}"] = peer_step(peer, batch)
-        losses = torch.tensor([step() for step in steps.values()])
-        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(losses, losses[:1].expand(len(losses)), rtol=tolerance, atol=0)
-        seconds = interleaved(steps, rounds=options.rounds)
-        case = f"dense step, {str(dtype).removeprefix('torch.')}"
-        rows += compare(seconds, case=case, target=TARGET)
-    shapes = (
-        f"{shape_text(model)}, {PAIRS} pairs, {len(batch.source_N)} source and "
-        f"{batch.num_labels} target tokens, {padding_share(batch.target):.0%} padding"
-    )
-    report(rows, options, shapes=shapes)
+    shapes: list[str] = []
+    for case in [QUICK] if options.quick else [WIDE, NARROW]:
+        for dtype in (torch.float32, torch.bfloat16):
+            compared, shape = compare_case(case, dtype, options)
+            rows += compared
+            shapes += [shape] if shape not in shapes else []
+    report(rows, options, shapes="\n".join(shapes))
 
 
 if __name__ == "__main__":

@@ -56,10 +56,10 @@ def wide_spec(**settings: Any) -> ModelSpec:
     return tiny_spec(width=64, feed_forward_width=256, num_heads=4, **settings)
 
 
-def full_batch(spec: ModelSpec) -> Batch:
+def full_batch(spec: ModelSpec, *, length: int = LENGTH, sentences: int = SENTENCES) -> Batch:
     """Sentences of one length on both sides, so that nothing is padded."""
-    words = LENGTH - TAGS
-    return random_batch(spec, sentences=SENTENCES, seed=1, shortest=words, longest=words)
+    words = length - TAGS
+    return random_batch(spec, sentences=sentences, seed=1, shortest=words, longest=words)
 
 
 def kept_bytes(model: Transformer, batch: Batch) -> int:
@@ -103,6 +103,30 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
     )
     parts = activation_bytes(shape_of_model(spec), shape)
     assert sum(parts.values()) == pytest.approx(kept_bytes(model, full_batch(spec)), rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("length", [95, 96], ids=["plain", "fused"])
+def test_scores_are_kept_of_what_is_too_short_for_the_fused_kernel(
+    length: int, dtype: torch.dtype
+) -> None:
+    """Four heads of width 16, where 96 tokens are 1,536 numbers: about as much as all the rest."""
+    spec = wide_spec(max_positions=length)
+    model = build_model(spec, regularization=NO_DROPOUT)
+    initialize_weights(model, seed=1)
+    model.to(dtype).train()
+    shape = MicroBatchShape(
+        tokens=2 * length,
+        length=length,
+        value=dtype.itemsize,
+        device="cpu",
+        regularization=NO_DROPOUT,
+    )
+    parts = activation_bytes(shape_of_model(spec), shape)
+    is_kept = length == 95 or dtype == torch.bfloat16
+    assert (shape.score_bytes(head_width=16) > 0) == is_kept
+    batch = full_batch(spec, length=length, sentences=2)
+    assert sum(parts.values()) == pytest.approx(kept_bytes(model, batch), rel=0.1)
 
 
 def make_recipe(
@@ -306,6 +330,19 @@ def test_without_a_length_sentences_are_the_longest_that_shards_keep() -> None:
     recipe = make_recipe(ModelConfig(), tokens=4096)
     longest = recipe.shards.max_tokens + TAGS
     assert estimated(recipe, sentence_length=None) == estimated(recipe, sentence_length=longest)
+
+
+def test_without_dropout_or_a_length_sentences_are_those_whose_scores_are_kept() -> None:
+    """Heads of width 64: attention is fused from 24 tokens on, in float32 on a CPU."""
+    recipe = make_recipe(ModelConfig(width=512, num_heads=8), tokens=4096)
+    recipe = recipe.model_copy(update={"training": TrainingConfig(attention_dropout=0)})
+    worst = estimated(recipe, sentence_length=None)
+    assert worst == estimated(recipe, sentence_length=23)
+    longest = recipe.shards.max_tokens + TAGS
+    for length in (16, 22, 24, longest):
+        assert estimated(recipe, sentence_length=length).device_bytes < worst.device_bytes
+    on_cuda = [estimated(recipe, device="cuda", sentence_length=n) for n in (23, None)]
+    assert on_cuda[0] == on_cuda[1]
 
 
 def test_the_estimate_is_json() -> None:

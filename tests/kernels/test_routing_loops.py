@@ -22,8 +22,9 @@ from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward
 from pipeline.kernels.expert_rows import combine, gather
 from pipeline.kernels.group_logits import average_of_logits, logits_of_average
 from pipeline.kernels.kept_weights import kept_softmax, kept_weights
+from pipeline.kernels.loop_arrays import numbers
 from pipeline.kernels.placement import Queue, place_by_loop, place_by_sorting
-from pipeline.kernels.routing_loops import compiled, numbers
+from pipeline.kernels.routing_loops import compiled
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts

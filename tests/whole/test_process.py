@@ -142,10 +142,16 @@ def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str)
 SLOW = {"torch._dynamo", "torch._inductor", "sympy", "transformers", "datasets"}
 """What takes longer to load than torch, and is not needed."""
 
-DESCRIBE = """
+COMMAND = """
 import json, sys
 from pipeline.cli import main
-assert main(["describe", "--recipe", sys.argv[1]]) == 0
+assert main(sys.argv[1:]) == 0
+print("\\n" + json.dumps(list(sys.modules)))
+"""
+
+IMPORT = """
+import importlib, json, sys
+importlib.import_module(sys.argv[1])
 print("\\n" + json.dumps(list(sys.modules)))
 """
 
@@ -194,9 +200,21 @@ def loaded_after(program: str, *arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("recipe", ["demo_moe", "mmnmt_opus100+hub"])
 def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str) -> None:
-    loaded = loaded_after(DESCRIBE, recipe)
+    loaded = loaded_after(COMMAND, "describe", "--recipe", recipe)
     assert "torch" in loaded
-    assert not (SLOW | {"deepspeed"}) & loaded
+    assert not (SLOW | {"numba", "deepspeed"}) & loaded
+
+
+@pytest.mark.parametrize("verb", [["memory", "--processes", "2"], ["estimate"]])
+def test_what_only_counts_loads_no_compiled_loops(verb: list[str]) -> None:
+    loaded = loaded_after(COMMAND, *verb, "--recipe", "demo_moe")
+    assert "pipeline.kernels.expert_products" in loaded
+    assert not {"numba", "transformers"} & loaded
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_compiled_loops_are_loaded_before_training_starts(stage: str) -> None:
+    assert "numba" in loaded_after(IMPORT, f"pipeline.{stage}")
 
 
 @pytest.mark.parametrize(("model", "zero_stage"), [("dense", "1"), ("moe", "2")])
