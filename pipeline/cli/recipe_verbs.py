@@ -122,10 +122,12 @@ def _estimate_time(options: argparse.Namespace) -> int:
         document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
         print(json.dumps(document, indent=1, ensure_ascii=False))
         return 0
-    head = ["part", "launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
+    head = ["launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
     for name, time in times.items():
         print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
-        print(text_table(head, time.table()) + "\n")
+        if options.by_place:
+            print(text_table(["place", *head], time.table_by_place()) + "\n")
+        print(text_table(["part", *head], time.table()) + "\n")
     if exchanged.layers:
         print(
             f"Experts on {exchanged.size} ranks: each sends {exchanged.sent_bytes / 1e9:.2f} GB to "
@@ -177,6 +179,10 @@ def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument(
         "--device", choices=("h100", "h200", "a100"), default="h100", help="the card (h100)"
+    )
+
+    parser.add_argument(
+        "--by-place", action="store_true", help="one more row for every module of the model"
     )
 
 

@@ -155,9 +155,12 @@ class Counted:
         }
 
     @property
-    def places(self) -> dict[str, int]:
-        """How many launches every place has, in the order in which they come."""
-        return dict(Counter(launch.place for launch in self.launches))
+    def places(self) -> dict[str, list[Launch]]:
+        """The launches of every place, in the order in which places come."""
+        found: dict[str, list[Launch]] = {}
+        for launch in self.launches:
+            found.setdefault(launch.place, []).append(launch)
+        return found
 
     @property
     def kinds(self) -> dict[str, int]:

@@ -135,11 +135,11 @@ def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
 
 def test_every_launch_has_its_place_in_the_model_and_layers_of_a_kind_have_as_many() -> None:
     found = counted(small_recipe(moe=MOE, layers=4))
-    assert sum(found.places.values()) == len(found.launches)
+    assert sum(map(len, found.places.values())) == len(found.launches)
     assert {"loss", "embedding", "encoder", "decoder"} <= set(found.places)
     for module in ("self_attention", "self_attention_norm", "feed_forward"):
         in_encoder, in_decoder = (f"{side}.layers.2.{module}" for side in ("encoder", "decoder"))
-        assert found.places[in_encoder] == found.places[in_decoder] > 0
+        assert len(found.places[in_encoder]) == len(found.places[in_decoder]) > 0
     backward = {launch.place for launch in found.launches if launch.is_backward}
     for side in ("encoder", "decoder"):
         for layer in (1, 3):
@@ -199,6 +199,9 @@ def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
     assert attention.bound == "launches"
     assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
     assert time.to_json()["launches"] == len(found.launches)
+    assert sum(place.multiply_adds for place in time.places.values()) == sum(
+        part.multiply_adds for part in time.parts.values()
+    )
 
 
 def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:
