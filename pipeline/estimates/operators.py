@@ -167,14 +167,20 @@ class Counted:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
 
-def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
-    """Forward pass, loss and backward pass of a full micro-batch, in bfloat16.
+def count_training(
+    recipe: Recipe,
+    *,
+    vocabulary_size: int,
+    num_groups: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Counted:
+    """Forward pass, loss and backward pass of a full micro-batch.
 
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
     that there is padding.
     """
     model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
-    model.to(torch.bfloat16).train()
+    model.to(dtype).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
     with OperatorCounter(host_number=even, model=model) as mode:

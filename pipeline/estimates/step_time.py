@@ -28,12 +28,17 @@ class Device:
         bandwidth: bytes per second of its memory.
         bfloat16, float32: operations per second, a multiply-add being two.
         source: where the numbers are from.
+        launch_seconds: of one operator.
+        overlaps: whether launches, transfers and arithmetic go on side by side; else they are
+            added up.
     """
 
     bandwidth: float
     bfloat16: float
     float32: float
     source: str
+    launch_seconds: float = LAUNCH_SECONDS
+    overlaps: bool = True
 
 
 DEVICES: dict[DeviceName, Device] = {
@@ -53,10 +58,12 @@ class PartTime:
     launch_seconds: float
     byte_seconds: float
     arithmetic_seconds: float
+    overlaps: bool = True
 
     @property
     def seconds(self) -> float:
-        return max(self.launch_seconds, self.byte_seconds, self.arithmetic_seconds)
+        each = self.launch_seconds, self.byte_seconds, self.arithmetic_seconds
+        return max(each) if self.overlaps else sum(each)
 
     @property
     def bound(self) -> str:
@@ -139,10 +146,11 @@ def _part_time(launches: Sequence[Launch], device: Device) -> PartTime:
         launches=len(launches),
         bytes=transferred,
         multiply_adds=sum(by_dtype.values()),
-        launch_seconds=len(launches) * LAUNCH_SECONDS,
+        launch_seconds=len(launches) * device.launch_seconds,
         byte_seconds=transferred / device.bandwidth,
         arithmetic_seconds=2 * by_dtype[torch.bfloat16] / device.bfloat16
         + 2 * by_dtype[torch.float32] / device.float32,
+        overlaps=device.overlaps,
     )
 
 
