@@ -42,8 +42,9 @@ SMALL = Recipe.model_validate(
 )
 SMALL_VOCABULARY = 16
 AGAINST_STEPS = (
-    "On an AMD EPYC (family 25, model 1), one busy thread, such estimates of training micro-batches "
-    "were 0.62 to 1.10 of what they took in float32, and 0.41 to 0.81 in bfloat16."
+    "On an AMD EPYC (family 25, model 1), on one thread beside other work, such estimates of "
+    "training micro-batches were 0.62 to 1.10 of what they took in float32, and 0.41 to 0.81 in "
+    "bfloat16."
 )
 """How the estimate compares with measured training micro-batches (``tests/bench/estimate.py``)."""
 
