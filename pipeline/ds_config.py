@@ -1,7 +1,8 @@
 """ds_configs: how the same science is fitted onto a machine.
 
 A ds_config is DeepSpeed's JSON with the keys that belong to the machine: ZeRO stage, precision,
-offload, buckets, monitors. Batch sizes, optimizer, schedule and clipping are the recipe's.
+offload, buckets, monitors, and beside them what this project itself does by the machine. Batch
+sizes, optimizer, schedule and clipping are the recipe's.
 """
 
 import json
@@ -16,7 +17,14 @@ from pipeline.hints import hint
 from pipeline.machine import Gpus, visible_gpus
 from pipeline.settings import shown
 
+OWN_KEYS: Mapping[str, str] = {
+    "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
+}
+"""What DeepSpeed is not given, true or false: false where nothing is said. ``compiled_regions``
+decides the model: it rounds otherwise and drops out other values."""
+
 MACHINE_KEYS = (
+    *OWN_KEYS,
     "zero_optimization",
     "bf16",
     "fp16",
@@ -171,6 +179,9 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+    for key in OWN_KEYS:
+        if not isinstance(config.get(key, False), bool):
+            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}: use true or false.")
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
     _check_fp16(config)
@@ -198,6 +209,16 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
             "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
             "data_types out."
         )
+
+
+def deepspeeds_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ds_config without the keys that are not DeepSpeed's."""
+    return {key: value for key, value in config.items() if key not in OWN_KEYS}
+
+
+def has_compiled_regions(config: Mapping[str, Any]) -> bool:
+    """Whether what lies between the sublayers of a model is compiled."""
+    return bool(config.get("compiled_regions", False))
 
 
 def precision_of(config: Mapping[str, Any]) -> Precision:

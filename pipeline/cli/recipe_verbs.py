@@ -100,19 +100,19 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
-    sizes = {
+    sizes: dict[str, int] = {
         "vocabulary_size": options.vocabulary or recipe.tokenizer.vocabulary_size,
         "num_groups": _num_groups(recipe, options.groups),
     }
-    from pipeline.estimates import (
-        exchanges,
-        operators,
-        step_time,
-    )  # once the recipe is known to be good
+    import torch  # once the recipe is known to be good
 
-    device = step_time.DEVICES[options.device]
+    from pipeline.estimates import exchanges, operators, step_time, this_cpu
+
+    on_cpu = options.device == "cpu"
+    device = this_cpu.measured_cpu() if on_cpu else step_time.DEVICES[options.device]
+    precision = torch.float32 if on_cpu else torch.bfloat16
     steps = {
-        "training micro-batch": operators.count_training(recipe, **sizes),
+        "training micro-batch": operators.count_training(recipe, dtype=precision, **sizes),
         "decoding step": operators.count_decoding_step(recipe, **sizes),
     }
     times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
@@ -122,22 +122,30 @@ def _estimate_time(options: argparse.Namespace) -> int:
         document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
         print(json.dumps(document, indent=1, ensure_ascii=False))
         return 0
-    head = ["part", "launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
+    head = ["launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
     for name, time in times.items():
         print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
-        print(text_table(head, time.table()) + "\n")
+        if options.by_place:
+            print(text_table(["place", *head], time.table_by_place()) + "\n")
+        print(text_table(["part", *head], time.table()) + "\n")
     if exchanged.layers:
         print(
             f"Experts on {exchanged.size} ranks: each sends {exchanged.sent_bytes / 1e9:.2f} GB to "
             f"the others per micro-batch, and waits {exchanged.host_copies} times for numbers of "
             f"rows, in {exchanged.layers} layers. Both come on top of the table.\n"
         )
-    print(
-        f"Counted on the meta device, not measured. Training in bfloat16 on one rank, decoding in "
-        f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
-        f"{1e6 * step_time.LAUNCH_SECONDS:g} µs per launch, assumed; memory and arithmetic as in: "
-        f"{device.source}. Without optimizer, gradient reduction and other ranks."
+    per_launch = f"{1e6 * device.launch_seconds:.3g} µs per launch" + (
+        "" if on_cpu else ", assumed"
     )
+    print(
+        f"Counted on the meta device, not measured. Training in {str(precision)[6:]} on one rank, "
+        f"decoding in {recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} "
+        f"tokens; {per_launch}; memory and arithmetic as in: "
+        f"{device.source}. Residual, dropout and norm are operators of their own, as without "
+        "compiled_regions in the ds_config. Without optimizer, gradient reduction and other ranks."
+    )
+    if on_cpu:
+        print(this_cpu.AGAINST_STEPS)
     return 0
 
 
@@ -176,7 +184,13 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
 def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument(
-        "--device", choices=("h100", "h200", "a100"), default="h100", help="the card (h100)"
+        "--device",
+        choices=("h100", "h200", "a100", "cpu"),
+        default="h100",
+        help="the card, or the CPU at hand, as measured (h100)",
+    )
+    parser.add_argument(
+        "--by-place", action="store_true", help="one more row for every module of the model"
     )
 
 

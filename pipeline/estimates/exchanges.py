@@ -55,10 +55,9 @@ def expert_exchanges(recipe: Recipe) -> Exchanges:
     }
     rows = sum(moe_layers[side] * tokens[side] * moe.top_k for side in depth)
     layers = sum(moe_layers.values())
-    drops = moe.dispatch == "capacity" and moe.capacity_factor is not None
     return Exchanges(
         size=size,
         layers=layers,
         bytes=ROW_EXCHANGES * rows * model.width * BYTES_PER_VALUE,
-        host_copies=layers * (2 if drops else 1),
+        host_copies=layers,
     )

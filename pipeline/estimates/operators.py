@@ -155,23 +155,32 @@ class Counted:
         }
 
     @property
-    def places(self) -> dict[str, int]:
-        """How many launches every place has, in the order in which they come."""
-        return dict(Counter(launch.place for launch in self.launches))
+    def places(self) -> dict[str, list[Launch]]:
+        """The launches of every place, in the order in which places come."""
+        found: dict[str, list[Launch]] = {}
+        for launch in self.launches:
+            found.setdefault(launch.place, []).append(launch)
+        return found
 
     @property
     def kinds(self) -> dict[str, int]:
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
 
-def count_training(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
-    """Forward pass, loss and backward pass of a full micro-batch, in bfloat16.
+def count_training(
+    recipe: Recipe,
+    *,
+    vocabulary_size: int,
+    num_groups: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Counted:
+    """Forward pass, loss and backward pass of a full micro-batch.
 
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
     that there is padding.
     """
     model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
-    model.to(torch.bfloat16).train()
+    model.to(dtype).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
     with OperatorCounter(host_number=even, model=model) as mode:

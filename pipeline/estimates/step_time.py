@@ -5,7 +5,7 @@ takes longest, were the other two free. Real kernels reach neither the full band
 so that this is a bound, not a forecast: not yet compared with a GPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -28,12 +28,17 @@ class Device:
         bandwidth: bytes per second of its memory.
         bfloat16, float32: operations per second, a multiply-add being two.
         source: where the numbers are from.
+        launch_seconds: of one operator.
+        overlaps: whether launches, transfers and arithmetic go on side by side; else they are
+            added up.
     """
 
     bandwidth: float
     bfloat16: float
     float32: float
     source: str
+    launch_seconds: float = LAUNCH_SECONDS
+    overlaps: bool = True
 
 
 DEVICES: dict[DeviceName, Device] = {
@@ -53,10 +58,12 @@ class PartTime:
     launch_seconds: float
     byte_seconds: float
     arithmetic_seconds: float
+    overlaps: bool = True
 
     @property
     def seconds(self) -> float:
-        return max(self.launch_seconds, self.byte_seconds, self.arithmetic_seconds)
+        each = self.launch_seconds, self.byte_seconds, self.arithmetic_seconds
+        return max(each) if self.overlaps else sum(each)
 
     @property
     def bound(self) -> str:
@@ -71,10 +78,15 @@ class PartTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, part by part, those with most launches first."""
+    """A step, part by part, those with most launches first, and place by place in their order.
+
+    The sum over places is larger: one that has little to compute is bound by launches even where
+    its part is not.
+    """
 
     counted: Counted
     parts: dict[str, PartTime]
+    places: dict[str, PartTime]
 
     @property
     def seconds(self) -> float:
@@ -82,14 +94,6 @@ class StepTime:
 
     def table(self) -> list[list[str]]:
         """Part, launches, GB, multiply-adds in 10¹², least milliseconds, what decides."""
-        rows = [
-            [
-                part,
-                *_numbers(time.launches, time.bytes, time.multiply_adds, time.seconds),
-                time.bound,
-            ]
-            for part, time in self.parts.items()
-        ]
         times = self.parts.values()
         whole = _numbers(
             sum(time.launches for time in times),
@@ -97,14 +101,18 @@ class StepTime:
             sum(time.multiply_adds for time in times),
             self.seconds,
         )
-        return [*rows, ["in all", *whole, ""]]
+        return [*_rows(self.parts), ["in all", *whole, ""]]
+
+    def table_by_place(self) -> list[list[str]]:
+        """The same of every place of the model."""
+        return _rows(self.places)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "launches": len(self.counted.launches),
             "seconds_at_least": self.seconds,
             "kinds": self.counted.kinds,
-            "places": self.counted.places,
+            "places": {place: time.launches for place, time in self.places.items()},
             "host_copies": [f"{copy.operator} in {copy.part}" for copy in self.counted.host_copies],
             "parts": {
                 part: {
@@ -120,9 +128,12 @@ class StepTime:
 
 
 def least_time(counted: Counted, device: Device) -> StepTime:
-    """The bound of every part of a step."""
-    parts = {part: _part_time(launches, device) for part, launches in counted.parts.items()}
-    return StepTime(counted, parts)
+    """The bound of every part and place of a step."""
+    parts, places = (
+        {name: _part_time(launches, device) for name, launches in group.items()}
+        for group in (counted.parts, counted.places)
+    )
+    return StepTime(counted, parts, places)
 
 
 def _part_time(launches: Sequence[Launch], device: Device) -> PartTime:
@@ -135,11 +146,19 @@ def _part_time(launches: Sequence[Launch], device: Device) -> PartTime:
         launches=len(launches),
         bytes=transferred,
         multiply_adds=sum(by_dtype.values()),
-        launch_seconds=len(launches) * LAUNCH_SECONDS,
+        launch_seconds=len(launches) * device.launch_seconds,
         byte_seconds=transferred / device.bandwidth,
         arithmetic_seconds=2 * by_dtype[torch.bfloat16] / device.bfloat16
         + 2 * by_dtype[torch.float32] / device.float32,
+        overlaps=device.overlaps,
     )
+
+
+def _rows(times: Mapping[str, PartTime]) -> list[list[str]]:
+    return [
+        [name, *_numbers(time.launches, time.bytes, time.multiply_adds, time.seconds), time.bound]
+        for name, time in times.items()
+    ]
 
 
 def _numbers(launches: int, transferred: int, multiply_adds: int, seconds: float) -> list[str]:

@@ -7,8 +7,9 @@ On CPU an expert's rows may end with spare ones, which belong to no route, for t
 in few shapes (:func:`slice_length`). A spare row repeats a token, and nothing reads its result.
 
 On other devices the host should not wait to learn how many routes are kept. Where rows are served
-on the spot, dropped routes have rows there, too, whose results have a weight of 0. (Counted on the
-meta device and tested on CPU; not yet run on a GPU.)
+on the spot, dropped routes have rows there, too, whose results have a weight of 0. Where rows are
+sent away, dropped routes are listed behind them until the host knows how many there are
+(:meth:`Placement.first_rows`). Counted on the meta device and tested on CPU; not yet run on a GPU.
 
 Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
 rows.
@@ -17,7 +18,7 @@ rows.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -149,9 +150,9 @@ class Placement:
 
     Attributes:
         route_R: route of each row, rows in order of their expert: token · C + choice, or N · C
-            for a spare row.
+            for a spare row. Dropped routes may follow that have no row.
         token_R: token of each row.
-        row_NC: row of each (token, choice); R where it has none.
+        row_NC: row of each (token, choice); that after the last row where it has none.
         is_dropped_NC: True where it was dropped; None where none was.
         capacity: routes that an expert keeps at most; None where none is dropped.
         lacks_rows: whether some route may have no row, as far as the host knows.
@@ -169,6 +170,10 @@ class Placement:
     counts: Counts | None = None
     slices: RowSlices | None = None
     numbers: RouteNumbers | None = None
+
+    def first_rows(self, num_rows: int) -> Self:
+        """Without what follows them, where there are so many rows."""
+        return replace(self, route_R=self.route_R[:num_rows], token_R=self.token_R[:num_rows])
 
     @property
     def rows_E(self) -> Tensor:
@@ -262,7 +267,7 @@ def place_by_sorting(
     spare_rows: bool,
     numbers: RouteNumbers | None = None,
 ) -> Placement:
-    """On any device; it copies to the host where routes may be dropped and leave no spare rows."""
+    """On any device, without a copy to the host."""
     num_tokens, num_choices = expert_NC.shape
     if numbers is None:
         numbers = RouteNumbers(num_tokens, num_choices, num_experts, expert_NC.device)
@@ -286,7 +291,7 @@ def place_by_sorting(
     expert_R = slices.expert_R  # a row is beyond capacity if as far before it is the same expert
     is_dropped_NC.view(-1)[routes[capacity:]] = expert_R[capacity:] == expert_R[: -capacity or None]
     placement = replace(placement, is_dropped_NC=is_dropped_NC, capacity=capacity)
-    return placement if spare_rows else _without_dropped(placement, ~is_dropped_NC)
+    return placement if spare_rows else _dropped_last(placement, is_dropped_NC, numbers)
 
 
 def _sorted_routes(
@@ -304,19 +309,24 @@ def _sorted_routes(
     return routes, RowSlices.between(bound_E, number_R=numbers.number_Q)
 
 
-def _without_dropped(placement: Placement, is_kept_NC: Tensor) -> Placement:
-    """No rows for dropped routes, which are not sent to other ranks."""
-    kept_R = is_kept_NC.view(-1)[placement.route_R].nonzero().squeeze(1)
-    route_R = placement.route_R[kept_R]
-    row_NC = torch.full_like(placement.row_NC, len(route_R))
-    row_NC.view(-1)[route_R] = torch.arange(len(route_R), dtype=torch.int32, device=route_R.device)
+def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNumbers) -> Placement:
+    """No rows for dropped routes, which are not sent to other ranks.
+
+    No row is beyond those that are counted, also where probabilities are not numbers.
+    """
+    count_E = placement.count_E
+    is_dropped_R = is_dropped_NC.view(-1)[placement.route_R]
+    order_R = is_dropped_R.view(torch.uint8).argsort(stable=True)
+    route_R = placement.route_R[order_R]
+    row_NC = torch.empty_like(placement.row_NC)
+    row_NC.view(-1)[route_R] = numbers.number_Q
     return replace(
         placement,
         route_R=route_R,
-        token_R=placement.token_R[kept_R],
-        row_NC=row_NC,
+        token_R=placement.token_R[order_R],
+        row_NC=torch.minimum(row_NC, count_E.sum(dtype=row_NC.dtype)),
         lacks_rows=True,
-        counts=Counts(placement.count_E, placement.routed_E),
+        counts=Counts(count_E, placement.routed_E),
         slices=None,
         numbers=None,
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.config import ModelConfig
+from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
 from pipeline.model.attention import Attention, Contextualizer, KeyValues
 from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
@@ -35,12 +36,16 @@ class LayerCache:
 
 
 class ResidualNorm(nn.LayerNorm):
-    """The norm around a sublayer f: x + dropout(f(norm(x))), or norm(x + dropout(f(x)))."""
+    """The norm around a sublayer f: x + dropout(f(norm(x))), or norm(x + dropout(f(x))).
+
+    Where it ``is_compiled``, what lies between two sublayers is one kernel in training.
+    """
 
     def __init__(self, width: int, *, pre_norm: bool, dropout: float) -> None:
         super().__init__(width)
         self.pre_norm = pre_norm
         self.dropout = dropout
+        self.is_compiled = False
 
     def enter(self, x: Tensor) -> Tensor:
         """What the sublayer is given."""
@@ -48,8 +53,19 @@ class ResidualNorm(nn.LayerNorm):
 
     def leave(self, x: Tensor, y: Tensor) -> Tensor:
         """Its result y added to x."""
+        if self.is_compiled and self.training:
+            if self.pre_norm:
+                return add_dropped(x, y, rate=self.dropout)
+            return norm_of_sum(x, y, self, rate=self.dropout)
         x = x + F.dropout(y, self.dropout, training=self.training and self.dropout > 0)
         return x if self.pre_norm else self(x)
+
+    def pass_on(self, x: Tensor, y: Tensor, following: "ResidualNorm") -> tuple[Tensor, Tensor]:
+        """Its result y added to x, and what the following sublayer is given of that."""
+        if self.is_compiled and self.training and self.pre_norm:
+            return sum_and_norm(x, y, following, rate=self.dropout)
+        x = self.leave(x, y)
+        return x, following.enter(x)
 
 
 class EncoderLayer(nn.Module):
@@ -73,12 +89,12 @@ class EncoderLayer(nn.Module):
         self, x_ND: Tensor, packing: Packing, tokens: Tokens, *, mask_BTT: Tensor | None = None
     ) -> LayerOutput:
         """One layer over the packed source; with ``mask_BTT``, attending only where it is True."""
-        norm = self.self_attention_norm
+        norm, following = self.self_attention_norm, self.feed_forward_norm
         context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT)
-        x_ND = norm.leave(x_ND, context_ND)
+        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
 
-        norm = self.feed_forward_norm
-        y_ND, record = self.feed_forward(norm.enter(x_ND), tokens)
+        norm = following
+        y_ND, record = self.feed_forward(entered_ND, tokens)
         return LayerOutput(norm.leave(x_ND, y_ND), record)
 
 
@@ -105,16 +121,16 @@ class DecoderLayer(nn.Module):
         memory: Packing,
     ) -> LayerOutput:
         """One layer over the packed target, all positions at once."""
-        norm = self.self_attention_norm
+        norm, following = self.self_attention_norm, self.cross_attention_norm
         context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, is_causal=True)
-        x_ND = norm.leave(x_ND, context_ND)
+        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
 
-        norm = self.cross_attention_norm
-        attended_ND = self.cross_attention.attend_to(norm.enter(x_ND), packing, memory_ND, memory)
-        x_ND = norm.leave(x_ND, attended_ND)
+        norm, following = following, self.feed_forward_norm
+        attended_ND = self.cross_attention.attend_to(entered_ND, packing, memory_ND, memory)
+        x_ND, entered_ND = norm.pass_on(x_ND, attended_ND, following)
 
-        norm = self.feed_forward_norm
-        y_ND, record = self.feed_forward(norm.enter(x_ND), tokens)
+        norm = following
+        y_ND, record = self.feed_forward(entered_ND, tokens)
         return LayerOutput(norm.leave(x_ND, y_ND), record)
 
     def step(
@@ -145,6 +161,13 @@ class DecoderLayer(nn.Module):
         norm = self.feed_forward_norm
         y_RD, _ = self.feed_forward(norm.enter(x_RD), tokens)
         return norm.leave(x_RD, y_RD)
+
+
+def compile_regions(model: nn.Module) -> None:
+    """Have what lies between the sublayers of a model compiled when it is first trained."""
+    for module in model.modules():
+        if isinstance(module, ResidualNorm):
+            module.is_compiled = True
 
 
 def build_attention(

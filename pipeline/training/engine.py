@@ -38,10 +38,17 @@ from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader  #
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed.devices import local_device  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
-from pipeline.ds_config import check_ds_config, precision_of  # noqa: E402
+from pipeline.ds_config import (  # noqa: E402
+    check_ds_config,
+    deepspeeds_part,
+    has_compiled_regions,
+    precision_of,
+)
 from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.hints import hint  # noqa: E402
 from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
+from pipeline.kernels.compiled_regions import check_compiler  # noqa: E402
+from pipeline.model.layers import compile_regions  # noqa: E402
 from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
 from pipeline.model.transformer import Transformer  # noqa: E402
@@ -79,7 +86,7 @@ def merge_ds_config(
             "DeepSpeed reduces the gradients of experts over the wrong ranks: set it to true."
         )
     return {
-        **ds_config,
+        **deepspeeds_part(ds_config),
         "zero_optimization": {"reduce_scatter": True, **zero},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation_steps(recipe, world_size=world_size),
@@ -213,6 +220,9 @@ class Engine:
             _mark_experts(model, f"ep_size_{model.expert_parallel_size}")
         config = merge_ds_config(ds_config, recipe, world_size=world.size)
         _check_device(config)
+        if has_compiled_regions(ds_config):
+            check_compiler(next(model.parameters()).device)
+            compile_regions(model)
         self.ds_config: Mapping[str, Any] = config
         """What DeepSpeed was given: the machine's JSON and what the recipe owns."""
         self.accumulation = config["gradient_accumulation_steps"]

@@ -758,6 +758,11 @@ def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_fo
     assert "training micro-batch, copies to the host: 0" in said
     assert "H100" in said
     assert [line.split(" ")[0] for line in said.splitlines()].count("attention") == 2
+    assert "feed_forward.router" not in said
+    assert cli.main([*arguments, "--by-place"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (router,) = (row for row in rows if row[:1] == ["encoder.layers.1.feed_forward.router"])
+    assert router[-1] == "launches"
     assert cli.main([*arguments, "--device", "a100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "a100"

@@ -15,7 +15,8 @@ from pipeline.estimates.operators import (
     count_decoding_step,
     count_training,
 )
-from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, least_time
+from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, Device, least_time
+from pipeline.estimates.this_cpu import COPIED, SIDE, device_of, probes
 
 MOE = {"num_experts": 4, "every": 2}
 CAPACITY = {**MOE, "dispatch": "capacity", "batch_prioritized": True}
@@ -135,11 +136,11 @@ def test_every_launch_has_the_part_it_belongs_to_in_both_directions() -> None:
 
 def test_every_launch_has_its_place_in_the_model_and_layers_of_a_kind_have_as_many() -> None:
     found = counted(small_recipe(moe=MOE, layers=4))
-    assert sum(found.places.values()) == len(found.launches)
+    assert sum(map(len, found.places.values())) == len(found.launches)
     assert {"loss", "embedding", "encoder", "decoder"} <= set(found.places)
     for module in ("self_attention", "self_attention_norm", "feed_forward"):
         in_encoder, in_decoder = (f"{side}.layers.2.{module}" for side in ("encoder", "decoder"))
-        assert found.places[in_encoder] == found.places[in_decoder] > 0
+        assert len(found.places[in_encoder]) == len(found.places[in_decoder]) > 0
     backward = {launch.place for launch in found.launches if launch.is_backward}
     for side in ("encoder", "decoder"):
         for layer in (1, 3):
@@ -199,6 +200,28 @@ def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
     assert attention.bound == "launches"
     assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
     assert time.to_json()["launches"] == len(found.launches)
+    assert sum(place.multiply_adds for place in time.places.values()) == sum(
+        part.multiply_adds for part in time.parts.values()
+    )
+
+
+def test_where_nothing_goes_on_side_by_side_the_three_are_added_up() -> None:
+    found = counted(small_recipe())
+    device = Device(1e9, 1e10, 1e11, "made up", launch_seconds=1e-6, overlaps=False)
+    for part in least_time(found, device).parts.values():
+        assert part.launch_seconds == 1e-6 * part.launches
+        each = part.launch_seconds, part.byte_seconds, part.arithmetic_seconds
+        assert part.seconds == sum(each) > max(each)
+
+
+def test_a_cpu_is_described_by_how_long_its_probes_take() -> None:
+    seconds = {"float32": 1.0, "bfloat16": 2.0, "copy": 0.5, "small step": 4.0}
+    device = device_of(seconds, source="made up")
+    assert device.float32 == 2 * device.bfloat16 == 2 * SIDE**3
+    assert device.bandwidth == 2 * COPIED / 0.5
+    assert 4.0 / 1000 < device.launch_seconds < 4.0 / 100
+    assert not device.overlaps
+    assert set(probes()) == set(seconds)
 
 
 def test_a_loss_with_smoothing_takes_a_few_launches_more() -> None:

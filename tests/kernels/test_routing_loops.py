@@ -109,6 +109,7 @@ def test_the_loop_places_routes_as_sorting_does(
     routes = None if queue is None else queue.routes(routing.expert_NC)
     ours = place_by_loop(routing.expert_NC, num_experts, routes, capacity, spare_rows=False)
     theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
+    theirs = theirs.first_rows(int(theirs.rows_E.sum()))
     for name in ("route_R", "token_R", "row_NC", "rows_E", "count_E", "routed_E"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name).long()), name
     assert ours.lacks_rows <= theirs.lacks_rows
@@ -126,6 +127,7 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
     queue = Queue(routing.probability_NE.amax(-1) if order == "priority" else None)
     for spare_rows in (False, True):
         placement = place_by_sorting(routing.expert_NC, 5, queue, capacity, spare_rows=spare_rows)
+        placement = placement.first_rows(int(placement.rows_E.sum()))
         assert (placement.slices is None) == placement.lacks_rows
         layer.zero_grad(set_to_none=True)
         x_ND = random(40, 16, seed=3).requires_grad_()
@@ -176,6 +178,20 @@ def test_routes_of_what_is_not_a_number_are_placed_where_there_are_rows(order: s
     assert bounds == sorted(bounds)
     assert 0 <= bounds[0] <= bounds[-1] <= 18
     assert set(placement.slices.expert_R.tolist()) <= {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("order", ["number", "position", "priority"])
+def test_routes_of_what_is_not_a_number_are_sent_where_they_are_counted(order: str) -> None:
+    routing = choose(random(9, 4, seed=1), top_k=2)
+    top_N = torch.full((9,), math.nan)
+    top_N[2:5] = 0.5
+    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=False)
+    num_rows = int(placement.rows_E.sum())
+    assert 0 <= num_rows <= 12
+    assert sorted(placement.route_R.tolist()) == list(range(18))
+    assert len(placement.first_rows(num_rows).token_R) == num_rows
+    assert 0 <= placement.row_NC.min() <= placement.row_NC.max() <= num_rows
 
 
 def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> None:

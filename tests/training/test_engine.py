@@ -1,8 +1,9 @@
 """Updates under DeepSpeed are those of a plain PyTorch loop in one process, on any topology."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ from pipeline.config import (
     Recipe,
 )
 from pipeline.distributed.world import World
-from pipeline.ds_config import ds_config_names, load_ds_config
+from pipeline.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
+from pipeline.kernels import compiled_regions
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
@@ -73,6 +75,7 @@ def engine_training(
     dropout: float = 0.0,
     rehearses: bool = False,
     recomputes: bool = False,
+    own_keys: Mapping[str, Any] | None = None,
 ) -> Trained:
     """The same training by the engine on this rank's share of the micro-batches."""
     connect(world)
@@ -86,7 +89,7 @@ def engine_training(
         model,
         make_recipe(spec.model, clip_norm=clip_norm),
         world=world,
-        ds_config=zero_config(zero_stage),
+        ds_config={**zero_config(zero_stage), **(own_keys or {})},
         make_optimizer=lambda groups: torch.optim.SGD(groups, lr=LEARNING_RATE),
     )
     model.recomputes = recomputes
@@ -197,6 +200,29 @@ def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parall
     assert_equal_training(merged(results), expected)
 
 
+def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str]]:
+    """Regions that are to be compiled are noted, and run as they are."""
+    noted: set[str] = set()
+
+    def note(region: Callable[..., Any]) -> Callable[..., Any]:
+        noted.add(region.__name__)
+        return region
+
+    compiler = mock.patch.multiple(compiled_regions, _compiled=note, _of_any_length=lambda *x: x)
+    with compiler, mock.patch.object(engine_module, "check_compiler") as check:
+        keys = {"compiled_regions": True}
+        trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
+    check.assert_called_once_with(torch.device("cpu"))
+    return trained, noted
+
+
+def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(pool2: ProcessPool) -> None:
+    spec = SPECS["moe_lgr"]
+    results = pool2.run(training_in_regions, spec)
+    assert all(noted == {"_add_dropped", "_sum_and_norm"} for _, noted in results)
+    assert_equal_training(merged([trained for trained, _ in results]), plain_training(spec)[0])
+
+
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
 def test_dropout_does_not_depend_on_the_world(
     request: pytest.FixtureRequest, world_size: int, parallel_size: int
@@ -287,6 +313,7 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"fp16": {"auto_cast": True}}, ["unknown key 'auto_cast'"]),
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
         ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
+        ({"compiled_regions": 1}, ["compiled_regions is 1", "use true or false"]),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "use fp32 or bf16"]),
         ({"zero_optimization": None}, ["zero_optimization is null"]),
         ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "use 1 or 2"]),
@@ -313,6 +340,11 @@ def test_a_key_that_the_recipe_owns_or_that_would_be_ignored_is_refused(
 def test_what_is_left_to_deepspeed_is_not_passed_on() -> None:
     left = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
     assert "reduce_bucket_size" not in merge(left)["zero_optimization"]
+
+
+def test_what_this_project_does_by_the_machine_is_not_passed_on() -> None:
+    own = dict.fromkeys(OWN_KEYS, True)
+    assert merge({**zero_config(1), **own}) == merge(zero_config(1))
 
 
 def test_gradients_are_gathered_in_buffers_only_where_ranks_share_them() -> None:

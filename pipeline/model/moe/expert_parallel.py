@@ -1,9 +1,9 @@
 """Experts spread over the ranks of an expert-parallel group: uneven all-to-all, there and back.
 
 Per MoE layer: one small all-to-all of counts and two of rows in the forward pass, two of rows in
-the backward pass, and one device-to-host copy (the counts; another, where routes may be dropped, of
-how many are kept). Ranks may hold different numbers of tokens, none included, but all ranks of the
-group must call the same layers in the same order.
+the backward pass, and one device-to-host copy: the counts, by which a rank also learns how many
+routes of its own are kept. Ranks may hold different numbers of tokens, none included, but all ranks
+of the group must call the same layers in the same order.
 
 Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
 S source ranks.
@@ -21,6 +21,31 @@ from pipeline.model.moe.experts import Experts
 
 
 @dataclass(frozen=True)
+class RowCounts:
+    """How many rows go where, as the host knows it.
+
+    Attributes:
+        sent_SE: from this rank to every rank and its experts.
+        received_SE: from every rank to each of this rank's experts.
+    """
+
+    sent_SE: list[list[int]]
+    received_SE: list[list[int]]
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_splits)
+
+    @property
+    def send_splits(self) -> list[int]:
+        return [sum(row) for row in self.sent_SE]
+
+    @property
+    def receive_splits(self) -> list[int]:
+        return [sum(row) for row in self.received_SE]
+
+
+@dataclass(frozen=True)
 class ExpertParallel:
     """The process group that shares one copy of the experts, and this rank's place in it."""
 
@@ -28,21 +53,21 @@ class ExpertParallel:
     rank: int
     size: int
 
-    def run(self, experts: Experts, x_RD: Tensor, count_E: Tensor) -> Tensor:
-        """Send every row to the rank of its expert, apply the experts, bring the results back.
+    def exchange_counts(self, count_E: Tensor) -> RowCounts:
+        """Tell the others how many rows they will get; ``count_E`` is per GLOBAL expert.
 
-        Args:
-            count_E: rows per GLOBAL expert, in the order of ``x_RD``.
+        The host waits for the device here, and nowhere else.
         """
-        sent = count_E.view(self.size, experts.num_experts)
+        sent = count_E.view(self.size, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        sent_counts, received_counts = torch.stack([sent, received]).tolist()
-        send_splits = [sum(row) for row in sent_counts]
-        receive_splits = [sum(row) for row in received_counts]
+        return RowCounts(*torch.stack([sent, received]).tolist())
 
+    def run(self, experts: Experts, x_RD: Tensor, counts: RowCounts) -> Tensor:
+        """Send every row to the rank of its expert, apply the experts, bring the results back."""
+        send_splits, receive_splits = counts.send_splits, counts.receive_splits
         arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
-        y_QD = _apply(experts, arrived_QD, received_counts)
+        y_QD = _apply(experts, arrived_QD, counts.received_SE)
         return _exchange(y_QD, receive_splits, send_splits, self.group)
 
 

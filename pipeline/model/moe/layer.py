@@ -134,8 +134,10 @@ class MixtureOfExperts(nn.Module):
         """Every token's experts, weighted and summed."""
         if self.expert_parallel is None:
             return self.experts.serve(x_ND, dispatch)
+        counts = self.expert_parallel.exchange_counts(dispatch.rows_E)
+        dispatch = dispatch.first_rows(counts.num_sent)
         x_RD = gather(x_ND, dispatch)
-        y_RD = self.expert_parallel.run(self.experts, x_RD, dispatch.rows_E)
+        y_RD = self.expert_parallel.run(self.experts, x_RD, counts)
         return combine(y_RD, dispatch.weight_NC, dispatch)
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,6 +20,8 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import MoEConfig
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
+from pipeline.kernels.placement import Placement, Queue, place_by_sorting
+from pipeline.model.moe import dispatch
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
@@ -35,6 +37,9 @@ COUNTS = ((3, 0, 0, 5), (0, 0, 0, 0), (1, 2, 0, 0), (2, 1, 4, 0))
 
 TOKENS = (7, 0, 4, 9)
 """Tokens of each rank, for the whole layer."""
+
+DROPLESS = MoEConfig(num_experts=NUM_EXPERTS, top_k=2)
+CAPACITY = MoEConfig(num_experts=NUM_EXPERTS, top_k=2, dispatch="capacity", batch_prioritized=True)
 
 COLLECTIVES = (
     "all_to_all_single",
@@ -84,8 +89,9 @@ def build_experts(*, num_experts: int, first_expert: int) -> Experts:
     return experts
 
 
-def build_layer(experts: Experts, parallel: ExpertParallel | None) -> MixtureOfExperts:
-    config = MoEConfig(num_experts=NUM_EXPERTS, top_k=2)
+def build_layer(
+    experts: Experts, parallel: ExpertParallel | None, config: MoEConfig = DROPLESS
+) -> MixtureOfExperts:
     router = TokenRouter(config, width=WIDTH)
     router.weight.data.copy_(values(NUM_EXPERTS, WIDTH, seed=7))
     return MixtureOfExperts(config, router=router, experts=experts, expert_parallel=parallel)
@@ -121,17 +127,26 @@ def run_experts(world: World, size: int) -> RankResult:
     experts = build_experts(num_experts=local, first_expert=parallel.rank * local)
     counts = COUNTS[world.rank]
     x, arriving = rows_of(world.rank, sum(counts))
-    output = parallel.run(experts, x, torch.tensor(counts))
+    row_counts = parallel.exchange_counts(torch.tensor(counts))
+    assert row_counts.num_sent == len(x)
+    output = parallel.run(experts, x, row_counts)
     output.backward(arriving)
     assert x.grad is not None
     return RankResult(output.detach(), x.grad, gradients_by_expert(experts))
 
 
-def run_layer(world: World, size: int) -> RankResult:
+def run_layer(world: World, size: int, config: MoEConfig, by_sorting: bool) -> RankResult:
+    """Routes placed as on this device, or as on others."""
     parallel = open_group(world, size)
     local = NUM_EXPERTS // size
     experts = build_experts(num_experts=local, first_expert=parallel.rank * local)
-    return layer_result(build_layer(experts, parallel), world.rank)
+    layer = build_layer(experts, parallel, config)
+    with mock.patch.object(dispatch, "place_routes", sort_routes) if by_sorting else nullcontext():
+        return layer_result(layer, world.rank)
+
+
+def sort_routes(expert_NC: Tensor, *, queue: Queue | None = None, **settings: Any) -> Placement:
+    return place_by_sorting(expert_NC, queue=queue, **settings)
 
 
 def layer_result(layer: MixtureOfExperts, rank: int) -> RankResult:
@@ -200,15 +215,21 @@ def test_rows_sent_to_other_ranks_come_back_as_if_all_experts_were_here(
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("config", [DROPLESS, CAPACITY], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("by_sorting", [False, True], ids=["by loop", "by sorting"])
 def test_a_layer_with_its_experts_on_several_ranks_equals_one_with_all_of_them(
-    request: pytest.FixtureRequest, world_size: int, size: int
+    request: pytest.FixtureRequest,
+    world_size: int,
+    size: int,
+    config: MoEConfig,
+    by_sorting: bool,
 ) -> None:
-    results = pool_of(request, world_size).run(run_layer, size)
+    results = pool_of(request, world_size).run(run_layer, size, config, by_sorting)
     for rank, result in enumerate(results):
         total: dict[int, dict[str, Tensor]] = {}
         for member in group_of(rank, size):
-            whole = build_layer(build_experts(num_experts=NUM_EXPERTS, first_expert=0), None)
-            reference = layer_result(whole, member)
+            experts = build_experts(num_experts=NUM_EXPERTS, first_expert=0)
+            reference = layer_result(build_layer(experts, None, config), member)
             for expert, gradients in reference.expert_gradients.items():
                 for name, gradient in gradients.items():
                     sums = total.setdefault(expert, {})
