@@ -13,7 +13,8 @@ from pipeline.errors import DataError
 from pipeline.summary import listed
 
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
-"""Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all."""
+"""Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all. So is a table
+none of whose rows is one."""
 
 REASONS = ("too_long", "nul", "invalid_utf8", "malformed")
 """Why a line is no text; malformed: its record is not of the form that its file has."""
@@ -189,7 +190,8 @@ def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str
 
 def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: str) -> None:
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
-    if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines):
+    is_other_form = not counts.kept and any(side["malformed"] for side in counts.no_text)
+    if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines) and not is_other_form:
         return
     damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})

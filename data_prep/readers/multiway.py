@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ def is_language(spelling: str) -> bool:
     return _SPELLING.fullmatch(spelling) is not None
 
 
+@lru_cache(maxsize=1024)
 def without_variant(spelling: str) -> str | None:
     """A tag of BCP 47 up to its region, ``de-DE`` of ``de-DE-1996``; None where it is no tag."""
     match = _SPELLING.match(spelling)

@@ -123,6 +123,7 @@ class UnitParser:
         self._code_depth = 0
         """Elements around it from the outermost native code on."""
         self._parser = expat.ParserCreate(encoding)
+        self._parser.buffer_text = True
         self._parser.StartElementHandler = self._root
         self._parser.EndElementHandler = self._end
         self._parser.EntityDeclHandler = self._refuse_entity
