@@ -16,9 +16,14 @@ from typing import TextIO
 
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.cldr import read_phrases
+from data_prep.readers.columns import read_columns
 from data_prep.readers.hub import read_hub
+from data_prep.readers.listed import read_listed
+from data_prep.readers.moses import read_moses
 from data_prep.readers.section import SPLITS, RawText, Section
+from data_prep.readers.tmx import read_tmx
 from data_prep.readers.tree import read_trees
+from data_prep.readers.tsv import read_tsv
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
@@ -88,6 +93,7 @@ class Tally:
                 "lines_with_nul": sum(side["nul"] for side in found.no_text),
                 "lines_with_invalid_utf8": sum(side["invalid_utf8"] for side in found.no_text),
                 "lines_too_long": sum(side["too_long"] for side in found.no_text),
+                "lines_malformed": max(side["malformed"] for side in found.no_text),
             }
         )
         for side, code in enumerate(languages):
@@ -109,7 +115,7 @@ def run(call: StageCall) -> None:
     config = call.recipe.corpus
     with call.new_artifact() as writer:
         raw = read_raw(call)
-        tally = Tally(counts=Counter(raw.left_out))
+        tally = Tally()
         with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
             quarantine = Quarantine(stream)
             for section in track(raw.sections, label="import"):
@@ -118,6 +124,7 @@ def run(call: StageCall) -> None:
                 )
                 if raw.is_found:
                     look_at_sides(section, sample, config=config, tally=tally)
+        tally.counts += raw.left_out
         writer.statistics |= statistics(tally)
         writer.summary += summary(tally)
 
@@ -132,6 +139,16 @@ def read_raw(call: StageCall) -> RawText:
             return read_phrases(config)
         case "hub":
             return read_hub(raw, config)
+        case "tmx":
+            return read_tmx(raw, config)
+        case "tsv":
+            return read_tsv(raw, config)
+        case "moses":
+            return read_moses(raw, config)
+        case "columns":
+            return read_columns(raw, config)
+        case "listed":
+            return read_listed(raw, config)
 
 
 def import_section(
@@ -230,6 +247,8 @@ def _left_out(tally: Tally) -> str:
         ("pairs_not_selected", "pair of other languages"),
         ("folders_repeated", "folder with the same text"),
         ("folders_ignored", "folder not named like a pair"),
+        ("files_ignored", "file of another form"),
+        ("records_one_sided", "record without text in one of its languages"),
     ):
         if counts[name]:
             first, *rest = noun.split(" ")

@@ -13,10 +13,11 @@ from pipeline.errors import DataError
 from pipeline.summary import listed
 
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
-"""Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all."""
+"""Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all. So is a table
+none of whose rows is one."""
 
-REASONS = ("too_long", "nul", "invalid_utf8")
-"""Why a line is no text."""
+REASONS = ("too_long", "nul", "invalid_utf8", "malformed")
+"""Why a line is no text; malformed: its record is not of the form that its file has."""
 
 _SEPARATORS = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 """What some tools take for the end of a line. A newline is in no line of a text file, but may be
@@ -92,11 +93,14 @@ def good_lines(
     Raises:
         DataError: the lines cannot be read, or too many are no text.
     """
-    for number, raws in lines:
+    for number, raws, is_malformed in lines:
         if limit is not None and counts.kept >= limit:
             if not to_the_end:
                 break
             counts.over_limit += 1
+            continue
+        if is_malformed:
+            _set_aside(sources, number=number, quarantine=quarantine, counts=counts)
             continue
         try:
             # Nearly all lines are plain; the others are looked at again, more slowly.
@@ -116,6 +120,17 @@ def good_lines(
         else:
             counts.quarantined += 1
     _refuse_damaged(sources, counts, setting=setting)
+
+
+def _set_aside(
+    sources: Sequence[Source], *, number: int, quarantine: Quarantine, counts: LineCounts
+) -> None:
+    """Put a malformed record into the quarantine, once where all sides are of one file."""
+    for source in dict.fromkeys(source._replace(place="") for source in sources):
+        quarantine.add(source, line=number, reason="malformed")
+    for side in counts.no_text:
+        side["malformed"] += 1
+    counts.quarantined += 1
 
 
 def _plain(raw: bytes, *, max_line_bytes: int) -> str:
@@ -175,16 +190,22 @@ def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str
 
 def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: str) -> None:
     bad, lines = counts.quarantined, counts.kept + counts.quarantined
-    if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines):
+    is_other_form = not counts.kept and any(side["malformed"] for side in counts.no_text)
+    if bad <= max(QUARANTINED_LINES, QUARANTINED_SHARE * lines) and not is_other_form:
         return
     damaged = [source.place for source, side in zip(sources, counts.no_text, strict=True) if side]
     reasons = sorted({reason for side in counts.no_text for reason in side})
-    remedy = (
-        f"raise {setting}, or split them into sentences"
-        if reasons == ["too_long"]
-        else "convert the files to UTF-8 or fetch them again"
-    )
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}): {remedy}."
+        f"most {setting} ({', '.join(reasons)}): {_remedy(reasons, setting=setting)}."
     )
+
+
+def _remedy(reasons: Sequence[str], *, setting: str) -> str:
+    match reasons:
+        case ["too_long"]:
+            return f"raise {setting}, or split them into sentences"
+        case ["malformed"]:
+            return "correct their columns, or fetch the file again"
+        case _:
+            return "convert the files to UTF-8 or fetch them again"

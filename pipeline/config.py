@@ -58,15 +58,36 @@ class CldrConfig(Settings):
     seed: Seed = 1
 
 
+class ListedText(Settings):
+    """Text of one split of one pair (``data_prep/readers/listed.py``)."""
+
+    split: Literal["train", "valid", "test"] = "train"
+    pair: str
+    """``de-en``: the order of two files, or of the columns of one that does not name them."""
+    paths: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
+    """A file per language, or one of both; from the raw folder on."""
+
+
 class CorpusConfig(Settings):
     """import_corpus: where raw text comes from."""
 
-    source: Literal["tree", "cldr", "hub"] = "tree"
+    source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
     """``tree``: folders of pairs as OPUS-100 has them; ``cldr``: phrases made here; ``hub``: a data
-    set of the Hugging Face hub. Where they lie is said on the command line."""
+    set of the Hugging Face hub; ``tmx``: translation memories; ``tsv``: tab-separated tables;
+    ``moses``: pairs of files; ``columns``: Parquet, JSON lines and CSV; ``listed``: what ``files``
+    names. Where they lie is said on the command line."""
     cldr: CldrConfig = CldrConfig()
+    files: tuple[ListedText, ...] = ()
+    """What ``listed`` reads, in this order."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Language → column of its text, for ``columns`` and files listed; empty: the column is named
+    by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    directions: Literal["all", "zero_shot", "pivot"] = "all"
+    """How text of more than two languages at once is paired: each language with each; the pivot
+    with each other one, and for test lines these with each other too; or the pivot alone."""
+    pivot: str = "en"
     max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
     """Keep at most this many training lines per pair, the first ones."""
     max_valid_lines: Lines | None = None

@@ -164,7 +164,8 @@ STAGES: dict[str, Stage] = {
             inputs={
                 "raw": Input(
                     "raw",
-                    "OPUS-100-like trees of pair folders, or hub:OWNER/NAME@REVISION",
+                    "raw text as corpus.source reads it: OPUS-100-like trees of pair folders, "
+                    "folders of TMX files, …, or hub:OWNER/NAME@REVISION",
                     required=False,
                 )
             },

@@ -17,7 +17,7 @@ from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
 
-OVERLAYS = ("hub", "smoke")
+OVERLAYS = ("hub", "smoke", "tmx")
 BASES = tuple(name for name in recipe_names() if name not in OVERLAYS)
 ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
 

@@ -35,8 +35,9 @@ TRAINING: dict[str, set[str]] = {
 DECIDING: dict[str, dict[str, set[str]]] = {
     "import_corpus": {
         "corpus": {
-            *("cldr", "languages", "max_line_bytes", "max_test_lines", "max_train_lines"),
-            *("max_valid_lines", "source", "swapped_sides"),
+            *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
+            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
+            "swapped_sides",
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},

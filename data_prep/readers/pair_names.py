@@ -38,7 +38,7 @@ def is_pair_name(name: str) -> bool:
 
 def name_pairs(names: Iterable[str]) -> list[NamedPair]:
     """The codes of all names at once: what a spelling means depends on the others."""
-    spelled = [(name, _spellings(name)) for name in names]
+    spelled = [(name, spellings_of(name)) for name in names]
     codes = distinct_codes({spelling for _, spellings in spelled for spelling in spellings})
     return [
         NamedPair(name, spellings, (codes[spellings[0]], codes[spellings[1]]))
@@ -79,7 +79,8 @@ def require_languages(
     )
 
 
-def _spellings(name: str) -> tuple[str, str]:
+def spellings_of(name: str) -> tuple[str, str]:
+    """Both languages of a name of a pair, as it spells them."""
     match = _PAIR.fullmatch(name)
     assert match is not None
     return match[1], match[2]

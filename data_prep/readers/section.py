@@ -17,6 +17,8 @@ class RawLine(NamedTuple):
     """In its sources, from 1."""
     texts: tuple[bytes, ...]
     """One per side, without the line end; UTF-8 if all is well."""
+    is_malformed: bool = False
+    """Whether its file says that something is there, but not what each side is."""
 
 
 class Source(NamedTuple):
@@ -58,6 +60,6 @@ class RawText:
 
     sections: list[Section]
     left_out: Counter[str] = field(default_factory=Counter)
-    """What was not read, as statistics call it."""
+    """What was not read, as statistics call it; complete once all sections are read."""
     is_found: bool = True
     """False for text that is made here: no line of it is bad, and no side is another language."""

@@ -1,10 +1,10 @@
 """A raw tree: which folders are language pairs, under which codes, and which are wanted.
 
 An OPUS-100-like tree has folders ``en-de`` with ``train.en`` and ``train.de`` (or
-``opus.en-de-train.en``), the same for ``valid`` (``dev``, ``validation``) and ``test``, plain or
-``.gz``; pairs without training text may lie below ``zero-shot``. What is wanted is decided by the
-names of the folders; nothing else of a folder that is not wanted is looked at. Of several trees,
-what they have of one pair follows in the order of the trees.
+``opus.en-de-train.en``), the same for ``valid`` (``dev``, ``validation``) and ``test``, plain,
+``.gz`` or ``.zst``; pairs without training text may lie below ``zero-shot``. What is wanted is
+decided by the names of the folders; nothing else of a folder that is not wanted is looked at. Of
+several trees, what they have of one pair follows in the order of the trees.
 """
 
 import re
@@ -23,17 +23,19 @@ from data_prep.readers.pair_names import (
     select_pairs,
 )
 from data_prep.readers.section import SPLITS, RawText, Section, Source
-from data_prep.readers.text_files import in_step, iterate_raw_lines, source_of
+from data_prep.readers.text_files import PACKED, in_step, iterate_raw_lines, source_of
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config import CorpusConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import find_code
 
-LAYOUT = "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain or .gz"
+LAYOUT = (
+    "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain, .gz or .zst"
+)
 
 _CONTAINERS = ("supervised", "zero-shot", "zero_shot")
-_SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE})(?:\.gz)?")
+_SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE}){PACKED}")
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,32 @@ def write_other_raw(shelf: Shelf) -> None:
         packed = shelf.path("packed") / path.parent.name / f"{path.name}.gz"
         packed.parent.mkdir(parents=True, exist_ok=True)
         packed.write_bytes(gzip.compress(path.read_bytes()))
+    write_tables(shelf)
     shelf.path("tests").mkdir()
     for code in ("eng_Latn", "deu_Latn"):
         (shelf.path("tests") / f"{code}.devtest").write_text(f"one {code}\ntwo {code}\n")
+
+
+def write_tables(shelf: Shelf) -> None:
+    """The text of a pair as a translation memory, a table and rows of JSON and CSV."""
+    lines = LINES["de-en"] * 5
+    units = "".join(
+        f'<tu><tuv xml:lang="de"><seg>{one}</seg></tuv><tuv xml:lang="en"><seg>{other}</seg></tuv>'
+        "</tu>\n"
+        for one, other in lines
+    )
+    files = {
+        "memories/a.tmx": f'<tmx version="1.4"><body>\n{units}</body></tmx>\n',
+        "tables/train.de-en.tsv": "".join(f"{one}\t{other}\n" for one, other in lines),
+        "rows/de-en/a.jsonl": "".join(
+            json.dumps({"de": one, "en": other}) + "\n" for one, other in lines
+        ),
+        "cells/de-en/a.csv": "de,en\n" + "".join(f'"{one}","{other}"\n' for one, other in lines),
+    }
+    for name, content in files.items():
+        path = shelf.path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
 
 
 def model_spec(moe: MoEConfig | None) -> ModelSpec:
@@ -254,6 +277,18 @@ class Reader:
 
 def _import(_: Shelf, raw: Path, scratch: Path) -> None:
     import_corpus.run(stage_call("import_corpus", scratch / "out", {}, raw=raw))
+
+
+def _import_from(source: str) -> Read:
+    """Import by another reader than that of trees."""
+    corpus = RECIPE.corpus.model_validate({"source": source})
+    recipe = RECIPE.model_copy(update={"corpus": corpus})
+
+    def read(_: Shelf, raw: Path, scratch: Path) -> None:
+        call = stage_call("import_corpus", scratch / "out", {}, recipe=recipe, raw=raw)
+        import_corpus.run(call)
+
+    return read
 
 
 def _import_tests(_: Shelf, raw: Path, scratch: Path) -> None:
@@ -444,6 +479,10 @@ _BIG = (*_WEIGHTS, "metrics.jsonl")
 READERS: tuple[Reader, ...] = (
     Reader("import_corpus", "raw", _import, files="de-en/train"),
     Reader("import_corpus of gzip", "packed", _import, files="de-en/train.de"),
+    Reader("import_corpus of TMX", "memories", _import_from("tmx")),
+    Reader("import_corpus of TSV", "tables", _import_from("tsv")),
+    Reader("import_corpus of JSON lines", "rows", _import_from("columns")),
+    Reader("import_corpus of CSV", "cells", _import_from("columns")),
     Reader("import_tests", "tests", _import_tests, files="eng"),
     Reader("clean", "corpus", _clean, files="train/de-en/"),
     Reader("train_tokenizer", "corpus", _train_tokenizer, files="train/de-en/"),

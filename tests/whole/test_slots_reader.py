@@ -13,7 +13,7 @@ from support.raw_trees import write
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import read_lines
 
-TSV = '''"""Tab-separated files, ``train.de-en.tsv``: both sides of a pair on each line."""
+BARS = '''"""Files as word aligners take them, ``train.de-en.bars``: lines of ``eins ||| one``."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,12 +25,12 @@ from pipeline.config import CorpusConfig
 from pipeline.errors import ConfigError
 
 
-def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
+def read_bars(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """All files of a folder."""
     if raw is None:
-        raise ConfigError("corpus.source is 'tsv', but no raw folder was given: pass --raw DIR.")
+        raise ConfigError("corpus.source is 'bars', but no raw folder was given: pass --raw DIR.")
     folder = raw.only_path()
-    return RawText([_section(path, folder, config) for path in sorted(folder.glob("*.tsv"))])
+    return RawText([_section(path, folder, config) for path in sorted(folder.glob("*.bars"))])
 
 
 def _section(path: Path, folder: Path, config: CorpusConfig) -> Section:
@@ -48,27 +48,27 @@ def _section(path: Path, folder: Path, config: CorpusConfig) -> Section:
 def _lines(path: Path, *, max_line_bytes: int) -> Iterator[RawLine]:
     lines = iterate_raw_lines(path, max_line_bytes=max_line_bytes)
     for number, line in enumerate(lines, start=1):
-        first, _, second = line.partition(b"\\t")
+        first, _, second = line.partition(b" ||| ")
         yield RawLine(number, (first, second))
 '''
 VARIANT = Variant(
-    {"data_prep/readers/tsv.py": TSV},
+    {"data_prep/readers/bars.py": BARS},
     {
         "pipeline/config.py": [
             (
-                'source: Literal["tree", "cldr", "hub"]',
-                'source: Literal["tree", "cldr", "hub", "tsv"]',
+                'source: Literal["tree", "cldr",',
+                'source: Literal["bars", "tree", "cldr",',
             )
         ],
         "data_prep/import_corpus.py": [
             (
-                "from data_prep.readers.tree import read_trees\n",
-                "from data_prep.readers.tree import read_trees\n"
-                "from data_prep.readers.tsv import read_tsv\n",
+                "from data_prep.readers.cldr import read_phrases\n",
+                "from data_prep.readers.bars import read_bars\n"
+                "from data_prep.readers.cldr import read_phrases\n",
             ),
             (
                 '        case "hub":\n',
-                '        case "tsv":\n            return read_tsv(raw, config)\n'
+                '        case "bars":\n            return read_bars(raw, config)\n'
                 '        case "hub":\n',
             ),
         ],
@@ -78,29 +78,29 @@ VARIANT = Variant(
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A copy of the packages that reads tab-separated files."""
+    """A copy of the packages that reads files of word aligners."""
     return copy_of_the_house(tmp_path / "house", [VARIANT])
 
 
 def test_a_reader_is_one_file_one_setting_and_one_case(house: Path, tmp_path: Path) -> None:
     assert touched_files(house) == {
-        "data_prep/readers/tsv.py",
+        "data_prep/readers/bars.py",
         "pipeline/config.py",
         "data_prep/import_corpus.py",
     }
     raw = write(
         tmp_path / "raw",
         {
-            "train.de-en.tsv": b"eins\tone\nzw\xffei\ttwo\ndrei\tthree\n",
-            "test.de-en.tsv": "vier\tfour\n",
+            "train.de-en.bars": b"eins ||| one\nzw\xffei ||| two\ndrei ||| three\n",
+            "test.de-en.bars": "vier ||| four\n",
         },
     )
     recipe, out = tmp_path / "recipe.toml", tmp_path / "corpus"
-    recipe.write_text('[corpus]\nsource = "tsv"\nmax_train_lines = 2\n', encoding="utf-8")
+    recipe.write_text('[corpus]\nsource = "bars"\nmax_train_lines = 2\n', encoding="utf-8")
     command = ["-m", "pipeline.cli", "import_corpus", "--recipe", str(recipe)]
     run_in(house, [*command, "--raw", str(raw), "--out", str(out)], cwd=tmp_path)
     corpus = open_artifact(out, kind="corpus")
     assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 0, "test": 1}}
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "three"]
     listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
-    assert listed == [{"file": "train.de-en.tsv", "line": 2, "reason": "invalid_utf8"}]
+    assert listed == [{"file": "train.de-en.bars", "line": 2, "reason": "invalid_utf8"}]

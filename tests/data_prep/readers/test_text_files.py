@@ -50,7 +50,7 @@ def test_lines_are_those_of_a_split_at_newlines_cut_behind_the_limit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_files, "BLOCK_BYTES", block)
         stream = Dribble(data, sizes)
-        assert list(text_files._lines_of(stream, longest=limit + 1)) == expected  # type: ignore[arg-type]
+        assert list(text_files._lines_of(stream, longest=limit + 1)) == expected
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])

@@ -1,0 +1,103 @@
+"""A list of files in the recipe, as ``mtdata`` has them: each with its split, pair and paths.
+
+Two paths are a pair of files, line by line; one is a file of both languages, read by its ending:
+``.tmx``, ``.tsv``, ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. All may be packed. Sections of
+one split and pair follow in the order of the list.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+from data_prep.readers.columns import ENDINGS as COLUMN_ENDINGS
+from data_prep.readers.columns import open_columns
+from data_prep.readers.moses import FilePair, section_of
+from data_prep.readers.multiway import MultiwayFile, section_of_pair
+from data_prep.readers.pair_names import NamedPair, is_pair_name, name_pairs, select_pairs
+from data_prep.readers.raw_files import RawFile, raw_paths
+from data_prep.readers.section import RawText, Section
+from data_prep.readers.tmx import survey_file
+from data_prep.readers.tsv import open_table
+from pipeline.artifacts.raw_input import RawInput
+from pipeline.config import CorpusConfig, ListedText
+from pipeline.errors import ConfigError, DataError
+
+
+def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """The files of ``corpus.files`` whose languages are wanted.
+
+    Raises:
+        ConfigError: no folder or files are given, a pair is misspelled, or a wanted language is in
+            no pair of wanted languages.
+        DataError: a file is missing, of no known form, or has no text of its pair.
+    """
+    root = _root(raw)
+    if not config.files:
+        raise ConfigError(
+            "corpus.source is 'listed', but corpus.files is empty: name each file, for instance "
+            'files = [{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }].'
+        )
+    for entry in config.files:
+        _check_pair(entry)
+    pairs = name_pairs(entry.pair for entry in config.files)
+    wanted = select_pairs(pairs, config.languages)
+    left_out = Counter(pairs_not_selected=len({*pairs} - wanted))
+    chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
+    sections = [_section(root, entry, pair, config, left_out) for entry, pair in chosen]
+    return RawText(sections, left_out=left_out)
+
+
+def _root(raw: RawInput | None) -> Path:
+    paths = raw_paths(raw, source="listed")
+    if len(paths) > 1 or not paths[0].is_dir():
+        raise ConfigError(
+            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder: name "
+            "the one that the paths of corpus.files start from."
+        )
+    return paths[0]
+
+
+def _check_pair(entry: ListedText) -> None:
+    first, _, second = entry.pair.partition("-")
+    if not is_pair_name(entry.pair) or first.lower() == second.lower():
+        raise ConfigError(
+            f"corpus.files names the pair {entry.pair!r}: write two language codes, like de-en."
+        )
+
+
+def _section(
+    root: Path, entry: ListedText, pair: NamedPair, config: CorpusConfig, left_out: Counter[str]
+) -> Section:
+    files = [_file(root, path) for path in entry.paths]
+    if len(files) == 2:
+        return section_of(FilePair((files[0], files[1]), entry.split, pair), config)
+    opened = _open(files[0], entry, pair, config, left_out)
+    return section_of_pair(opened, pair, left_out=left_out)
+
+
+def _file(root: Path, name: str) -> RawFile:
+    path = root / name
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}: move it in.")
+    if not path.is_file():
+        raise DataError(f"{path}, which corpus.files names, is no file: correct its name.")
+    return RawFile(path, name)
+
+
+def _open(
+    file: RawFile,
+    entry: ListedText,
+    pair: NamedPair,
+    config: CorpusConfig,
+    left_out: Counter[str],
+) -> MultiwayFile:
+    match file.ending:
+        case "tmx":
+            return survey_file(file, entry.split, config, left_out=left_out)
+        case "tsv":
+            return open_table(file, entry.split, config, pair=pair.spellings)
+        case ending if ending in COLUMN_ENDINGS:
+            return open_columns(file, entry.split, config, pair=pair.spellings)
+    raise DataError(
+        f"{file.path} is one file of both languages, but ends in none of .tmx, .tsv, "
+        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}: name a file per language."
+    )

@@ -1,0 +1,203 @@
+"""Text of several languages at once: which of them are paired, and what of each record is a line.
+
+Translation memories and tables hold records of any number of languages. Each pair is read from its
+file on its own, so that nothing is held; a language that a file spells in several ways (``pt``,
+``pt-br``) is one language, of which a record gives the first text in the order of the spellings.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
+from data_prep.readers.pair_names import NamedPair, require_languages
+from data_prep.readers.raw_files import RawFile
+from data_prep.readers.section import RawLine, RawText, Section
+from pipeline.artifacts.corpus import Split, pair_name
+from pipeline.config import CorpusConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.languages import distinct_codes, find_code
+from pipeline.summary import listed
+
+ONE_SIDED = "records_one_sided"
+
+_SPELLING = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{4}))?(?:[-_]([A-Za-z]{2}|[0-9]{3}))?")
+
+
+class Record(NamedTuple):
+    """What one entry of a file holds."""
+
+    line: int
+    """Where it begins in its file, from 1; a table's row."""
+    texts: Mapping[str, bytes]
+    """Spelling of a language → text; none of what is missing or blank."""
+    is_malformed: bool = False
+
+
+@dataclass(frozen=True)
+class MultiwayFile:
+    """A file and the languages that it has."""
+
+    file: RawFile
+    split: Split
+    together: Collection[frozenset[str]]
+    """Spellings of languages that are in one record, each set of them once."""
+    records: Callable[[], Iterable[Record]]
+    """Reads the file from its beginning."""
+    is_surveyed: bool = False
+    """Whether records without a pair were counted before; else each pair counts its own."""
+
+    @property
+    def spellings(self) -> set[str]:
+        return {spelling for spellings in self.together for spelling in spellings}
+
+
+def is_language(spelling: str) -> bool:
+    """Whether a spelling is that of a language code, with or without script and region."""
+    return _SPELLING.fullmatch(spelling) is not None
+
+
+@lru_cache(maxsize=1024)
+def without_variant(spelling: str) -> str | None:
+    """A tag of BCP 47 up to its region, ``de-DE`` of ``de-DE-1996``; None where it is no tag."""
+    match = _SPELLING.match(spelling)
+    if match is None or spelling[match.end() : match.end() + 1] not in ("", "-", "_"):
+        return None
+    return match[0]
+
+
+def pair_up(
+    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Counter[str]
+) -> RawText:
+    """A section for each pair of languages that is wanted of each file, by pair, then by file.
+
+    Raises:
+        ConfigError: a wanted language is in no pair of wanted languages.
+        DataError: no file has a pair, or none that ``corpus.directions`` pairs.
+    """
+    codes = distinct_codes({spelling for file in files for spelling in file.spellings})
+    found = [(pair, file) for file in files for pair in _pairs(file, codes)]
+    if not found:
+        paths = listed([str(file.file.path) for file in files])
+        raise DataError(f"No record has text in two languages in {paths}: name other files.")
+    selected = _select({pair for pair, _ in found}, config)
+    sections = [
+        _section(file, pair, codes, left_out)
+        for pair, file in sorted(found, key=lambda entry: entry[0])
+        if pair in selected and _is_wanted(pair, file.split, config)
+    ]
+    if not sections:
+        names = listed(sorted({pair_name(*pair) for pair in selected}))
+        raise ConfigError(
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}: set corpus.pivot to "
+            "another, or corpus.directions to 'all'."
+        )
+    left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
+        {section.languages for section in sections}
+    )
+    return RawText(sections, left_out=left_out)
+
+
+def section_of_pair(file: MultiwayFile, pair: NamedPair, *, left_out: Counter[str]) -> Section:
+    """The lines of a file in the two languages of a pair, under the codes of the pair.
+
+    Raises:
+        DataError: no record has both.
+    """
+    codes = distinct_codes(file.spellings)
+    (first, one), (second, other) = sorted(
+        (code, find_code(spelling, codes.values()) or spelling)
+        for code, spelling in zip(pair.codes, pair.spellings, strict=True)
+    )
+    if not _pairs(file, codes) & {(one, other), (other, one)}:
+        raise DataError(
+            f"{file.file.path} has no record with text in both languages of {pair.name}: correct "
+            "the pair, or take the file out."
+        )
+    section = _section(file, (one, other), codes, left_out)
+    return replace(section, languages=(first, second))
+
+
+def lines_of_pair(
+    records: Iterable[Record],
+    spellings: tuple[Sequence[str], Sequence[str]],
+    *,
+    left_out: Counter[str],
+) -> Iterator[RawLine]:
+    """The lines of records in two languages, each under its spellings in order of preference.
+
+    A record with text in neither has nothing to do with the pair; one with text in one is counted.
+    """
+    for record in records:
+        if record.is_malformed:
+            yield RawLine(record.line, (b"", b""), is_malformed=True)
+            continue
+        one, other = (_first_text(record.texts, of_side) for of_side in spellings)
+        if one is not None and other is not None:
+            yield RawLine(record.line, (one, other))
+        elif one is not None or other is not None:
+            left_out[ONE_SIDED] += 1
+
+
+def preferred(spellings: Iterable[str]) -> list[str]:
+    """Spellings of one language in order: one without script and region goes before the others."""
+    return sorted(spellings, key=lambda spelling: (len(spelling), spelling))
+
+
+def _first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
+    for spelling in spellings:
+        if spelling in texts:
+            return texts[spelling]
+    return None
+
+
+def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
+    together = {frozenset(codes[spelling] for spelling in group) for group in file.together}
+    return {pair for group in together for pair in combinations(sorted(group), 2)}
+
+
+def _select(
+    pairs: Collection[tuple[str, str]], config: CorpusConfig
+) -> Collection[tuple[str, str]]:
+    if not config.languages:
+        return pairs
+    present = {code for pair in pairs for code in pair}
+    wanted = {find_code(spelling, present) or spelling for spelling in config.languages}
+    selected = {pair for pair in pairs if wanted.issuperset(pair)}
+    require_languages(wanted, selected, present=present)
+    return selected
+
+
+def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
+    """Whether ``corpus.directions`` has a pair."""
+    if config.directions == "all" or (config.directions == "zero_shot" and split == "test"):
+        return True
+    return find_code(config.pivot, pair) is not None
+
+
+def _section(
+    file: MultiwayFile, pair: tuple[str, str], codes: Mapping[str, str], left_out: Counter[str]
+) -> Section:
+    first, second = (
+        preferred(spelling for spelling in file.spellings if codes[spelling] == code)
+        for code in pair
+    )
+    return Section(
+        split=file.split,
+        languages=pair,
+        spellings=(first[0], second[0]),
+        sources=(file.file.source(first[0]), file.file.source(second[0])),
+        lines=lines_of_pair(
+            _opened(file),
+            (first, second),
+            left_out=Counter() if file.is_surveyed else left_out,
+        ),
+    )
+
+
+def _opened(file: MultiwayFile) -> Iterator[Record]:
+    """Opened when the first record is asked for."""
+    yield from file.records()

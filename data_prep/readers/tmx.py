@@ -1,0 +1,222 @@
+"""Translation memories, TMX 1.1 to 1.4b: each unit holds a segment in each of its languages.
+
+Files are read as a stream, plain or packed, in the encoding that they declare; one unit is held at
+a time, and of a segment no more than the longest line wanted. A file is read once to learn which
+languages it has, and once for each pair of them.
+
+A segment's text is what a reader of it sees: the native codes within ``bpt``, ``ept``, ``it``,
+``ph`` and ``ut`` are left out, with the text of subflows in them (``sub``: a footnote, the title of
+a link), which stands elsewhere on the page; the text within ``hi`` and any other element is kept.
+A file that declares entities is refused: none are needed in a translation memory, and they can
+stand for more text than any memory holds, or for files of this machine. The document type that
+many tools name, ``tmx14.dtd``, is not fetched.
+"""
+
+import codecs
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+from xml.parsers import expat
+
+from data_prep.readers.multiway import (
+    ONE_SIDED,
+    MultiwayFile,
+    Record,
+    pair_up,
+    without_variant,
+)
+from data_prep.readers.raw_files import RawFile, find_files
+from data_prep.readers.section import RawText
+from data_prep.readers.text_files import iterate_blocks
+from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.raw_input import RawInput
+from pipeline.config import CorpusConfig
+from pipeline.errors import DataError
+
+CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
+"""Elements whose content is no text."""
+
+LONGEST_TAG_BYTES = 2**24
+"""The parser holds a tag or comment until it ends."""
+
+_ENCODINGS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+"""A byte order mark says more than the declaration, which some tools leave as it was."""
+
+
+def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """All pairs of languages that units of the files have together.
+
+    Raises:
+        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: a file is no TMX, declares entities, or has no unit in two languages.
+    """
+    files, ignored = find_files(raw, source="tmx", endings=("tmx",))
+    left_out = Counter(files_ignored=ignored)
+    surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
+    return pair_up(surveyed, config, left_out=left_out)
+
+
+def survey_file(
+    file: RawFile, split: Split, config: CorpusConfig, *, left_out: Counter[str]
+) -> MultiwayFile:
+    """Which languages a file's units have together; units with fewer than two are counted.
+
+    Raises:
+        DataError: as ``iterate_units``.
+    """
+    together: set[frozenset[str]] = set()
+    for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):
+        if len(unit.texts) < 2:
+            left_out[ONE_SIDED] += 1
+        else:
+            together.add(frozenset(unit.texts))
+    return MultiwayFile(
+        file=file,
+        split=split,
+        together=together,
+        records=lambda: iterate_units(file.path, max_line_bytes=config.max_line_bytes),
+        is_surveyed=True,
+    )
+
+
+def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
+    """The units of a file with the texts that are not blank, each at the line that it begins in.
+
+    Of a text that is longer than ``max_line_bytes`` come a little more than as many bytes.
+
+    Raises:
+        DataError: the file is no well-formed TMX, or declares entities.
+    """
+    parser: UnitParser | None = None
+    for block in iterate_blocks(path):
+        parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
+        yield from parser.feed(block)
+    if parser is None:
+        raise DataError(f"{path} is empty: export the translation memory again.")
+    yield from parser.finish()
+
+
+def encoding_of(begin: bytes) -> str | None:
+    """The encoding that a byte order mark says; None: it is for the declaration to say."""
+    return next((name for mark, name in _ENCODINGS if begin.startswith(mark)), None)
+
+
+class UnitParser:
+    """Units out of the bytes of one file, as they are fed."""
+
+    def __init__(self, path: Path, encoding: str | None, *, max_line_bytes: int) -> None:
+        self._path, self._max_bytes = path, max_line_bytes
+        self._fed = 0
+        self._units: list[Record] = []
+        self._unit_line = 0
+        self._texts: dict[str, bytes] = {}
+        self._language: str | None = None
+        self._parts: list[bytes] = []
+        self._part_bytes = 0
+        self._segment_depth = 0
+        """Elements around the parser from ``seg`` on."""
+        self._code_depth = 0
+        """Elements around it from the outermost native code on."""
+        self._parser = expat.ParserCreate(encoding)
+        self._parser.buffer_text = True
+        self._parser.StartElementHandler = self._root
+        self._parser.EndElementHandler = self._end
+        self._parser.EntityDeclHandler = self._refuse_entity
+        self._parser.SkippedEntityHandler = self._refuse_reference
+
+    def feed(self, block: bytes) -> list[Record]:
+        """The units that end in this block; DataError as ``iterate_units``."""
+        self._parse(block, is_last=False)
+        self._fed += len(block)
+        if self._fed - self._parser.CurrentByteIndex > LONGEST_TAG_BYTES:
+            self._refuse("a tag or comment begins there that does not end")
+        units, self._units = self._units, []
+        return units
+
+    def finish(self) -> list[Record]:
+        """The units that the end of the file brings; DataError where it is cut off."""
+        self._parse(b"", is_last=True)
+        return self._units
+
+    def _parse(self, block: bytes, *, is_last: bool) -> None:
+        try:
+            self._parser.Parse(block, is_last)
+        except expat.ExpatError as error:
+            raise DataError(
+                f"{self._path}, line {error.lineno}, is no well-formed XML "
+                f"({expat.ErrorString(error.code)}): export the translation memory again."
+            ) from error
+        except (LookupError, ValueError) as error:
+            raise DataError(
+                f"{self._path} is in an encoding that is not known here ({error}): export it as "
+                "UTF-8."
+            ) from error
+
+    def _root(self, name: str, attributes: dict[str, str]) -> None:
+        del attributes
+        if name != "tmx":
+            self._refuse(f"its outermost element is <{name[:40]}>, not <tmx>")
+        self._parser.StartElementHandler = self._start
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        if self._segment_depth:
+            self._segment_depth += 1
+            if self._code_depth or name in CODES:
+                self._code_depth += 1
+        elif name == "seg":
+            self._segment_depth = 1
+            self._parts, self._part_bytes = [], 0
+            self._parser.CharacterDataHandler = self._text
+        elif name == "tuv":
+            self._language = self._language_of(attributes)
+        elif name == "tu":
+            self._unit_line = self._parser.CurrentLineNumber
+            self._texts = {}
+
+    def _end(self, name: str) -> None:
+        if self._segment_depth:
+            self._segment_depth -= 1
+            self._code_depth -= bool(self._code_depth)
+            if not self._segment_depth:
+                self._parser.CharacterDataHandler = None
+                self._keep(b"".join(self._parts).strip())
+        elif name == "tu":
+            self._units.append(Record(self._unit_line, self._texts))
+
+    def _text(self, data: str) -> None:
+        if not self._code_depth and self._part_bytes <= self._max_bytes:
+            part = data.encode()
+            self._parts.append(part)
+            self._part_bytes += len(part)
+
+    def _keep(self, text: bytes) -> None:
+        """A segment of the unit; of several in one language the first."""
+        if text and self._language is not None:
+            self._texts.setdefault(self._language, text)
+
+    def _language_of(self, attributes: dict[str, str]) -> str | None:
+        tag = attributes.get("xml:lang") or attributes.get("lang")
+        if not tag:
+            return None
+        spelling = without_variant(tag)
+        if spelling is None:
+            self._refuse(f"{tag[:40]!r} is no language code")
+        return spelling
+
+    def _refuse_entity(self, name: str, *_: object) -> NoReturn:
+        self._refuse(f"it declares the entity {name[:40]!r}, which no translation memory needs")
+
+    def _refuse_reference(self, name: str, is_parameter: bool) -> NoReturn:
+        del is_parameter
+        self._refuse(f"it uses the entity {name[:40]!r}, which it does not declare")
+
+    def _refuse(self, fault: str) -> NoReturn:
+        raise DataError(
+            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}: export the translation "
+            "memory again as TMX 1.4."
+        )
