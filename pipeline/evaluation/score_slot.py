@@ -8,8 +8,8 @@ becomes scores.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +88,8 @@ class LineStatistics:
     rows: Rows
     signature: str = ""
     """Empty: it has none."""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """What lines turned out to be, and how many of them; empty where the score has no kinds."""
 
 
 class Score(ABC):

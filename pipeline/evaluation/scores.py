@@ -1,7 +1,7 @@
 """What an evaluation holds: the scores of every system, and how sure they are."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
@@ -23,6 +23,9 @@ class DirectionScores:
     """Hypotheses cut at the maximum length."""
     signatures: Mapping[str, str]
     """Name of a column → signature, of the scores that have one."""
+    outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Name of a column → what lines turned out to be → number of lines: by ``language``, the row
+    of the confusion matrix of languages."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[st
                 "empty": one.empty,
                 "truncated": one.truncated,
                 **{f"{column}_signature": text for column, text in one.signatures.items()},
+                **{f"{column}_found": dict(found) for column, found in one.outcomes.items()},
             }
             for name, one in system.directions.items()
         },
