@@ -41,7 +41,8 @@ class Column:
     name: str
     """In line statistics and comparisons; in ``scores.json`` too, if it has no ``path``."""
     title: str
-    larger_is_better: bool = True
+    larger_is_better: bool | None = True
+    """None: neither end of the scale is the good one, and no system is the best by it."""
     decimals: int = 1
     """As printed."""
     out_of_100: bool = False
@@ -58,7 +59,7 @@ class Column:
     @property
     def heading(self) -> str:
         """The title, and which end of the scale is the good one where it is not the upper one."""
-        return self.title if self.larger_is_better else f"{self.title} (less is better)"
+        return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -74,6 +74,36 @@ class Significance:
 
 
 @dataclass(frozen=True)
+class PairedTest:
+    """One system against the baseline in one direction by one score: p-values of two tests, as
+    they are and corrected for the number of directions and systems by Holm's method."""
+
+    difference: float
+    """The system's score less the baseline's."""
+    bootstrap: float
+    bootstrap_holm: float
+    randomisation: float
+    randomisation_holm: float
+
+
+@dataclass(frozen=True)
+class BaselineTests:
+    """Paired tests of every direction that has enough test lines for them."""
+
+    baseline: str
+    directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
+    """Direction → name of a column → system."""
+
+
+@dataclass(frozen=True)
+class Wins:
+    """Percent of directions in which systems score better than the baseline."""
+
+    baseline: str
+    systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
 
@@ -92,6 +122,8 @@ class Evaluation:
     """Target languages langdetect does not know; left out of language accuracy."""
     warnings: tuple[str, ...]
     significance: Significance | None = None
+    baseline_tests: BaselineTests | None = None
+    wins: Wins | None = None
 
     @property
     def main_columns(self) -> tuple[Column, ...]:
