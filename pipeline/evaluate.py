@@ -37,6 +37,7 @@ from pipeline.evaluation.chosen_scores import (
 )
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
+from pipeline.evaluation.language_averages import average_by_language
 from pipeline.evaluation.markdown import markdown_report, markdown_summary
 from pipeline.evaluation.page import html_report
 from pipeline.evaluation.paired_tests import (
@@ -263,9 +264,10 @@ def score_systems(
     compared, tested = _significance(
         systems, scores=scores, profiles=profiles, baseline=baseline, writer=writer, call=call
     )
+    pivot = find_pivot(line_counts(call.artifacts.get("training", corpus), "train"))
     return Evaluation(
         columns=tuple(score.column for score in scores),
-        pivot=find_pivot(line_counts(call.artifacts.get("training", corpus), "train")),
+        pivot=pivot,
         thresholds=call.recipe.training.resource_thresholds,
         directions=tuple(profiles),
         language_names={code: language(code).name for code in _languages(call)},
@@ -284,6 +286,7 @@ def score_systems(
             columns=[score.column for score in scores],
             profiles=profiles,
         ),
+        language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
     )
 
 

@@ -42,7 +42,11 @@ class TableSection:
 
 def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
     """Those for which there is anything to show."""
-    found = [_against_baseline(evaluation), _found_languages(evaluation)]
+    found = [
+        _against_baseline(evaluation),
+        _language_averages(evaluation),
+        _found_languages(evaluation),
+    ]
     return [section for section in found if section is not None]
 
 
@@ -113,6 +117,43 @@ def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[str, str, str]
         " / ".join(map(str, one)) for one in zip(*counts, strict=True)
     )
     return better_by, worse_by, neither_by
+
+
+def _language_averages(evaluation: Evaluation) -> TableSection | None:
+    """The main scores by family and by script of the language that is not the pivot."""
+    columns = evaluation.main_columns
+    tables = []
+    for trait in ("family", "script"):
+        rows = [
+            (
+                one.value,
+                family_title(evaluation, one.family),
+                str(one.directions),
+                *(
+                    format_score(
+                        one.systems[system.name].get(column.name), decimals=column.decimals
+                    )
+                    for system in evaluation.systems
+                    for column in columns
+                ),
+            )
+            for one in evaluation.language_averages
+            if one.trait == trait
+        ]
+        names = [
+            f"{system.name} {column.heading}" for system in evaluation.systems for column in columns
+        ]
+        if rows and names:
+            head = (trait.capitalize(), "Kind", "Directions", *names)
+            tables.append(TextTable(f"By {trait}", head, tuple(rows)))
+    if not tables:
+        return None
+    return TableSection(
+        "Averages by language",
+        "Arithmetic means over directions, by family and script of the source where the pivot is "
+        "the target, else of the target.",
+        tuple(tables),
+    )
 
 
 def _found_languages(evaluation: Evaluation) -> TableSection | None:

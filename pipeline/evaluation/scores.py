@@ -104,6 +104,20 @@ class Wins:
 
 
 @dataclass(frozen=True)
+class LanguageAverage:
+    """Mean scores over directions of one kind whose languages are alike."""
+
+    trait: str
+    """``family`` or ``script``."""
+    value: str
+    """The language family, or ISO 15924's code of the script."""
+    family: Family
+    """The kind of directions."""
+    directions: int
+    systems: Mapping[str, Scores]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
 
@@ -124,6 +138,7 @@ class Evaluation:
     significance: Significance | None = None
     baseline_tests: BaselineTests | None = None
     wins: Wins | None = None
+    language_averages: tuple[LanguageAverage, ...] = ()
 
     @property
     def main_columns(self) -> tuple[Column, ...]:

@@ -2,9 +2,10 @@
 
 Language accuracy is both of its scores, plain and restricted to the languages of the lines; the
 peer asks langdetect for every line twice. BLEU and chrF++ are sacreBLEU's own statistics. The
-processor time of four systems in 188 directions of 2,000 lines follows, with the paired tests of the statistics,
-in one process and in two, and the most memory that the process held. The lines are the test lines
-of the folder that MMNMT_BIBLE names, or of shared/data/bible beside the repository.
+processor time of four systems in 188 directions of 2,000 lines follows, with the paired tests of
+the statistics, on one processor and on two, and the most memory that the process held. The lines
+are the test lines of the folder that MMNMT_BIBLE names, or of shared/data/bible beside the
+repository.
 
     python tests/bench/evaluate.py [--quick] [--rounds N] [--json FILE]
 """

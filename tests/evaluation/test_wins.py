@@ -10,6 +10,7 @@ from pipeline.evaluate import baseline_place
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comparison_tables import comparison_sections
+from pipeline.evaluation.language_averages import average_by_language
 from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.markdown import markdown_report
 from pipeline.evaluation.page import html_report
@@ -44,6 +45,7 @@ def whole_evaluation() -> Evaluation:
         found,
         systems=systems,
         baseline_tests=BaselineTests("dense", tests),
+        language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
         wins=win_ratios(systems, baseline="dense", columns=found.columns, profiles=PROFILES),
     )
 
@@ -77,7 +79,14 @@ def test_a_score_with_less_is_better_is_won_by_the_lower_and_one_without_ends_by
 
 
 def test_tests_are_counted_by_what_is_beyond_chance_and_languages_by_lines() -> None:
-    baseline, languages = comparison_sections(whole_evaluation())
+    baseline, averages, languages = comparison_sections(whole_evaluation())
+    by_family, by_script = averages.tables
+    assert by_family.rows[1][:5] == ("Germanic", "En → Any", "1", "20.0", "40.0")
+    assert {row[:3] for row in by_script.rows} == {
+        ("Latn", "Any → En", "1"),
+        ("Latn", "En → Any", "2"),
+        ("Latn", "Zero-shot", "2"),
+    }
     tables = {table.title: {row[0]: row[1:] for row in table.rows} for table in baseline.tables}
     assert tables["BLEU: directions beyond chance"] == {
         "experts": ("1 / 0", "1 / 1", "0 / 1"),
@@ -87,6 +96,19 @@ def test_tests_are_counted_by_what_is_beyond_chance_and_languages_by_lines() -> 
     (table,) = languages.tables
     assert table.rows[0][:3] == ("English (en)", "Any → En", "90.0 %; de 10.0")
     assert table.rows[1][:3] == ("French (fr)", "Zero-shot", "33.3 %; en 50.0, de 13.3, none 3.3")
+
+
+def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
+    found = average_by_language(evaluation().systems, profiles=PROFILES, pivot="en")
+    means = {
+        (one.trait, one.value, one.family): (one.directions, one.systems["dense"]["bleu"])
+        for one in found
+    }
+    bleu = BLEU["dense"]
+    assert means["family", "Germanic", "into_pivot"] == (1, bleu["de-en"])
+    assert means["family", "Romance", "zero_shot"] == (1, bleu["de-fr"])
+    assert means["family", "Austronesian", "zero_shot"] == (1, bleu["de-mg"])
+    assert means["script", "Latn", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
 
 
 def test_both_reports_and_the_document_hold_them() -> None:
