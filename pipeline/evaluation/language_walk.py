@@ -25,8 +25,8 @@ MAX_TESTS = 201
 """After the first update of a trial, and after every fifth up to the thousandth."""
 WORDS_OF_NORMAL_PAIR = 4
 WORDS_AHEAD = 1 << 13
-"""Words that are there before a round beyond the furthest position: of those a round reads, it
-would have to throw away more than 2 ** 13 in a row."""
+"""Words that are there before a round beyond the furthest position. A round draws at most
+``MIN_ROWS`` times five numbers, each from two words on average at worst."""
 BLOCK_LINES = 2048
 """Lines that are walked at a time."""
 MIN_ROWS = 128
