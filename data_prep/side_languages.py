@@ -130,14 +130,12 @@ def _reads_swapped(texts: Sequence[tuple[str, str]], spellings: tuple[str, str])
     first, second = map(canonical, spellings)
     if len(texts) < MIN_PIECES or first == second:
         return False
-    from pipeline.evaluation.language_accuracy import LanguageDetector, detectable_languages
+    from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
 
     if not detectable_languages().issuperset((first, second)):
         return False
     detector = LanguageDetector((first, second), seed=SEED)
-    as_named, allowed = 0, (1 - SWAPPED_SHARE) * len(texts)
-    for one, other in texts:
-        as_named += detector.detect(one) != second or detector.detect(other) != first
-        if as_named > allowed:
-            return False
-    return True
+    ones = detector.detect_all([one for one, _ in texts])
+    others = detector.detect_all([other for _, other in texts])
+    as_named = sum(one != second or other != first for one, other in zip(ones, others, strict=True))
+    return as_named <= (1 - SWAPPED_SHARE) * len(texts)

@@ -457,8 +457,17 @@ class DecodingConfig(Settings):
         return self
 
 
-ScoreName = Literal["bleu", "chrf", "language", "language_restricted"]
-"""As the line statistics of a direction are named; the last two are language accuracies."""
+ScoreName = Literal[
+    "bleu",
+    "chrf",
+    "language",
+    "language_restricted",
+    "length_ratio",
+    "copies",
+    "empty",
+    "loops",
+]
+"""As the line statistics of a direction are named."""
 LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
 
 
@@ -470,6 +479,8 @@ class EvaluationConfig(Settings):
     bleu_tokenizer: Literal["per-language", "13a", "flores200"] = "per-language"
     language_accuracy: bool = True
     """False: without the language accuracies among the scores."""
+    baseline: str = ""
+    """The system that the others are held against, direction by direction; empty: the first."""
     seed: Seed = 1
     """Seed of langdetect."""
 

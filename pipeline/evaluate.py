@@ -37,11 +37,18 @@ from pipeline.evaluation.chosen_scores import (
 )
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
+from pipeline.evaluation.language_averages import average_by_language
 from pipeline.evaluation.markdown import markdown_report, markdown_summary
 from pipeline.evaluation.page import html_report
+from pipeline.evaluation.paired_tests import (
+    RandomisationTask,
+    compare_with_baseline,
+    randomisation_p_values,
+)
 from pipeline.evaluation.samples import choose_samples
 from pipeline.evaluation.score_slot import Column, Score
 from pipeline.evaluation.scores import (
+    BaselineTests,
     DirectionScores,
     Evaluation,
     ReferenceScores,
@@ -57,6 +64,7 @@ from pipeline.evaluation.scoring import (
 )
 from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
+from pipeline.evaluation.wins import win_ratios
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -251,10 +259,15 @@ def score_systems(
         for name, translations in call.many("systems").items()
         for profile in profiles
     ]
+    baseline = baseline_place(list(call.many("systems")), call.recipe.evaluation.baseline)
     systems = _score_tasks(tasks, profiles=profiles, writer=writer, processes=call.processes)
+    compared, tested = _significance(
+        systems, scores=scores, profiles=profiles, baseline=baseline, writer=writer, call=call
+    )
+    pivot = find_pivot(line_counts(call.artifacts.get("training", corpus), "train"))
     return Evaluation(
         columns=tuple(score.column for score in scores),
-        pivot=find_pivot(line_counts(call.artifacts.get("training", corpus), "train")),
+        pivot=pivot,
         thresholds=call.recipe.training.resource_thresholds,
         directions=tuple(profiles),
         language_names={code: language(code).name for code in _languages(call)},
@@ -265,10 +278,32 @@ def score_systems(
         warnings=tuple(
             caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call)
         ),
-        significance=_significance(
-            systems, scores=scores, profiles=profiles, writer=writer, call=call
+        significance=compared,
+        baseline_tests=tested,
+        wins=win_ratios(
+            systems,
+            baseline=systems[baseline].name,
+            columns=[score.column for score in scores],
+            profiles=profiles,
         ),
+        language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
     )
+
+
+def baseline_place(names: Sequence[str], baseline: str) -> int:
+    """Place of the system that the others are held against, the first where none is named.
+
+    Raises:
+        ConfigError: there is no system of that name.
+    """
+    if not baseline:
+        return 0
+    if baseline not in names:
+        raise ConfigError(
+            f"evaluation.baseline names {baseline!r}, which is none of the systems "
+            f"{', '.join(names)}: name one of them, or leave it empty for the first."
+        )
+    return list(names).index(baseline)
 
 
 def _languages(call: StageCall) -> list[str]:
@@ -282,28 +317,45 @@ def _significance(
     *,
     scores: Sequence[Score],
     profiles: Sequence[DirectionProfile],
+    baseline: int,
     writer: ArtifactWriter,
     call: StageCall,
-) -> Significance:
-    """Resample the lines of every direction that has enough of them."""
+) -> tuple[Significance, BaselineTests | None]:
+    """Resample the lines of every direction that has enough of them, and toss between systems."""
     large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
-    tasks = [
-        BootstrapTask(
-            paths=[writer.path(_lines_name(one.name, str(profile.direction))) for one in systems],
-            scores=scores,
-            seed=derive_seed("bootstrap", call.recipe.evaluation.seed, profile.direction.pair),
-        )
-        for profile in large
+    names, seed = [one.name for one in systems], call.recipe.evaluation.seed
+    paths = [
+        [writer.path(_lines_name(name, _name(profile))) for name in names] for profile in large
     ]
-    draws = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
+    tasks = [
+        BootstrapTask(one, scores, seed=derive_seed("bootstrap", seed, profile.direction.pair))
+        for one, profile in zip(paths, large, strict=True)
+    ]
+    found = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
+    draws = dict(zip(map(_name, large), found, strict=True))
     columns = [score.column for score in scores]
-    return compare_all(
-        {name: _by_column(systems, name, columns) for name in map(_name, profiles)},
-        dict(zip(map(_name, large), draws, strict=True)),
-        columns=columns,
-        systems=[one.name for one in systems],
-        profiles=profiles,
+    values = {name: _by_column(systems, name, columns) for name in map(_name, profiles)}
+    compared = compare_all(values, draws, columns=columns, systems=names, profiles=profiles)
+    if len(systems) == 1 or not large:
+        return compared, None
+    tosses = [
+        RandomisationTask(
+            one, baseline, scores, seed=derive_seed("randomise", seed, profile.direction.pair)
+        )
+        for one, profile in zip(paths, large, strict=True)
+    ]
+    swapped = in_parallel(
+        randomisation_p_values, tosses, processes=call.processes, label="randomise"
     )
+    tested = compare_with_baseline(
+        values,
+        draws,
+        dict(zip(map(_name, large), swapped, strict=True)),
+        columns=columns,
+        systems=names,
+        baseline=baseline,
+    )
+    return compared, tested
 
 
 def _name(profile: DirectionProfile) -> str:

@@ -294,6 +294,32 @@ def test_the_recipe_chooses_the_scores(
         assert (f"\n{title}" in text) == (f"<h3>{title}" in page) == (name in names)
 
 
+def test_outputs_are_scored_and_every_system_held_against_the_baseline_that_is_named(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "MIN_LINES", 1)
+    systems = {
+        "copied": translations(tmp_path / "a", corpus, copied),
+        "perfect": translations(tmp_path / "b", corpus, perfect),
+    }
+    settings = EvaluationConfig.model_validate(
+        {"scores": ["bleu", "length_ratio", "copies", "empty", "loops"], "baseline": "perfect"}
+    )
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    found = system_scores(made, "copied")["directions"]["de-en"]["scores"]
+    german, english = ("".join(TEST_LINES["de-en"][code]) for code in ("de", "en"))
+    assert found["length_ratio"] == pytest.approx(len(german) / len(english))
+    assert (found["copies"], found["empty"], found["loops"]) == (100.0, 0.0, 0.0)
+    document = made.read_json("scores.json")
+    assert document["wins"]["baseline"] == document["baseline_tests"]["baseline"] == "perfect"
+    assert document["wins"]["systems"]["copied"]["zero_shot"]["all"]["copies"] == 0.0
+    tests = document["baseline_tests"]["directions"]
+    assert tests["de-en"]["bleu"].keys() == {"copied"}
+    assert tests["de-en"]["copies"]["copied"]["difference"] == 100.0
+    assert document["significance"]["directions"]["de-en"]["length_ratio"]["best"] is None
+    assert "## Directions won against perfect" in made.file("report.md").read_text("utf-8")
+
+
 def test_sources_are_not_read_where_no_score_asks_for_them(
     tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "retrieve": {},
     "evaluate": {
-        "evaluation": {"bleu_tokenizer", "language_accuracy", "scores", "seed"},
+        "evaluation": {"baseline", "bleu_tokenizer", "language_accuracy", "scores", "seed"},
         "training": {"resource_thresholds"},
     },
 }

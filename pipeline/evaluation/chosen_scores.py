@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pipeline.config import EvaluationConfig, ScoreName
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, Loops
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.score_slot import Score
 
 
@@ -39,6 +41,14 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
         case "language_restricted":
             return LanguageAccuracy.restricted(scored.languages, seed=settings.seed)
+        case "length_ratio":
+            return LengthRatio()
+        case "copies":
+            return Copies()
+        case "empty":
+            return EmptyOutputs()
+        case "loops":
+            return Loops()
 
 
 def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:

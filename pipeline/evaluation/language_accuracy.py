@@ -5,19 +5,14 @@ langdetect does not know the target language there is no language accuracy.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
-from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
-from langdetect.lang_detect_exception import LangDetectException
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.errors import ConfigError
+from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
@@ -27,79 +22,6 @@ from pipeline.evaluation.score_slot import (
     Section,
     TranslatedLines,
 )
-
-Hits = npt.NDArray[np.bool_]
-
-PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}
-"""langdetect profile → language code, where the two differ."""
-
-
-@lru_cache(maxsize=1)
-def _profiles() -> Any:
-    """langdetect's profiles in sorted order: its own loader takes the file system's order."""
-    factory = DetectorFactory()
-    paths = sorted(Path(PROFILES_DIRECTORY).iterdir())
-    factory.load_json_profile(
-        [path.read_text(encoding="utf-8") for path in paths if not path.name.startswith(".")]
-    )
-    return factory
-
-
-def detectable_languages() -> frozenset[str]:
-    """Codes of the languages langdetect knows."""
-    names: list[str] = _profiles().get_lang_list()
-    return frozenset(PROFILE_LANGUAGES.get(name, name) for name in names)
-
-
-class LanguageDetector:
-    """langdetect with a fixed seed and, where candidates are given, a prior over them alone.
-
-    Args:
-        candidates: languages to choose from, with equal prior; those langdetect does not know are
-            left out; None: all it knows.
-        seed: of langdetect's random walk; every text starts from it, so order does not matter.
-    """
-
-    def __init__(self, candidates: Iterable[str] | None, *, seed: int) -> None:
-        self._seed = seed
-        self._prior = None if candidates is None else _prior(frozenset(candidates))
-
-    def detect(self, text: str) -> str | None:
-        """The most probable language of a text; None where it holds nothing to go by."""
-        detector = _profiles().create()
-        detector.seed = self._seed
-        if self._prior is not None:
-            detector.set_prior_map(self._prior)
-        detector.append(text)
-        try:
-            found: str = detector.detect()
-        except LangDetectException:
-            return None
-        return PROFILE_LANGUAGES.get(found, found)
-
-    def hits(self, texts: Sequence[str], *, language: str) -> Hits:
-        """Which of the texts are detected as the language, (lines,) booleans."""
-        found = {text: self.detect(text) == language for text in dict.fromkeys(texts)}
-        return np.array([found[text] for text in texts], dtype=np.bool_)
-
-
-def _prior(candidates: frozenset[str]) -> dict[str, float]:
-    """Equal weight per language, shared among a language's profiles."""
-    names: list[str] = _profiles().get_lang_list()
-    languages = {name: PROFILE_LANGUAGES.get(name, name) for name in names}
-    profiles_per_language = Counter(languages.values())
-    prior = {
-        name: 1.0 / profiles_per_language[language]
-        for name, language in languages.items()
-        if language in candidates
-    }
-    if not prior:
-        raise ConfigError(
-            f"langdetect knows none of the languages {', '.join(sorted(candidates))}: "
-            "set evaluation.language_accuracy to false."
-        )
-    return prior
-
 
 LANGUAGE_ACCURACY = Section(
     title="Language accuracy",
@@ -123,6 +45,8 @@ def _column(name: str, variant: str, how: str) -> Column:
     )
 
 
+NO_LANGUAGE = "none"
+"""Among the outcomes: lines without a letter to go by."""
 PLAIN = _column("language", "plain", "as it is")
 RESTRICTED = _column("language_restricted", "restricted", "restricted to the languages at hand")
 
@@ -155,9 +79,11 @@ class LanguageAccuracy(Score):
         return direction.target in self.detectable
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """(lines,) booleans."""
-        detector = LanguageDetector(self.candidates, seed=self.seed)
-        return LineStatistics(detector.hits(lines.hypotheses, language=lines.direction.target))
+        """(lines,) booleans; the outcomes are the languages that were found."""
+        found = LanguageDetector(self.candidates, seed=self.seed).detect_all(lines.hypotheses)
+        hits = np.array([code == lines.direction.target for code in found], dtype=np.bool_)
+        outcomes = Counter(code or NO_LANGUAGE for code in found)
+        return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
 
     def of_corpus(self, rows: Rows) -> float:
         """The mean, rounded as a mean is."""

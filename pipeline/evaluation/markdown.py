@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from pipeline.evaluation.budget_table import BUDGET_GROUPS, budget_notes, budget_rows, trained_for
+from pipeline.evaluation.comparison_tables import TableSection, comparison_sections
 from pipeline.evaluation.history import History
 from pipeline.evaluation.scores import Evaluation, Interval
 from pipeline.evaluation.tables import (
@@ -79,6 +80,10 @@ def markdown_report(
                 for table in tables
             )
             for section, tables in section_tables(evaluation).items()
+        },
+        **{
+            f"## {escape_markdown(one.title)}": _text_tables(one)
+            for one in comparison_sections(evaluation)
         },
         "## Sample translations": _samples(evaluation, samples),
         "## All directions": _directions(evaluation),
@@ -202,6 +207,15 @@ def _stages(evaluation: Evaluation, history: History) -> str:
         for name in [escape_markdown(one.name)]
     ]
     return _table(["Stage", "Folder", "Wall time", "Systems"], body)
+
+
+def _text_tables(section: TableSection) -> str:
+    parts = [escape_markdown(section.lead)]
+    for one in section.tables:
+        rows = [[*map(escape_markdown, row)] for row in one.rows]
+        parts.append(escape_markdown(one.title))
+        parts.append(_table([*map(escape_markdown, one.head)], rows))
+    return "\n\n".join(parts)
 
 
 # Layout

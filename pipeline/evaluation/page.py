@@ -26,6 +26,7 @@ from pipeline.evaluation.page_tables import (
     directions_section,
     stages_section,
     summaries_section,
+    text_sections,
 )
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, Interval
@@ -58,6 +59,7 @@ def html_report(
         averages_section(evaluation, history),
         budgets_section(history),
         *apart_sections(evaluation, history),
+        *text_sections(evaluation),
         _curves(evaluation, history),
         _samples(evaluation, samples),
         directions_section(evaluation),

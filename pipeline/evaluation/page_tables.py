@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.budget_table import BUDGET_GROUPS, budget_notes, budget_rows, trained_for
+from pipeline.evaluation.comparison_tables import TextTable, comparison_sections
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.history import History
 from pipeline.evaluation.html_parts import (
@@ -60,6 +61,25 @@ def apart_sections(evaluation: Evaluation, history: History) -> list[str]:
         )
         for apart, tables in section_tables(evaluation).items()
     ]
+
+
+def text_sections(evaluation: Evaluation) -> list[str]:
+    """The tables beside the averages: directions won, languages that came out."""
+    return [
+        section(one.title, "".join(map(_text_table, one.tables)), lead=one.lead)
+        for one in comparison_sections(evaluation)
+    ]
+
+
+def _text_table(shown: TextTable) -> str:
+    head = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in shown.head)
+    body = "".join(
+        f'<tr><th scope="row">{escape_html(name)}</th>'
+        + "".join(f"<td>{escape_html(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for name, *cells in shown.rows
+    )
+    return f"<h3>{escape_html(shown.title)}</h3>{table(f'<tr>{head}</tr>', body)}"
 
 
 def _average_table(evaluation: Evaluation, shown: AverageTable, history: History) -> str:

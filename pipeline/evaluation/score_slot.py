@@ -8,8 +8,8 @@ becomes scores.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,8 @@ class Column:
     name: str
     """In line statistics and comparisons; in ``scores.json`` too, if it has no ``path``."""
     title: str
-    larger_is_better: bool = True
+    larger_is_better: bool | None = True
+    """None: neither end of the scale is the good one, and no system is the best by it."""
     decimals: int = 1
     """As printed."""
     out_of_100: bool = False
@@ -58,7 +59,7 @@ class Column:
     @property
     def heading(self) -> str:
         """The title, and which end of the scale is the good one where it is not the upper one."""
-        return self.title if self.larger_is_better else f"{self.title} (less is better)"
+        return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -88,6 +89,8 @@ class LineStatistics:
     rows: Rows
     signature: str = ""
     """Empty: it has none."""
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+    """What lines turned out to be, and how many of them; empty where the score has no kinds."""
 
 
 class Score(ABC):

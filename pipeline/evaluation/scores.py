@@ -1,7 +1,7 @@
 """What an evaluation holds: the scores of every system, and how sure they are."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
@@ -23,6 +23,9 @@ class DirectionScores:
     """Hypotheses cut at the maximum length."""
     signatures: Mapping[str, str]
     """Name of a column → signature, of the scores that have one."""
+    outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Name of a column → what lines turned out to be → number of lines: by ``language``, the row
+    of the confusion matrix of languages."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,50 @@ class Significance:
 
 
 @dataclass(frozen=True)
+class PairedTest:
+    """One system against the baseline in one direction by one score: p-values of two tests, as
+    they are and corrected for the number of directions and systems by Holm's method."""
+
+    difference: float
+    """The system's score less the baseline's."""
+    bootstrap: float
+    bootstrap_holm: float
+    randomisation: float
+    randomisation_holm: float
+
+
+@dataclass(frozen=True)
+class BaselineTests:
+    """Paired tests of every direction that has enough test lines for them."""
+
+    baseline: str
+    directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
+    """Direction → name of a column → system."""
+
+
+@dataclass(frozen=True)
+class Wins:
+    """Percent of directions in which systems score better than the baseline."""
+
+    baseline: str
+    systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
+
+
+@dataclass(frozen=True)
+class LanguageAverage:
+    """Mean scores over directions of one kind whose languages are alike."""
+
+    trait: str
+    """``family`` or ``script``."""
+    value: str
+    """The language family, or ISO 15924's code of the script."""
+    family: Family
+    """The kind of directions."""
+    directions: int
+    systems: Mapping[str, Scores]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
 
@@ -89,6 +136,9 @@ class Evaluation:
     """Target languages langdetect does not know; left out of language accuracy."""
     warnings: tuple[str, ...]
     significance: Significance | None = None
+    baseline_tests: BaselineTests | None = None
+    wins: Wins | None = None
+    language_averages: tuple[LanguageAverage, ...] = ()
 
     @property
     def main_columns(self) -> tuple[Column, ...]:
@@ -132,6 +182,7 @@ def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[st
                 "empty": one.empty,
                 "truncated": one.truncated,
                 **{f"{column}_signature": text for column, text in one.signatures.items()},
+                **{f"{column}_found": dict(found) for column, found in one.outcomes.items()},
             }
             for name, one in system.directions.items()
         },

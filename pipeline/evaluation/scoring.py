@@ -56,6 +56,7 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
         empty=sum(not text.strip() for text in texts),
         truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
         signatures={name: one.signature for name, one in found.items() if one.signature},
+        outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
     return ScoredDirection(scores, {name: one.rows for name, one in found.items()})
 

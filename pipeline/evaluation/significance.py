@@ -43,7 +43,7 @@ class BootstrapTask:
 
 def resampled_scores(task: BootstrapTask) -> dict[str, Floats]:
     """Name of a column → (systems, resamples) scores, of those that were measured."""
-    statistics = [_read_statistics(path, task.scores) for path in task.paths]
+    statistics = [read_statistics(path, task.scores) for path in task.paths]
     measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
     if not measured:
         return {}
@@ -76,7 +76,7 @@ def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
         yield counted.reshape(draws, lines).astype(np.float64)
 
 
-def _read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
+def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
     """(lines, statistics) of each score that a file has."""
     names = [one.column.name for one in scores]
     with np.load(path, allow_pickle=False) as arrays:
@@ -98,7 +98,7 @@ def compare(
     scores: Sequence[float],
     draws: Floats,
     *,
-    larger_is_better: bool = True,
+    larger_is_better: bool | None = True,
 ) -> Comparison:
     """Intervals of all systems, and the one that is better than each of the others, if any.
 
@@ -114,7 +114,7 @@ def compare(
         intervals={
             name: Interval(*middle_95(row)) for name, row in zip(systems, draws, strict=True)
         },
-        best=systems[leader] if leads and all(leads) else None,
+        best=systems[leader] if larger_is_better is not None and leads and all(leads) else None,
     )
 
 

@@ -131,14 +131,15 @@ def _average_tables(evaluation: Evaluation, columns: Sequence[Column]) -> list[A
     """One per score that was measured anywhere; the references first, where they have it."""
     tables = []
     for column in columns:
-        averages = average_columns(evaluation, measured=_measures(evaluation, column))
+        averages = average_columns(evaluation, measured=measures(evaluation, column))
         if averages:
             rows = (*_ceiling(evaluation, averages, column), *_rows(evaluation, averages, column))
             tables.append(AverageTable(column.heading, averages, rows))
     return tables
 
 
-def _measures(evaluation: Evaluation, column: Column) -> Callable[[DirectionProfile], bool]:
+def measures(evaluation: Evaluation, column: Column) -> Callable[[DirectionProfile], bool]:
+    """Whether every system has a score in a direction."""
     return lambda profile: evaluation.is_measured(column, str(profile.direction))
 
 

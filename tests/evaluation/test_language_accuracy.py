@@ -1,10 +1,26 @@
 """Languages of lines are those langdetect itself finds, independent of order and file system."""
 
-import pytest
-from langdetect import DetectorFactory, detect_langs
+import gzip
+import random
+from pathlib import Path
 
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langdetect import DetectorFactory, detect_langs
+from langdetect.detector import Detector
+from langdetect.detector_factory import PROFILES_DIRECTORY
+from langdetect.lang_detect_exception import LangDetectException
+
+from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation.language_accuracy import LanguageDetector, detectable_languages
+from pipeline.evaluation import language_grams, language_walk
+from pipeline.evaluation.language_accuracy import LanguageAccuracy
+from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
+from pipeline.evaluation.language_grams import Floats, langdetect_profiles
+from pipeline.evaluation.language_walk import RandomWords, language_probabilities
+from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.languages import PAPER_GROUPS
 
 GERMAN = "Die Kinder spielen heute Nachmittag im Garten hinter dem Haus."
@@ -60,10 +76,161 @@ def test_detection_of_a_line_does_not_depend_on_the_lines_before_it() -> None:
 
 
 def test_lines_without_letters_are_in_no_language() -> None:
-    detector = LanguageDetector(None, seed=1)
-    assert detector.hits(["", "12 – 34", ENGLISH, ENGLISH], language="en").tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    found = LanguageDetector(None, seed=1).detect_all(["", "12 – 34", ENGLISH, ENGLISH])
+    assert found == [None, None, "en", "en"]
+    assert LanguageDetector(None, seed=1).detect_all([]) == []
+
+
+def test_the_languages_found_are_counted_beside_the_hits() -> None:
+    texts = [ENGLISH, GERMAN, GERMAN, "12"]
+    lines = TranslatedLines(Direction("fr", "en"), texts, texts, lambda: [])
+    found = LanguageAccuracy.plain({"de", "en", "fr"}, seed=1).line_statistics(lines)
+    assert found.rows.tolist() == [True, False, False, False]
+    assert found.outcomes == {"de": 2, "en": 1, "none": 1}
+
+
+# Against langdetect, line by line
+
+
+@pytest.fixture(scope="module")
+def peer() -> DetectorFactory:
+    """langdetect with its profiles in a fixed order."""
+    factory = DetectorFactory()
+    paths = sorted(path for path in Path(PROFILES_DIRECTORY).iterdir() if path.name[0] != ".")
+    factory.load_json_profile([path.read_text("utf-8") for path in paths])
+    return factory
+
+
+def peers_probabilities(
+    peer: DetectorFactory, text: str, *, seed: int, candidates: set[str] | None = None
+) -> list[float]:
+    """Of all profiles; zeros where the text holds nothing to go by."""
+    detector: Detector = peer.create()
+    detector.seed = seed
+    if candidates is not None:
+        detector.set_prior_map(dict.fromkeys(candidates, 1.0))
+    detector.append(text)
+    try:
+        detector.get_probabilities()
+    except LangDetectException:
+        return [0.0] * len(peer.langlist)
+    found: list[float] = detector.langprob
+    return found
+
+
+def prior_over(candidates: set[str] | None) -> Floats:
+    names = langdetect_profiles().names
+    chosen = [float(candidates is None or name in candidates) for name in names]
+    return np.array(chosen) / sum(chosen)
+
+
+def assert_alike(
+    peer: DetectorFactory, texts: list[str], *, seed: int, candidates: set[str] | None = None
+) -> None:
+    profiles = langdetect_profiles()
+    assert list(profiles.names) == peer.langlist
+    found = language_probabilities(
+        profiles.grams(texts),
+        probabilities=profiles.probabilities,
+        prior=prior_over(candidates),
+        seed=seed,
+    )
+    expected = [peers_probabilities(peer, text, seed=seed, candidates=candidates) for text in texts]
+    assert found.argmax(axis=1).tolist() == np.argmax(expected, axis=1).tolist()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
+LINES_PER_LANGUAGE = 60
+
+
+@pytest.mark.skipif(not BIBLE.is_dir(), reason="the corpus of 24 languages is not at hand")
+@pytest.mark.parametrize("candidates", [None, {"mk", "bg", "ru", "da", "no", "sv", "en", "nl"}])
+def test_labels_and_probabilities_are_langdetects_in_24_languages(
+    peer: DetectorFactory, candidates: set[str] | None
+) -> None:
+    texts: list[str] = []
+    for path in sorted(BIBLE.glob("en-*/test.*.gz")):
+        if not path.name.endswith(".en.gz"):
+            lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines()
+            texts += random.Random(path.name).sample(lines, LINES_PER_LANGUAGE)
+    assert len(texts) == 24 * LINES_PER_LANGUAGE
+    assert_alike(peer, texts[:: 1 if candidates is None else 6], seed=3, candidates=candidates)
+
+
+MIXTURE = (
+    "ab cdE  XYZ. aé ñ ß đế ệ a\u0301 o\u0323 ŞșȚț ЖжЂђ ελ אב ی ي कख ひらカ漢国國學 ㄅ 한국 "
+    "😀 \u0300 \u1ea0 @ . / http://a.b/c?d me@host.org [\\]^_` 0"
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.text(st.one_of(st.sampled_from(MIXTURE), st.characters()), max_size=60), max_size=4)
+)
+def test_n_grams_are_langdetects_of_any_text(peer: DetectorFactory, texts: list[str]) -> None:
+    texts = [*texts, MIXTURE]
+    found = langdetect_profiles().grams(texts)
+    vocabulary = {key: gram for gram, key in places_of_grams(peer).items()}
+    for text, start, count in zip(texts, found.starts, found.counts, strict=True):
+        detector = peer.create()
+        detector.append(text)
+        detector.cleaning_text()
+        places = found.places[start : start + count].tolist()
+        assert [vocabulary[place] for place in places] == detector._extract_ngrams()
+
+
+def places_of_grams(peer: DetectorFactory) -> dict[str, int]:
+    """The row of every n-gram, known by its place in the sorted list of the alphabet's numbers."""
+    known = [gram for gram in peer.word_lang_prob_map if len(gram) <= 3]
+    return {gram: place for place, gram in enumerate(sorted(known, key=_length_then_text))}
+
+
+def _length_then_text(gram: str) -> tuple[int, str]:
+    return len(gram), gram
+
+
+def test_profiles_hold_langdetects_own_probabilities(peer: DetectorFactory) -> None:
+    found = langdetect_profiles().probabilities
+    for gram, place in list(places_of_grams(peer).items())[::97]:
+        assert found[place].tolist() == peer.word_lang_prob_map[gram]
+
+
+@pytest.mark.parametrize("text", ["no", "va bene", "HELLO", "a", "123", "Haus gras", "\ud800 x"])
+def test_short_and_odd_texts_are_walked_as_langdetect_walks_them(
+    peer: DetectorFactory, text: str
+) -> None:
+    for seed in range(4):
+        assert_alike(peer, [text, GERMAN], seed=seed)
+
+
+def test_neither_blocks_nor_stages_change_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [GERMAN, "no", ENGLISH, "", "va bene", FRENCH, SIMPLIFIED]
+    profiles = langdetect_profiles()
+
+    def found() -> Floats:
+        return language_probabilities(
+            profiles.grams(texts),
+            probabilities=profiles.probabilities,
+            prior=prior_over(None),
+            seed=2,
+        )
+
+    expected = found()
+    monkeypatch.setattr(language_grams, "BLOCK_CHARACTERS", 70)
+    monkeypatch.setattr(language_walk, "BLOCK_LINES", 2)
+    monkeypatch.setattr(language_walk, "MIN_ROWS", 1)
+    np.testing.assert_array_equal(found(), expected)
+
+
+def test_no_more_of_a_text_is_looked_at_than_langdetect_looks_at(peer: DetectorFactory) -> None:
+    assert_alike(peer, ["Haus " * 1999 + "Gart" + "en la maison" * 50], seed=1)
+
+
+def test_the_stream_of_words_is_that_of_pythons_random() -> None:
+    stream, peer = RandomWords(5), random.Random(5)
+    for count in (3, 40, 41, 700):
+        stream.extend(count)
+    assert stream.words[:700].tolist() == [peer.getrandbits(32) for _ in range(700)]
+    peer.seed(5)
+    assert stream.normal_pair(0) == (peer.gauss(0.0, 1.0), peer.gauss(0.0, 1.0))

@@ -1,26 +1,31 @@
 """Paired bootstrap: sacreBLEU's own scores and intervals, and no best system by chance."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, estimate_ci
+from support.damaged_lines import (
+    BLEU_INTO,
+    CHRF_PLUS,
+    damaged,
+    line_statistics,
+    sentences,
+    stored,
+)
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation import significance
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAccuracy
-from pipeline.evaluation.score_slot import Rows, Score, TranslatedLines
+from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.significance import (
     BootstrapTask,
     compare,
@@ -30,7 +35,6 @@ from pipeline.evaluation.significance import (
     resampled_scores,
 )
 
-BLEU_INTO, CHRF_PLUS = Bleu("13a", {"en": "13a"}), Chrf()
 KNOWN = frozenset({"en"})
 SCORES: tuple[Score, ...] = (
     BLEU_INTO,
@@ -38,36 +42,6 @@ SCORES: tuple[Score, ...] = (
     LanguageAccuracy(PLAIN, KNOWN, None, seed=1),
     LanguageAccuracy(RESTRICTED, KNOWN, KNOWN, seed=1),
 )
-
-WORDS = "a cat the dog sat on mat . , 12 houses were built near rivers".split()
-
-
-def sentences(lines: int, *, seed: int) -> list[str]:
-    generator = np.random.default_rng(seed)
-    return [" ".join(generator.choice(WORDS, size=generator.integers(3, 15))) for _ in range(lines)]
-
-
-def damaged(references: Sequence[str], *, share: float, seed: int) -> list[str]:
-    """The references with a share of their words replaced."""
-    generator = np.random.default_rng(seed)
-    return [
-        " ".join(
-            str(generator.choice(WORDS)) if generator.random() < share else word
-            for word in line.split()
-        )
-        for line in references
-    ]
-
-
-def line_statistics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, Rows]:
-    lines = TranslatedLines(Direction("de", "en"), hypotheses, references, lambda: [])
-    return {one.column.name: one.line_statistics(lines).rows for one in (BLEU_INTO, CHRF_PLUS)}
-
-
-def stored(path: Path, statistics: dict[str, Rows], **more: npt.NDArray[np.bool_]) -> Path:
-    np.savez_compressed(path, **statistics, **more)
-    return path.with_suffix(".npz")
-
 
 words = st.lists(st.sampled_from("a cat the dog sat . , 12".split()), max_size=7).map(" ".join)
 

@@ -109,7 +109,7 @@ def layer(name: str) -> int:
     return LAYER_OF[name.split(".")[1]]
 
 
-LANGUAGE_ACCURACY = {"pipeline.evaluation.language_accuracy"}
+LANGUAGE_DETECTOR = {"pipeline.evaluation.language_detector"}
 """Who says which language a text is in, of translations and of raw text alike."""
 PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
@@ -143,7 +143,7 @@ def test_imports_form_no_circle() -> None:
 def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     used = {target for target in own_imports(name) if target.startswith("pipeline.")}
     assert used or name in TEXT_ALONE | ROOMS, "data_prep reads or writes what is the pipeline's"
-    assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_ACCURACY
+    assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_DETECTOR
 
 
 def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:

@@ -15,7 +15,7 @@ from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.artifacts.corpus import text_name as name_of
 
-LENGTH_RATIO = '''"""Characters of the translations per hundred of their sources."""
+SOURCE_RATIO = '''"""Characters of the translations per hundred of their sources."""
 
 from dataclasses import dataclass
 
@@ -26,10 +26,10 @@ from pipeline.evaluation.score_slot import Column, Floats, LineStatistics, Score
 
 
 @dataclass(frozen=True)
-class LengthRatio(Score):
+class SourceRatio(Score):
     """In percent; not into French, so that there is a direction it does not cover."""
 
-    column = Column("length_ratio", "Length ratio", larger_is_better=False, decimals=2)
+    column = Column("source_ratio", "Source ratio", larger_is_better=False, decimals=2)
 
     def covers(self, direction: Direction) -> bool:
         return direction.target != "fr"
@@ -42,27 +42,30 @@ class LengthRatio(Score):
         return 100.0 * sums[:, 0] / sums[:, 1]
 '''
 VARIANT = Variant(
-    {"pipeline/evaluation/length_ratio.py": LENGTH_RATIO},
+    {"pipeline/evaluation/source_ratio.py": SOURCE_RATIO},
     {
         "pipeline/config.py": [
-            ('ScoreName = Literal["bleu",', 'ScoreName = Literal["length_ratio", "bleu",')
+            (
+                'ScoreName = Literal[\n    "bleu",',
+                'ScoreName = Literal[\n    "source_ratio",\n    "bleu",',
+            )
         ],
         "pipeline/evaluation/chosen_scores.py": [
             (
                 "from pipeline.evaluation.score_slot import",
-                "from pipeline.evaluation.length_ratio import LengthRatio\n"
+                "from pipeline.evaluation.source_ratio import SourceRatio\n"
                 "from pipeline.evaluation.score_slot import",
             ),
             (
                 '        case "chrf":\n',
-                '        case "length_ratio":\n            return LengthRatio()\n'
+                '        case "source_ratio":\n            return SourceRatio()\n'
                 '        case "chrf":\n',
             ),
         ],
     },
 )
 
-RECIPE = 'name = "test"\n[evaluation]\nscores = ["bleu", "length_ratio", "chrf"]\n'
+RECIPE = 'name = "test"\n[evaluation]\nscores = ["bleu", "source_ratio", "chrf"]\n'
 WORDS = {"de": "Haus", "en": "house by the sea", "fr": "maison"}
 TRAINING_LINES = {"de-en": 50, "de-fr": 0, "en-fr": 50}
 LINES = 24
@@ -123,7 +126,7 @@ def expected_ratio(source: str, target: str) -> float:
 
 def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_path: Path) -> None:
     assert touched_files(house) == {
-        "pipeline/evaluation/length_ratio.py",
+        "pipeline/evaluation/source_ratio.py",
         "pipeline/config.py",
         "pipeline/evaluation/chosen_scores.py",
     }
@@ -131,25 +134,25 @@ def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_pa
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
     copied, perfect = document["systems"]
-    ratios = {name: one["scores"]["length_ratio"] for name, one in perfect["directions"].items()}
+    ratios = {name: one["scores"]["source_ratio"] for name, one in perfect["directions"].items()}
     assert ratios["de-en"] == pytest.approx(expected_ratio("de", "en")), "of the sources"
     assert ratios["de-fr"] is None
-    assert copied["directions"]["de-en"]["scores"]["length_ratio"] == 100.0
+    assert copied["directions"]["de-en"]["scores"]["source_ratio"] == 100.0
     with np.load(out / "sentences/perfect/de-en.npz", allow_pickle=False) as arrays:
-        assert arrays.files == ["bleu", "length_ratio", "chrf"]
+        assert arrays.files == ["bleu", "source_ratio", "chrf"]
 
-    mean = perfect["averages"]["into_pivot"]["all"]["length_ratio"]
+    mean = perfect["averages"]["into_pivot"]["all"]["source_ratio"]
     assert mean == pytest.approx((ratios["de-en"] + ratios["fr-en"]) / 2)
-    compared = document["significance"]["directions"]["de-en"]["length_ratio"]
+    compared = document["significance"]["directions"]["de-en"]["source_ratio"]
     assert compared["best"] == "copied", "less is better"
     interval = compared["intervals"]["perfect"]
     assert interval["low"] < ratios["de-en"] < interval["high"]
 
     report = (out / "report.md").read_text("utf-8")
-    table = report.split("Length ratio (less is better), averages over directions")[1]
+    table = report.split("Source ratio (less is better), averages over directions")[1]
     assert f"| perfect | no training | {mean:.2f} (" in table
     assert "Zero-shot all (1)" in table.split("chrF++")[0], "one of the two is into French"
-    assert "perfect Length ratio (less is better)" in table
+    assert "perfect Source ratio (less is better)" in table
     page = (out / "report.html").read_text("utf-8")
-    assert "<h3>Length ratio (less is better)</h3>" in page
+    assert "<h3>Source ratio (less is better)</h3>" in page
     assert "Mean chrF++ and BLEU over" in page, "what is not out of 100 makes no bar"

@@ -1,0 +1,205 @@
+"""Tables beside the averages: directions won, differences beyond chance, languages that came out.
+
+Pure functions from an evaluation to text cells; ``markdown`` and ``page`` lay them out.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.evaluation.paired_tests import LEVEL
+from pipeline.evaluation.score_slot import Column
+from pipeline.evaluation.scores import Evaluation, PairedTest, SystemScores
+from pipeline.evaluation.tables import (
+    average_columns,
+    directions_by_family,
+    family_title,
+    format_score,
+    measures,
+)
+
+SHOWN_LANGUAGES = 3
+"""So many of the languages that came out instead are named."""
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of words and figures; the first cell of a row is its name."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class TableSection:
+    """Tables under one heading."""
+
+    title: str
+    lead: str
+    tables: tuple[TextTable, ...]
+
+
+def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
+    """Those for which there is anything to show."""
+    found = [
+        _against_baseline(evaluation),
+        _language_averages(evaluation),
+        _found_languages(evaluation),
+    ]
+    return [section for section in found if section is not None]
+
+
+def _against_baseline(evaluation: Evaluation) -> TableSection | None:
+    if evaluation.wins is None:
+        return None
+    tables = [*_win_tables(evaluation), *_test_tables(evaluation)]
+    if not tables:
+        return None
+    return TableSection(
+        f"Directions won against {evaluation.wins.baseline}",
+        "The win ratio is the share of directions in which a system scores better than the "
+        "baseline; a tie is no win. A difference is beyond chance where its p-value, by Holm's "
+        "correction for all directions and systems, is at most "
+        f"{LEVEL}: by paired bootstrap / by approximate randomisation.",
+        tuple(tables),
+    )
+
+
+def _win_tables(evaluation: Evaluation) -> list[TextTable]:
+    wins, tables = evaluation.wins, []
+    for column in evaluation.main_columns if wins is not None else ():
+        averages = average_columns(evaluation, measured=measures(evaluation, column))
+        if wins is None or column.larger_is_better is None or not averages:
+            continue
+        head = [f"{family_title(evaluation, one.family)} {one.group}" for one in averages]
+        rows = [
+            (
+                name,
+                *(
+                    format_score(found[one.family][one.group].get(column.name), decimals=1)
+                    for one in averages
+                ),
+            )
+            for name, found in wins.systems.items()
+        ]
+        title = f"{column.title}: win ratio, %"
+        tables.append(TextTable(title, ("System", *head), tuple(rows)))
+    return tables
+
+
+def _test_tables(evaluation: Evaluation) -> list[TextTable]:
+    tests = evaluation.baseline_tests
+    if tests is None:
+        return []
+    tables = []
+    for column in evaluation.main_columns:
+        by_system: dict[str, list[PairedTest]] = {}
+        for columns in tests.directions.values():
+            for name, test in columns.get(column.name, {}).items():
+                by_system.setdefault(name, []).append(test)
+        if by_system and column.larger_is_better is not None:
+            rows = tuple((name, *_counts(column, found)) for name, found in by_system.items())
+            head = ("System", "better", "worse", "not told apart")
+            tables.append(TextTable(f"{column.title}: directions beyond chance", head, rows))
+    return tables
+
+
+def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[str, str, str]:
+    """Directions better, worse and neither, by either test."""
+    sign = 1.0 if column.larger_is_better else -1.0
+    counts = []
+    for name in ("bootstrap_holm", "randomisation_holm"):
+        sure = [sign * one.difference for one in tests if getattr(one, name) <= LEVEL]
+        better, worse = sum(one > 0 for one in sure), sum(one < 0 for one in sure)
+        counts.append((better, worse, len(tests) - better - worse))
+    better_by, worse_by, neither_by = (
+        " / ".join(map(str, one)) for one in zip(*counts, strict=True)
+    )
+    return better_by, worse_by, neither_by
+
+
+def _language_averages(evaluation: Evaluation) -> TableSection | None:
+    """The main scores by family and by script of the language that is not the pivot."""
+    columns = evaluation.main_columns
+    tables = []
+    for trait in ("family", "script"):
+        rows = [
+            (
+                one.value,
+                family_title(evaluation, one.family),
+                str(one.directions),
+                *(
+                    format_score(
+                        one.systems[system.name].get(column.name), decimals=column.decimals
+                    )
+                    for system in evaluation.systems
+                    for column in columns
+                ),
+            )
+            for one in evaluation.language_averages
+            if one.trait == trait
+        ]
+        names = [
+            f"{system.name} {column.heading}" for system in evaluation.systems for column in columns
+        ]
+        if rows and names:
+            head = (trait.capitalize(), "Kind", "Directions", *names)
+            tables.append(TextTable(f"By {trait}", head, tuple(rows)))
+    if not tables:
+        return None
+    return TableSection(
+        "Averages by language",
+        "Arithmetic means over directions, by family and script of the source where the pivot is "
+        "the target, else of the target.",
+        tuple(tables),
+    )
+
+
+def _found_languages(evaluation: Evaluation) -> TableSection | None:
+    """Of the first score that tells languages apart; the lines of a family's targets together."""
+    names = [column.name for column in evaluation.columns]
+    known = {
+        name
+        for one in evaluation.systems
+        for two in one.directions.values()
+        for name in two.outcomes
+    }
+    column = next((name for name in names if name in known), None)
+    if column is None:
+        return None
+    rows = []
+    for family, profiles in directions_by_family(evaluation).items():
+        for target in sorted({one.direction.target for one in profiles}):
+            directions = [str(one.direction) for one in profiles if one.direction.target == target]
+            found = [_outcomes(one, directions, column) for one in evaluation.systems]
+            if all(found):
+                name = f"{evaluation.language_names.get(target, target)} ({target})"
+                cells = [_shares(counts, target) for counts in found]
+                rows.append((name, family_title(evaluation, family), *cells))
+    if not rows:
+        return None
+    head = ("Asked for", "Kind", *(one.name for one in evaluation.systems))
+    return TableSection(
+        "Languages that came out",
+        "Share of lines in the language that was asked for, and the languages most often found "
+        "instead; every direction's counts stand in scores.json.",
+        (TextTable("By target language", head, tuple(rows)),),
+    )
+
+
+def _outcomes(system: SystemScores, directions: Sequence[str], column: str) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name in directions:
+        total.update(system.directions[name].outcomes.get(column, {}))
+    return total
+
+
+def _shares(counts: Counter[str], target: str) -> str:
+    lines = counts.total()
+    others = sorted((-count, code) for code, count in counts.items() if code != target)
+    instead = ", ".join(
+        f"{code} {-100 * count / lines:.1f}" for count, code in others[:SHOWN_LANGUAGES]
+    )
+    right = f"{100 * counts[target] / lines:.1f} %"
+    return f"{right}; {instead}" if instead else right
