@@ -28,8 +28,10 @@ from pipeline.artifacts.corpus import (
     hypothesis_of,
     line_counts,
     read_lines,
+    without_details,
     write_hypotheses,
 )
+from pipeline.artifacts.details import Details, details_name, record_of, write_details
 from pipeline.artifacts.places import claim_run_folder, remove_files, run_dir
 from pipeline.artifacts.settings_diff import describe_change, with_defaults
 from pipeline.artifacts.shared_hashing import check_together
@@ -141,9 +143,11 @@ class DoneLines:
 
     def write(self, jobs: Sequence[Job], hypotheses: Sequence[Hypothesis]) -> None:
         for job, hypothesis in zip(jobs, hypotheses, strict=True):
-            self._lines.write(
-                {"direction": str(job.direction), "line": job.line, **vars(hypothesis)}
-            )
+            record = {"direction": str(job.direction), "line": job.line}
+            record |= without_details(hypothesis)
+            if hypothesis.details is not None:
+                record["details"] = record_of(hypothesis.details)
+            self._lines.write(record)
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
         """All that is on disk, after every rank has finished."""
@@ -230,6 +234,9 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
     with call.new_artifact(wall_seconds=done.time.seconds) as writer:
         for direction, hypotheses in ordered.items():
             write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
+            if call.recipe.decoding.wants_details:
+                details = [hypothesis.details or Details() for hypothesis in hypotheses]
+                write_details(writer.path(details_name(direction)), details)
         every = [hypothesis for hypotheses in ordered.values() for hypothesis in hypotheses]
         writer.statistics.update(
             lines=len(every),

@@ -56,6 +56,9 @@ ZERO_IS_SENSIBLE = {
     "pad_id": "an id like any other",
     "language_groups": "groups are numbered from 0",
     "skip_nonfinite_after": "nothing is left out",
+    "kept_experts": "experts are numbered from 0",
+    "top_k": "from all tokens",
+    "alignment_layer": "the first",
 }
 INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,16 @@ from support.tiny_models import perturb_vectors
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
+from pipeline.artifacts.details import Details, read_details
 from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.weights import write_weights
 from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
-from pipeline.decoding.beam_search import Source, Translation, beam_search
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.translator import Job, Translator
+from pipeline.decoding.words import UNKNOWN
 from pipeline.distributed.signals import StopFlag
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
@@ -188,9 +192,9 @@ def test_the_score_of_a_split_line_is_the_mean_over_its_tokens(
 
     def answered(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
         longest_first = [Translation((7, 7, 7), -2.0), Translation((7,), -1.0)]
-        return longest_first[: len(sources)]
+        return [[one] for one in longest_first[: len(sources)]]
 
-    monkeypatch.setattr("pipeline.decoding.translator.beam_search", answered)
+    monkeypatch.setattr("pipeline.decoding.translator.search", answered)
     text = "Ein ziemlich langer erster Satz. Und ein zweiter."
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
     assert found.score == pytest.approx((4 * -2.0 + 2 * -1.0) / 6, abs=1e-4)
@@ -227,9 +231,9 @@ def test_the_parts_of_long_lines_are_batched_within_the_budget(
 
     def recorded(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
         sizes.append((len(sources), max(len(source.tokens) for source in sources)))
-        return [Translation((), -1.0) for _ in sources]
+        return [[Translation((), -1.0)] for _ in sources]
 
-    monkeypatch.setattr("pipeline.decoding.translator.beam_search", recorded)
+    monkeypatch.setattr("pipeline.decoding.translator.search", recorded)
     translator.translate([Job(Direction("de", "en"), 0, "Ein Satz. " * 100)])
     assert sum(count for count, _ in sizes) == 100
     assert all(count * longest * 2 <= 200 for count, longest in sizes)
@@ -244,7 +248,10 @@ def test_a_line_is_tagged_with_both_languages_and_ended(bench: Bench) -> None:
     eos_id = ByteVocabulary.eos_id
     (piece_ids,) = ByteVocabulary().encode_batch([text])
     source = Source(
-        [german, *piece_ids, eos_id], (eos_id, english), *map(LANGUAGES.index, ("de", "en"))
+        tokens=[german, *piece_ids, eos_id],
+        prompt=(eos_id, english),
+        source_language=LANGUAGES.index("de"),
+        target_language=LANGUAGES.index("en"),
     )
     (expected,) = beam_search(translator.model, [source], decoding, eos_id=eos_id)
     (found,) = translator.translate([Job(Direction("de", "en"), 0, text)])
@@ -288,6 +295,92 @@ def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) 
         path.write_text(json.dumps(line) + "\n", encoding="utf-8")
     old = open_artifact(tmp_path / "old", kind="translations")
     assert read_hypotheses(old, Direction("de", "en")) == [Hypothesis("Ja", -0.5, truncated=True)]
+
+
+# ---------------------------------------------------------------- details
+
+
+def test_asked_for_details_stand_in_files_of_their_own_and_the_best_where_it_was(
+    bench: Bench,
+) -> None:
+    asked = "n_best = 2\nword_scores = true\nalignments = true\n"
+    assert bench.run("plain") == 0
+    assert bench.run("out", decoding=DECODING + asked) == 0
+    found = bench.found("out")
+    assert_same(found, bench.found("plain"))
+    assert all(one.details is None for lines in found.values() for one in lines)
+    artifact = open_artifact(bench.directory / "out", kind="translations")
+    names = [f"details/{name}.jsonl" for name in sorted(found)]
+    assert artifact.names("details") == names
+    assert open_artifact(bench.directory / "plain", kind="translations").names("details") == []
+    details = read_details(artifact.file("details/de-en.jsonl"))
+    for text, one, told in zip(LINES["de-en"]["de"], found["de-en"], details, strict=True):
+        if not text:
+            assert told == Details()
+            continue
+        assert len(told.n_best) == 2
+        assert (told.n_best[0].text, told.n_best[0].score) == (one.text, one.score)
+        assert told.n_best[0].score >= told.n_best[1].score
+        words = "".join("".join(word.text for word in told.words).split())
+        assert words.replace(UNKNOWN, "") == "".join(one.text.split())
+        assert [word for _, word in told.alignment] == list(range(len(told.words)))
+        assert all(0 <= word < len(told.source_words) for word, _ in told.alignment)
+        assert "".join(told.source_words) == "".join(text.split())
+
+
+def test_details_are_kept_over_an_interruption(
+    bench: Bench, stop_after: Callable[[int], None]
+) -> None:
+    decoding = DECODING + "n_best = 2\nword_scores = true\n"
+    stop_after(3)
+    assert bench.run("out", decoding=decoding) == EXIT_RUN_AGAIN
+    stop_after(10**6)
+    assert bench.run("out", decoding=decoding) == 0
+    artifact = open_artifact(bench.directory / "out", kind="translations")
+    for name, hypotheses in bench.found("out").items():
+        details = read_details(artifact.file(f"details/{name}.jsonl"))
+        assert [one.text for one in hypotheses if one.text] == [
+            one.n_best[0].text for one in details if one.n_best and one.n_best[0].text
+        ]
+
+
+def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
+    decoding = 'search = "sampling"\nn_best = 2\nsampling_temperature = 2.0\nseed = 5\n'
+    decoding += "max_length_ratio = 0.3\nmax_extra_length = 6\n"
+    assert bench.run("whole", decoding=decoding) == 0
+    command = bench.command("out", "--processes", "2", decoding=decoding)
+    ended = run_process(command)
+    assert ended.returncode == 0, ended.stderr
+    assert_same(bench.found("out"), bench.found("whole"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("n_best = 3", "n_best 3 exceeds beam_size 2"),
+        ("top_p = 1.5", "top_p"),
+        ('banned = ["  "]', "The banned phrase '  ' is empty"),
+        ("alignments = true\nalignment_layer = 2", "the model has 2 decoder layers"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_in_one_sentence(
+    bench: Bench, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert bench.run("out", decoding=f"{DECODING}{line}\n") == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_no_translation_has_a_banned_phrase(bench: Bench) -> None:
+    assert bench.run("plain") == 0
+    texts = [one.text for lines in bench.found("plain").values() for one in lines]
+    letters = sorted(Counter("".join(texts)).most_common(2))
+    banned = [letter for letter, _ in letters]
+    assert bench.run("out", decoding=f"{DECODING}banned = {json.dumps(banned)}\n") == 0
+    found = [one.text for lines in bench.found("out").values() for one in lines]
+    assert any(found)
+    assert not {letter for text in found for letter in text} & {*banned}
 
 
 # ---------------------------------------------------------------- which directions

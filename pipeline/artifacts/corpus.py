@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.details import Details
 from pipeline.artifacts.manifest import describe_name
 from pipeline.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
@@ -57,6 +58,8 @@ class Hypothesis:
     """Part of the source was left out: it did not fit the model, and could not be divided."""
     split: int = 0
     """Parts that a source too long for the model was translated in; 0: it was translated whole."""
+    details: Details | None = None
+    """What else was asked for; it stands in a file of its own."""
 
 
 _HYPOTHESIS = TypeAdapter(Hypothesis)
@@ -238,10 +241,15 @@ def hypotheses_name(direction: Direction) -> str:
 
 
 def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
-    """One JSON object per line, in order."""
+    """One JSON object per line, in order, without details."""
     with path.open("w", encoding="utf-8", newline="\n") as stream:
         for hypothesis in hypotheses:
-            stream.write(json.dumps(vars(hypothesis), ensure_ascii=False) + "\n")
+            stream.write(json.dumps(without_details(hypothesis), ensure_ascii=False) + "\n")
+
+
+def without_details(hypothesis: Hypothesis) -> dict[str, Any]:
+    """A hypothesis as JSON has it, without its details."""
+    return {name: value for name, value in vars(hypothesis).items() if name != "details"}
 
 
 def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:

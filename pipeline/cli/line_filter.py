@@ -5,6 +5,7 @@ import sys
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.cli.ending import say_once
+from pipeline.cli.filter_options import with_details
 from pipeline.cli.stage_options import DEMO_CHECKPOINT
 from pipeline.config import DecodingConfig, load_recipe
 from pipeline.decoding.incoming_lines import IncomingLines
@@ -19,6 +20,7 @@ def filter_command(options: argparse.Namespace) -> int:
             "`mmnmt run demo` first."
         )
     decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
+    decoding = with_details(decoding, options)
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
@@ -30,6 +32,7 @@ def filter_command(options: argparse.Namespace) -> int:
         source=options.source,
         target=options.target,
         lines=IncomingLines(sys.stdin.fileno()),
+        has_prefixes=options.prefixes,
         write=_write_line,
         say=lambda text: say_once(f"mmnmt translate: {text}"),
     )

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from pipeline.cli.filter_options import add_detail_options, first_detail_option
 from pipeline.cli.option_types import add_ds_config_option, whole_number
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.stages import Stage
@@ -67,6 +68,7 @@ def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--from", dest="source", metavar="CODE", help="language of the input, en")
     group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
+    add_detail_options(group)
 
 
 def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +107,8 @@ _INPUTS_OF_UPCYCLE = ("embeddings", "encoder", "decoder", "groups")
 def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether ``translate`` is asked for lines of standard input; stops with the usage at half."""
     if options.source is None and options.target is None:
+        if detail := first_detail_option(options):
+            parser.error(f"{detail} is of a filter, with --from and --to: a recipe says it here")
         return False
     if options.source is None or options.target is None:
         parser.error("a filter needs both --from and --to")

@@ -1,14 +1,17 @@
 """``mmnmt translate --from en --to de``: lines of standard input, translated as they come.
 
 Line n of the output is the translation of line n of the input, whatever is in it: a line that
-cannot be read is named on standard error and stands as an empty one.
+cannot be read is named on standard error and stands as an empty one. Where more than a text is
+asked for, it is a JSON object with ``text``, ``score`` and the details (``artifacts/details.py``).
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
+from pipeline.artifacts.details import record_of
 from pipeline.config import DecodingConfig
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
@@ -67,6 +70,7 @@ def filter_lines(
     lines: IncomingLines,
     write: Callable[[str], None],
     say: Callable[[str], None],
+    has_prefixes: bool = False,
 ) -> FilterCounts:
     """Translate the lines in order, as they come.
 
@@ -78,6 +82,8 @@ def filter_lines(
         write: gets each translation, without a line end or what could be taken for one.
         say: gets each sentence about a line that cannot be read, and at the end those about lines
             that were split.
+        has_prefixes: a line's translation begins with what stands behind its first tab, if it has
+            one.
 
     Raises:
         ConfigError: a language the model does not know, or both the same.
@@ -88,12 +94,13 @@ def filter_lines(
     counts = FilterCounts()
     try:
         while batch := lines.take(BATCH_LINES):
-            translations = translate_lines(translator, direction, batch)
+            batch, prefixes = _take_prefixes(translator, batch) if has_prefixes else (batch, None)
+            translations = translate_lines(translator, direction, batch, prefixes=prefixes)
             for line, hypothesis in zip(batch, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:
                     say(f"line {line.number} {line.problem}: an empty line stands for it.")
-                write(without_line_breaks(hypothesis.text))
+                write(without_line_breaks(_written(hypothesis)))
     finally:
         for sentence in counts.sentences(max_tokens=translator.max_tokens):
             say(sentence)
@@ -111,14 +118,42 @@ def find_direction(translator: Translator, *, source: str, target: str) -> Direc
 
 
 def translate_lines(
-    translator: Translator, direction: Direction, lines: Sequence[IncomingLine]
+    translator: Translator,
+    direction: Direction,
+    lines: Sequence[IncomingLine],
+    *,
+    prefixes: Sequence[str] | None = None,
 ) -> list[Hypothesis]:
     """Their translations in order; computed in batches of similar length."""
+    begun = prefixes or [""] * len(lines)
     jobs = [
-        Job(direction, index, without_line_breaks(line.text)) for index, line in enumerate(lines)
+        Job(direction, index, without_line_breaks(line.text), prefix=prefix)
+        for index, (line, prefix) in enumerate(zip(lines, begun, strict=True))
     ]
     found: dict[int, Hypothesis] = {}
     for batch in translator.cut(jobs):
         hypotheses = translator.translate(batch)
         found.update(zip((job.line for job in batch), hypotheses, strict=True))
     return [found[index] for index in range(len(jobs))]
+
+
+def _take_prefixes(
+    translator: Translator, lines: Sequence[IncomingLine]
+) -> tuple[list[IncomingLine], list[str]]:
+    """The lines up to their tabs, and what stands behind; a prefix nothing begins with is named."""
+    texts, prefixes = [], []
+    for line in lines:
+        text, _, prefix = line.text.partition("\t")
+        if problem := translator.prefix_problem(prefix):
+            text, prefix, line = "", "", replace(line, problem=problem)
+        texts.append(replace(line, text=text))
+        prefixes.append(prefix)
+    return texts, prefixes
+
+
+def _written(hypothesis: Hypothesis) -> str:
+    """The text, or all that was asked for as JSON."""
+    if hypothesis.details is None:
+        return hypothesis.text
+    found = {"text": hypothesis.text, "score": hypothesis.score}
+    return json.dumps(found | record_of(hypothesis.details), ensure_ascii=False)

@@ -12,7 +12,8 @@ import torch
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
-from pipeline.artifacts.tokenizer import Tokenizer, tags
+from pipeline.artifacts.details import Alternative, Details, Word
+from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
     load_model,
     read_spec,
@@ -20,8 +21,12 @@ from pipeline.checkpoints.checkpoint import (
     refuse_other_tokenizer,
 )
 from pipeline.config import DecodingConfig
-from pipeline.decoding.beam_search import Source, Translation, beam_search
+from pipeline.decoding.forced_pass import ForcedPass, forced_pass
+from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.restrictions import has_sequence
+from pipeline.decoding.search import search
 from pipeline.decoding.sentences import join_sentences, split_to_fit
+from pipeline.decoding.words import align, texts_of, word_spans
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
 from pipeline.model.transformer import Transformer
@@ -37,6 +42,8 @@ class Job:
     direction: Direction
     line: int
     text: str
+    prefix: str = ""
+    """What its translation begins with; of a line in parts, that of the first."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,24 @@ class _Part:
     direction: Direction
     tokens: list[int]
     truncated: bool
+    prefix: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found for a part: hypotheses, the translation first, and what is told of it."""
+
+    part: _Part
+    hypotheses: list[Translation]
+    forced: ForcedPass | None = None
+
+    @property
+    def best(self) -> Translation:
+        return self.hypotheses[0]
+
+    def hypothesis(self, rank: int) -> Translation:
+        """The one of that rank; the last where there are fewer."""
+        return self.hypotheses[min(rank, len(self.hypotheses) - 1)]
 
 
 class Translator:
@@ -63,9 +88,11 @@ class Translator:
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
+        self._banned = tuple(self._banned_tokens(phrase) for phrase in config.banned)
+        self._alignment_layer = self._layer_of_alignments()
 
     def cut(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Batches of similar length, longest first, within the budget of tokens times beams."""
+        """Batches of similar length, longest first, within the budget of tokens times rows."""
         lengths = [len(self._encode(job.text)) for job in jobs]
         return [[jobs[index] for index in batch] for batch in self._batches(lengths)]
 
@@ -73,14 +100,26 @@ class Translator:
         """Hypotheses in order; an empty line gives an empty one, a too long one is split.
 
         Raises:
-            ConfigError: a language the model was not trained on.
+            ConfigError: a language the model was not trained on, or a prefix that no translation
+                can have.
         """
         parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
-        found: list[list[tuple[_Part, Translation]]] = [[] for _ in jobs]
-        translations = self._translate_parts(parts)
-        for part, translation in zip(parts, translations, strict=True):
-            found[part.job].append((part, translation))
+        found: list[list[_Found]] = [[] for _ in jobs]
+        for one in self._translate_parts(parts):
+            found[one.part.job].append(one)
         return [self._joined(job, of_job) for job, of_job in zip(jobs, found, strict=True)]
+
+    def prefix_problem(self, prefix: str) -> str:
+        """Why no translation can begin with a text, as "has a prefix ..."; empty where one can."""
+        tokens = tuple(self._encode(prefix))
+        room = self.max_tokens - 1  # and end-of-sentence
+        if self.tokenizer.unk_id in tokens:
+            return "has a prefix with characters that the vocabulary does not have"
+        if len(tokens) > room:
+            return f"has a prefix of {len(tokens):,} tokens, of which the model takes {room:,}"
+        if any(has_sequence(tokens, sequence) for sequence in self._banned):
+            return "has a prefix with a banned phrase in it"
+        return ""
 
     def language(self, code: str) -> int:
         """Index of a language of this model, by the code the model has for it."""
@@ -106,6 +145,27 @@ class Translator:
         self.language(spelling)  # says that there is no such language
         return spelling
 
+    def _banned_tokens(self, phrase: str) -> tuple[int, ...]:
+        tokens = tuple(self._encode(phrase))
+        if not tokens or self.tokenizer.unk_id in tokens:
+            raise ConfigError(
+                f"The banned phrase {phrase!r} is empty or has characters that the model's "
+                "vocabulary does not have, so that no translation has it: leave it out."
+            )
+        return tokens
+
+    def _layer_of_alignments(self) -> int | None:
+        if not self.config.alignments:
+            return None
+        layers = self.model.spec.model.decoder_layers
+        asked = self.config.alignment_layer
+        if asked is not None and asked >= layers:
+            raise ConfigError(
+                f"decoding.alignment_layer is {asked}, and the model has {layers} decoder layers, "
+                f"counted from 0: choose one up to {layers - 1}."
+            )
+        return layers - 1 if asked is None else asked
+
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text) if text.strip() else []
 
@@ -116,65 +176,129 @@ class Translator:
         tokens = self._encode(job.text)
         if not tokens:
             return []
+        if problem := self.prefix_problem(job.prefix):
+            raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
+        prefix = tuple(self._encode(job.prefix))
         if len(tokens) <= self.max_tokens:
-            return [_Part(index, job.direction, tokens, truncated=False)]
+            return [_Part(index, job.direction, tokens, truncated=False, prefix=prefix)]
         encoded = [self._encode(text) for text in split_to_fit(job.text, fits=self._fits)]
+        parts = [tokens for tokens in encoded if tokens]
         return [
             _Part(
                 index,
                 job.direction,
                 tokens[: self.max_tokens],
                 truncated=len(tokens) > self.max_tokens,
+                prefix=() if number else prefix,
             )
-            for tokens in encoded
-            if tokens
+            for number, tokens in enumerate(parts)
         ]
 
-    def _translate_parts(self, parts: Sequence[_Part]) -> list[Translation]:
-        """Their translations in order; computed in batches within the budget."""
-        found: dict[int, Translation] = {}
+    def _translate_parts(self, parts: Sequence[_Part]) -> list[_Found]:
+        """What is found for them, in order; computed in batches within the budget."""
+        found: dict[int, _Found] = {}
         for batch in self._batches([len(part.tokens) for part in parts]):
             sources = [self._source(parts[index]) for index in batch]
-            translations = beam_search(
-                self.model, sources, self.config, eos_id=self.tokenizer.eos_id
-            )
-            found.update(zip(batch, translations, strict=True))
+            hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
+            best = [of_source[0] for of_source in hypotheses]
+            looked_at = zip(batch, hypotheses, self._looked_at(sources, best), strict=True)
+            found |= {index: _Found(parts[index], of, told) for index, of, told in looked_at}
         return [found[index] for index in range(len(parts))]
 
+    def _looked_at(
+        self, sources: Sequence[Source], best: Sequence[Translation]
+    ) -> Sequence[ForcedPass | None]:
+        """One more pass over the translations, where something is to be told of their words."""
+        if not (self.config.word_scores or self.config.alignments):
+            return [None] * len(sources)
+        eos_id, layer = self.tokenizer.eos_id, self._alignment_layer
+        return forced_pass(self.model, sources, best, eos_id=eos_id, attention_of=layer)
+
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices in batches, longest first, whose padded tokens times beams fit the budget."""
+        """Indices in batches, longest first, whose padded tokens times rows fit the budget."""
         batches: list[list[int]] = []
         longest = 0
         for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-            full = batches and (len(batches[-1]) + 1) * longest * self.config.beam_size
+            full = batches and (len(batches[-1]) + 1) * longest * self.config.rows
             if not full or full > self.config.tokens:
                 batches.append([])
                 longest = lengths[index] + TAG_TOKENS
             batches[-1].append(index)
         return batches
 
-    def _joined(self, job: Job, found: Sequence[tuple[_Part, Translation]]) -> Hypothesis:
+    def _joined(self, job: Job, found: Sequence[_Found]) -> Hypothesis:
+        asks = self.config.wants_details
         if not found:
-            return Hypothesis("")
-        texts = [self.tokenizer.decode(translation.tokens) for _, translation in found]
-        language = _canonical(job.direction.target)
-        is_whole = len(texts) == 1
+            return Hypothesis("", details=Details() if asks else None)
+        best = self._alternative(job, found, 0)
         return Hypothesis(
-            texts[0] if is_whole else join_sentences(texts, language=language),
-            score=round(_mean_score([translation for _, translation in found]), 4),
-            truncated=any(part.truncated for part, _ in found),
-            split=0 if is_whole else len(texts),
+            best.text,
+            score=best.score,
+            truncated=any(one.part.truncated for one in found),
+            split=0 if len(found) == 1 else len(found),
+            details=self._details(job, found) if asks else None,
         )
+
+    def _alternative(self, job: Job, found: Sequence[_Found], rank: int) -> Alternative:
+        """The hypotheses of one rank of all parts, joined; of a part that has fewer, its last."""
+        chosen = [one.hypothesis(rank) for one in found]
+        texts = [self.tokenizer.decode(one.tokens) for one in chosen]
+        language = _canonical(job.direction.target)
+        text = texts[0] if len(texts) == 1 else join_sentences(texts, language=language)
+        return Alternative(text, round(_mean_score(chosen), 4))
+
+    def _details(self, job: Job, found: Sequence[_Found]) -> Details:
+        kept = max(len(one.hypotheses) for one in found) if self.config.n_best > 1 else 0
+        words: list[Word] = []
+        source_words: list[str] = []
+        alignment: list[tuple[int, int]] = []
+        for one in found:
+            told = self._words(one)
+            shift = len(source_words), len(words)
+            alignment += [(first + shift[0], second + shift[1]) for first, second in told.alignment]
+            words += told.words
+            source_words += told.source_words
+        return Details(
+            n_best=tuple(self._alternative(job, found, rank) for rank in range(kept)),
+            words=tuple(words),
+            source_words=tuple(source_words),
+            alignment=tuple(alignment),
+        )
+
+    def _words(self, found: _Found) -> Details:
+        """Words of one part, with their scores and what they look at where that is asked for."""
+        forced, tokens, part = found.forced, found.best.tokens, found.part
+        if forced is None:
+            return Details()
+        spans = word_spans(tokens, self.tokenizer, language=_canonical(part.direction.target))
+        texts = texts_of(tokens, spans, self.tokenizer)
+        scores = [round(sum(forced.log_p[index] for index in span), 4) for span in spans]
+        words = tuple(Word(text, score) for text, score in zip(texts, scores, strict=True))
+        if forced.attention_TS is None:
+            return Details(words=words)
+        source = word_spans(part.tokens, self.tokenizer, language=_canonical(part.direction.source))
+        first = len(self._tags(part.direction).source_prefix)
+        attention_TS = forced.attention_TS[:, first : first + len(part.tokens)]
+        return Details(
+            words=words,
+            source_words=tuple(texts_of(part.tokens, source, self.tokenizer)),
+            alignment=tuple(align(attention_TS, source=source, target=spans)),
+        )
+
+    def _tags(self, direction: Direction) -> Tags:
+        return tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
 
     def _source(self, part: _Part) -> Source:
         direction = part.direction
         languages = self.language(direction.source), self.language(direction.target)
-        tag = tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
+        tag = self._tags(direction)
         return Source(
             tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id, *tag.source_suffix],
             prompt=tag.decoder_prompt,
             source_language=languages[0],
             target_language=languages[1],
+            prefix=part.prefix,
+            banned=self._banned,
         )
 
 

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config import ModelConfig, Recipe
-from pipeline.decoding.beam_search import Search, Source
+from pipeline.decoding.beam_search import Search
+from pipeline.decoding.hypotheses import Source
 from pipeline.model.attention import Attention
 from pipeline.model.embedding import Embedding
 from pipeline.model.feed_forward import FeedForward
@@ -205,12 +206,11 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
     with torch.no_grad():  # inference mode would show operators before they are taken apart
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            for position in range(len(prompt)):
-                x_RD = search.step(torch.zeros(rows, dtype=torch.int64, device=META), position)
+            x_RD = search.states.begin()
         with OperatorCounter(host_number=even, model=model) as mode:
             next_R = search.advance(model.project(x_RD), 1)
             assert next_R is not None, "no sentence ends"
-            search.step(next_R, len(prompt))
+            search.states.step(next_R, len(prompt))
     return mode.counted
 
 

@@ -27,7 +27,8 @@ from support.tiny_models import EOS_ID, PAD_ID
 
 from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig
-from pipeline.decoding.beam_search import Source, beam_search
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
 from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}

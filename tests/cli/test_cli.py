@@ -133,8 +133,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--processes --recipe",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --recipe --shards",
-        "translate": "--checkpoint --corpus --from --local-rank --local_rank --out --overwrite "
-        "--processes --recipe --to",
+        "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
+        "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
     }

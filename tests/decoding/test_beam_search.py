@@ -3,109 +3,31 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from support.m2m100_peer import m2m100_peer, padded
-from support.tiny_models import (
-    EOS_ID,
-    PAD_ID,
-    embedding_table,
-    random_examples,
-    tiny_model,
-    tiny_spec,
+from support.searched_models import (
+    Kind,
+    full_score,
+    model_of,
+    next_log_p,
+    raising_logit,
+    rounded,
+    source_of,
+    translate,
 )
+from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import DecodingConfig, MoEConfig
-from pipeline.decoding.beam_search import Source, Translation, beam_search, max_target_length
-from pipeline.errors import CheckpointError
+from pipeline.config import DecodingConfig
+from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.hypotheses import Translation, max_target_length
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.transformer import Transformer
-
-TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
-CAPACITY_MOE = MoEConfig(num_experts=4, top_k=2, every=2, dispatch="capacity", capacity_factor=0.5)
-
-Kind = Literal["dense", "moe", "moe-lgr", "moe-capacity"]
-
-
-def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 20, **model: object) -> Transformer:
-    """A random model whose translations differ with the source, in length too.
-
-    Fresh weights hardly look at the source and repeat one token: attention to the source is made
-    stronger, and end-of-sentence more likely at the states that all positions share.
-    """
-    moe = {"dense": None, "moe-capacity": CAPACITY_MOE}.get(kind, TOKEN_MOE)
-    groups = 3 if kind == "moe-lgr" else 0
-    spec = tiny_spec(moe=moe, groups=groups, vocabulary=vocabulary, languages=4, model=model)
-    made = tiny_model(spec, seed=seed).eval()
-    with torch.no_grad():
-        for layer in made.decoder_layers():
-            for parameter in layer.cross_attention.parameters():
-                parameter.mul_(5 if parameter.dim() == 2 else 1)
-        embedding_table(made).mul_(1.5)
-        embedding_table(made)[EOS_ID] += raising_logit(made, by=2)
-    return made
-
-
-def raising_logit(model: Transformer, *, by: float) -> Tensor:
-    """What, added to a token's embedding, raises its logit on average."""
-    norm = model.decoder.final_norm or list(model.decoder_layers())[-1].feed_forward_norm
-    return by * norm.bias / norm.bias.dot(norm.bias)
-
-
-def source_of(example: Example) -> Source:
-    return Source(
-        tokens=[*example.source_prefix, *map(int, example.source), EOS_ID],
-        prompt=example.decoder_prompt,
-        source_language=example.source_language,
-        target_language=example.target_language,
-    )
-
-
-def translate(
-    model: Transformer,
-    examples: Sequence[Example],
-    *,
-    limit: int | None = None,
-    eos_id: int = EOS_ID,
-    **config: object,
-) -> list[Translation]:
-    """Beam search; ``limit`` is the number of tokens no hypothesis exceeds."""
-    settings: dict[str, object] = {"max_length_ratio": 1.0, "beam_size": 4, **config}
-    if limit is not None:
-        settings |= {"max_length_ratio": 0.0, "max_extra_length": limit}
-    return beam_search(
-        model,
-        [source_of(one) for one in examples],
-        DecodingConfig.model_validate(settings),
-        eos_id=eos_id,
-    )
-
-
-@torch.no_grad()
-def next_log_p(model: Transformer, example: Example, prefix: Sequence[int]) -> Tensor:
-    """Log-probabilities after every position of the prefix, without any cache."""
-    alone = collate([replace(example, target=list(prefix))], eos_id=EOS_ID)
-    logits_LV = model.eval()(alone).logits_LV
-    return torch.log_softmax(logits_LV.double(), dim=1)
-
-
-def full_score(
-    model: Transformer, example: Example, tokens: Sequence[int], *, penalty: float
-) -> float:
-    """fairseq's score of a sentence that ends after the tokens."""
-    ended = [*tokens, EOS_ID]
-    log_p_LV = next_log_p(model, example, tokens)
-    total = sum(float(log_p_LV[row, token]) for row, token in enumerate(ended))
-    return total / float(len(ended) ** penalty)
-
-
-def rounded(score: float) -> Any:
-    """Equal up to rounding in float32."""
-    return pytest.approx(score, rel=1e-5, abs=1e-5)
-
 
 # ---------------------------------------------------------------- against decoding without a cache
 
@@ -212,15 +134,140 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sequences(
         target_language=(seed + 1) % 4,
     )
     (found,) = translate(model, [example], beam_size=36, length_penalty=penalty, limit=3)
-    pieces = [token for token in range(6) if token not in (PAD_ID, EOS_ID)]
-    scores = {
-        tokens: full_score(model, example, tokens, penalty=penalty)
-        for tokens in every_hypothesis(pieces, longest=3)
-    }
+    scores = score_of_every_hypothesis(model, example, penalty=penalty)
     assert len(scores) == 1 + 4 + 16
     best = max(scores, key=lambda tokens: scores[tokens])
     assert found.tokens == best
     assert found.score == rounded(scores[best])
+
+
+def score_of_every_hypothesis(
+    model: Transformer, example: Example, *, penalty: float
+) -> dict[tuple[int, ...], float]:
+    """Of a vocabulary of six, with at most two tokens before the end."""
+    pieces = [token for token in range(6) if token not in (PAD_ID, EOS_ID)]
+    return {
+        tokens: full_score(model, example, tokens, penalty=penalty)
+        for tokens in every_hypothesis(pieces, longest=3)
+    }
+
+
+def wide_search(
+    model: Transformer, example: Example, *, n_best: int = 21, **more: Any
+) -> list[Translation]:
+    """By as many beams as there are hypotheses of at most two tokens; ``more`` of the source."""
+    config = DecodingConfig(beam_size=36, n_best=n_best, max_length_ratio=0.0, max_extra_length=3)
+    source = replace(source_of(example), **more)
+    (found,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
+    return found
+
+
+EXAMPLE_OF_SIX = Example([0, 3, 4], [], (5,), (EOS_ID, 4), source_language=0, target_language=1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_n_best_of_a_beam_as_wide_as_the_space_are_all_in_order(seed: int) -> None:
+    model = model_of("moe-lgr", seed=seed, vocabulary=6)
+    scores = score_of_every_hypothesis(model, EXAMPLE_OF_SIX, penalty=1.0)
+    found = wide_search(model, EXAMPLE_OF_SIX)
+    assert [one.tokens for one in found] == sorted(scores, key=lambda one: -scores[one])
+    assert [one.score for one in found] == [rounded(scores[one.tokens]) for one in found]
+    assert wide_search(model, EXAMPLE_OF_SIX, n_best=5) == found[:5]
+
+
+@pytest.mark.parametrize(
+    "restriction",
+    [
+        {"prefix": (3,)},
+        {"prefix": (5, 0)},
+        {"banned": ((3,),)},
+        {"banned": ((3, 4), (0,))},
+        {"prefix": (4,), "banned": ((4, 4), (4, 0), (4, 3, 5))},
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_restricted_hypotheses_are_all_that_keep_to_it_in_order_with_unchanged_scores(
+    seed: int, restriction: dict[str, Any]
+) -> None:
+    model = model_of("moe-lgr", seed=seed, vocabulary=6)
+    prefix = restriction.get("prefix", ())
+    banned = [" ".join(map(str, one)) for one in restriction.get("banned", ())]
+
+    def keeps(tokens: tuple[int, ...]) -> bool:
+        text = " ".join(map(str, tokens))
+        return tokens[: len(prefix)] == prefix and not any(one in text for one in banned)
+
+    scores = score_of_every_hypothesis(model, EXAMPLE_OF_SIX, penalty=1.0)
+    expected = sorted(filter(keeps, scores), key=lambda one: -scores[one])
+    found = wide_search(model, EXAMPLE_OF_SIX, **restriction)
+    assert [one.tokens for one in found] == expected
+    assert [one.score for one in found] == [rounded(scores[one]) for one in expected]
+
+
+@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+def test_what_restricts_one_sentence_leaves_the_others_of_its_batch_alone(stopping: str) -> None:
+    model = model_of("moe", seed=4)
+    examples = random_examples(model.spec, sentences=6, seed=4)
+    config = DecodingConfig.model_validate({"stopping": stopping, "max_length_ratio": 1.0})
+    plain = [source_of(one) for one in examples]
+    changed = list(plain)
+    changed[1] = replace(plain[1], prefix=(9, 9, 8))
+    changed[4] = replace(plain[4], banned=((5,), (6, 7)), prefix=(10,))
+    found = beam_search_n_best(model, changed, config, eos_id=EOS_ID)
+    free = beam_search_n_best(model, plain, config, eos_id=EOS_ID)
+    for index, source in enumerate(changed):
+        (alone,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
+        assert [one.tokens for one in alone] == [one.tokens for one in found[index]]
+        if source == plain[index]:
+            assert [one.tokens for one in free[index]] == [one.tokens for one in found[index]]
+        assert found[index][0].tokens[: len(source.prefix)] == source.prefix
+
+
+def test_a_prefix_is_kept_beyond_the_length_limit_and_refused_beyond_the_positions() -> None:
+    model = model_of("dense", max_positions=12, positions="learned")
+    (example,) = random_examples(model.spec, sentences=1, seed=1)
+    config = DecodingConfig(max_length_ratio=0.0, max_extra_length=2)
+    fits = replace(source_of(example), prefix=(7,) * 9)
+    ((found,),) = beam_search_n_best(model, [fits], config, eos_id=EOS_ID)
+    assert found.tokens == (7,) * 9
+    longer = replace(fits, prefix=(7,) * 10)
+    with pytest.raises(ConfigError, match=r"has 10 tokens, and the model .* for 9"):
+        beam_search_n_best(model, [longer], config, eos_id=EOS_ID)
+
+
+@pytest.mark.parametrize(
+    ("restriction", "said"),
+    [
+        ({"prefix": (7, EOS_ID)}, "padding or end-of-sentence"),
+        ({"banned": ((PAD_ID,),)}, "padding or end-of-sentence"),
+        ({"banned": ((),)}, "none"),
+        ({"prefix": (7, 8, 9), "banned": ((8, 9),)}, "has the banned tokens"),
+    ],
+)
+def test_restrictions_that_no_hypothesis_can_keep_are_refused(
+    restriction: dict[str, Any], said: str
+) -> None:
+    model = model_of("dense")
+    (example,) = random_examples(model.spec, sentences=1, seed=1)
+    source = replace(source_of(example), **restriction)
+    with pytest.raises(ConfigError, match=said):
+        beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n_best": 6}, "n_best 6 exceeds beam_size 5"),
+        ({"top_p": 0.5}, 'top_p is of sampling, and search is "beam"'),
+        ({"search": "sampling", "top_p": 1.5}, "top_p"),
+        ({"search": "sampling", "sampling_temperature": 0}, "sampling_temperature"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ValidationError, match=said):
+        DecodingConfig.model_validate(settings)
 
 
 def fairseq_search(
@@ -296,6 +343,47 @@ def test_the_huggingface_rule_finds_what_generate_finds(
     expected = [strip(tokens.tolist()) for tokens in generated.sequences]
     assert [one.tokens for one in found] == expected
     scores = torch.tensor([one.score for one in found])
+    torch.testing.assert_close(scores, generated.sequences_scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_n_best_by_the_huggingface_rule_are_those_of_generate(
+    seed: int, penalty: float
+) -> None:
+    limit, beams, n_best = 10, 5, 4
+    model = model_of("dense", seed=seed)
+    examples = [
+        replace(one, decoder_prompt=(EOS_ID, 17), target_language=1)
+        for one in random_examples(model.spec, sentences=5, seed=seed)
+    ]
+    config = DecodingConfig(
+        beam_size=beams,
+        n_best=n_best,
+        length_penalty=penalty,
+        stopping="huggingface",
+        max_length_ratio=0.0,
+        max_extra_length=limit,
+    )
+    found = beam_search_n_best(model, [source_of(one) for one in examples], config, eos_id=EOS_ID)
+    source = collate(examples, eos_id=EOS_ID)
+    ids = padded(source.source_N, source.source, fill=PAD_ID)
+    generated = m2m100_peer(model, eos_id=EOS_ID).generate(
+        input_ids=ids,
+        attention_mask=ids.ne(PAD_ID).long(),
+        forced_bos_token_id=17,
+        num_beams=beams,
+        num_return_sequences=n_best,
+        suppress_tokens=[PAD_ID],
+        early_stopping=False,
+        length_penalty=penalty,
+        max_new_tokens=limit + 1,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    every = [one for of_sentence in found for one in of_sentence]
+    assert [one.tokens for one in every] == [strip(t.tolist()) for t in generated.sequences]
+    scores = torch.tensor([one.score for one in every])
     torch.testing.assert_close(scores, generated.sequences_scores, rtol=1e-5, atol=1e-5)
 
 

@@ -1,5 +1,6 @@
 """The filter as its users meet it: pipes, one line at a time, bad lines, ends of all kinds."""
 
+import json
 import os
 import selectors
 import signal
@@ -78,13 +79,14 @@ def pipe(
     *,
     source: str = "de",
     target: str = "en",
+    more: Sequence[str] = (),
 ) -> tuple[int, list[str]]:
     """Exit code and output lines of the filter."""
     (tmp_path / "input").write_bytes(data)
     with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
         monkeypatch.setattr("sys.stdin", given)
         monkeypatch.setattr("sys.stdout", written)
-        code = cli.main(arguments(checkpoint, source=source, target=target))
+        code = cli.main([*arguments(checkpoint, source=source, target=target), *more])
     output = (tmp_path / "output").read_bytes().decode()
     assert output == "" or output.endswith("\n")
     return code, output.split("\n")[:-1]
@@ -173,6 +175,75 @@ def test_of_many_lines_that_cannot_be_read_the_first_are_named_and_all_counted(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == line_filter.NAMED_PROBLEMS + 1
     assert "500 of 500 lines could not be read" in said[-1]
+
+
+@pytest.mark.parametrize("at_once", [1, 256])
+def test_details_make_every_line_an_object_whose_text_is_the_translation(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    at_once: int,
+) -> None:
+    monkeypatch.setattr(line_filter, "BATCH_LINES", at_once)
+    lines = ["Ein kurzer Satz.", "", "Ja"]
+    asked = ["--n-best", "2", "--word-scores", "--alignments"]
+    data = "\n".join(lines).encode()
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=asked)
+    assert code == 0
+    records = [json.loads(line) for line in found]
+    texts = [" ".join(record["text"].splitlines()) for record in records]
+    assert texts == [translated(line) for line in lines]
+    for record in (records[0], records[2]):
+        first, second = record["n_best"]
+        assert (first["text"], first["score"]) == (record["text"], record["score"])
+        assert first["score"] >= second["score"]
+        assert [pair[1] for pair in record["alignment"]] == list(range(len(record["words"])))
+    assert records[0]["source_words"] == lines[0].split()
+    assert records[1]["n_best"] == []
+
+
+def test_a_translation_begins_with_what_stands_behind_the_tab(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = "Ja\tYes, \nNein\nSo\t" + "x" * 40 + "\nDoch\tab"
+    more = ["--prefixes", "--banned", "ba"]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data.encode(), more=more)
+    assert code == EXIT_USER_ERROR
+    assert found[0].startswith("Yes, ")
+    assert found[1] == translated("Nein")
+    assert found[2] == ""
+    assert found[3].startswith("ab")
+    assert capsys.readouterr().err.splitlines() == [
+        "mmnmt translate: line 3 has a prefix of 40 tokens, of which the model takes 37: an empty "
+        "line stands for it."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--n-best", "3"], "n_best 3 exceeds beam_size 2"),
+        (["--banned", " "], "The banned phrase ' ' is empty"),
+    ],
+)
+def test_what_a_filter_cannot_be_asked_for_is_refused_in_one_sentence(
+    checkpoint: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: Sequence[str],
+    said: str,
+) -> None:
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", more=more)
+    assert (code, found) == (EXIT_USER_ERROR, [])
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_nothing_in_gives_nothing_out(

@@ -19,7 +19,8 @@ from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config import DecodingConfig, TagScheme
-from pipeline.decoding.beam_search import Source, beam_search
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
 from pipeline.model.transformer import Transformer, build_model
 
 LINES = [

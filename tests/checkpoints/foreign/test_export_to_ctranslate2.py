@@ -18,7 +18,8 @@ from pipeline.checkpoints.foreign import ctranslate2_model
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config import DecodingConfig
-from pipeline.decoding.beam_search import Source, beam_search
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
 from pipeline.errors import ConfigError
 
 ARCHIVE = Path(__file__).parents[2] / "whole" / "stored_run.tar.gz"

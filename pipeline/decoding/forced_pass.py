@@ -1,0 +1,116 @@
+"""What the model thinks of given translations: one pass over all their tokens at once.
+
+The row of attention that belongs to a token is that of the position which predicts it, the mean
+over the heads of one layer, as in fairseq's ``SequenceGeneratorWithAlignment``.
+
+Legend: B batch, N real tokens, D model width, H heads, T target length, S source length, K head
+width, L predicted tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.batching.batch import Packing
+from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.model.layers import DecoderLayer
+from pipeline.model.tokens import Tokens
+from pipeline.model.transformer import Transformer
+
+LOGIT_ROWS = 256
+"""Logits of this many tokens are held at once."""
+
+
+@dataclass(frozen=True)
+class ForcedPass:
+    """Of one translation of T tokens, from a source of S, tags and end-of-sentence included."""
+
+    log_p: tuple[float, ...]
+    """Of every token given those before it, and last of end-of-sentence, (T + 1)."""
+    attention_TS: Tensor | None
+    """How much each token looks at the source, on the CPU; None where no layer was named."""
+
+
+@torch.inference_mode()
+def forced_pass(
+    model: Transformer,
+    sources: Sequence[Source],
+    translations: Sequence[Translation],
+    *,
+    eos_id: int,
+    attention_of: int | None = None,
+) -> list[ForcedPass]:
+    """Log-probabilities of the tokens, and the attention of decoder layer ``attention_of``."""
+    model.eval()
+    device = model.device
+    inputs = [(*s.prompt, *t.tokens) for s, t in zip(sources, translations, strict=True)]
+    source = Packing.from_lengths([len(one.tokens) for one in sources]).to(device)
+    target = Packing.from_lengths([len(one) for one in inputs]).to(device)
+    source_N = _flat([one.tokens for one in sources], device)
+    pairs = [(one.source_language, one.target_language) for one in sources]
+    languages = torch.tensor(pairs, device=device).unbind(1)
+    tokens = model.tokens_of(target, *languages)
+    memory_ND, _ = model.encode(
+        source_N, model.embedding(source_N), source, model.tokens_of(source, *languages)
+    )
+    embedded_ND = model.embedding(_flat(inputs, device))
+    x_ND = model.decoder.enter(embedded_ND, tokens.position_N, model.positions_TD)
+    attention_BTS = None
+    for number, layer in enumerate(model.decoder_layers()):
+        if number == attention_of:
+            attention_BTS = _attention(layer, x_ND, target, tokens, memory_ND, source).cpu()
+        x_ND, _ = layer(x_ND, target, tokens, memory_ND, source)
+    log_p_BT = _log_probabilities(model, x_ND, inputs, eos_id=eos_id)
+    found = []
+    for row, (one, ids) in enumerate(zip(sources, inputs, strict=True)):
+        first = len(one.prompt) - 1  # the position that predicts the first token
+        attention_TS = (
+            None
+            if attention_BTS is None
+            else attention_BTS[row, first : len(ids) - 1, : len(one.tokens)]
+        )
+        found.append(ForcedPass(tuple(log_p_BT[row][first:]), attention_TS))
+    return found
+
+
+def _flat(parts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return torch.tensor([token for part in parts for token in part]).to(device)
+
+
+def _log_probabilities(
+    model: Transformer, x_ND: Tensor, inputs: Sequence[Sequence[int]], *, eos_id: int
+) -> list[list[float]]:
+    """Of the token behind every position of the decoder's input, sentence by sentence."""
+    label_N = _flat([(*ids[1:], eos_id) for ids in inputs], x_ND.device)
+    parts = []
+    for rows_LD, label_L in zip(x_ND.split(LOGIT_ROWS), label_N.split(LOGIT_ROWS), strict=True):
+        log_p_LV = F.log_softmax(model.project(rows_LD), dim=1, dtype=torch.float32)
+        parts.append(log_p_LV.gather(1, label_L[:, None])[:, 0])
+    by_sentence = torch.cat(parts).cpu().split([len(ids) for ids in inputs])
+    return [log_p_T.tolist() for log_p_T in by_sentence]
+
+
+def _attention(
+    layer: DecoderLayer,
+    x_ND: Tensor,
+    target: Packing,
+    tokens: Tokens,
+    memory_ND: Tensor,
+    memory: Packing,
+) -> Tensor:
+    """Weights of the layer's cross-attention, mean of the heads, (B, T, S)."""
+    norm = layer.self_attention_norm
+    context_ND = layer.self_attention(norm.enter(x_ND), target, tokens, is_causal=True)
+    x_ND = norm.leave(x_ND, context_ND)
+
+    cross = layer.cross_attention
+    query_ND = cross.query(layer.cross_attention_norm.enter(x_ND))
+    query_BHTK = cross.heads(target.unpack(query_ND)).float()
+    key_BHSK = cross.keys(memory_ND, memory).key_BHSK.float()
+    score_BHTS = query_BHTK @ key_BHSK.transpose(2, 3) / math.sqrt(query_BHTK.shape[3])
+    is_padding = ~memory.mask_BT[:, None, None, :]
+    return score_BHTS.masked_fill(is_padding, -torch.inf).softmax(3).mean(1)

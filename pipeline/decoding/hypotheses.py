@@ -1,0 +1,60 @@
+"""What a search is given, and what it finds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.config import DecodingConfig
+from pipeline.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One sentence to translate, tags and end-of-sentence included."""
+
+    tokens: Sequence[int]
+    prompt: tuple[int, ...]
+    """Forced decoder input: it ends with the target tag where the scheme has one."""
+    source_language: int
+    target_language: int
+    """Indices into the tokenizer's languages."""
+    prefix: tuple[int, ...] = ()
+    """What every hypothesis begins with: it is part of the result, and of its score."""
+    banned: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that no hypothesis has."""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A hypothesis: its tokens without prompt and end-of-sentence, and its score."""
+
+    tokens: tuple[int, ...]
+    score: float
+
+
+def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: int) -> int:
+    """Longest hypothesis, end-of-sentence included, for a source of that many tokens."""
+    wanted = int(config.max_length_ratio * source_tokens) + config.max_extra_length
+    return max(1, min(wanted, positions))
+
+
+def length_limit(source: Source, config: DecodingConfig, *, positions: int) -> int:
+    """As :func:`max_target_length`, and at least a forced prefix and its end-of-sentence.
+
+    Raises:
+        ConfigError: the prefix has no room in the model's positions.
+    """
+    needed = len(source.prefix) + 1
+    if source.prefix and needed > positions:
+        raise ConfigError(
+            f"A forced prefix has {len(source.prefix):,} tokens, and the model has positions for "
+            f"{positions - 1:,}: shorten it."
+        )
+    return max(max_target_length(len(source.tokens), config, positions=positions), needed)
+
+
+def not_numbers() -> CheckpointError:
+    """The error of a model none of whose hypotheses has a finite score."""
+    return CheckpointError(
+        "The model's scores are not numbers, so that it cannot translate: its weights are "
+        "finite but too large; name another checkpoint."
+    )

@@ -1,0 +1,73 @@
+"""Tests of pipeline/decoding/forced_pass.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.m2m100_peer import m2m100_peer, padded
+from support.searched_models import Kind, model_of, next_log_p, rounded, source_of, translate
+from support.tiny_models import EOS_ID, PAD_ID, random_examples
+
+from pipeline.batching.batch import collate
+from pipeline.decoding import forced_pass as module
+from pipeline.decoding.forced_pass import forced_pass
+from pipeline.decoding.hypotheses import Translation
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
+@pytest.mark.parametrize("rows", [3, 256])
+def test_log_probabilities_are_those_of_one_pass_per_token(
+    kind: Kind, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOGIT_ROWS", rows)
+    model = model_of(kind)
+    examples = random_examples(model.spec, sentences=5, seed=2)
+    given = [Translation(tuple(map(int, one.target)), 0.0) for one in examples]
+    found = forced_pass(model, [source_of(one) for one in examples], given, eos_id=EOS_ID)
+    for example, translation, forced in zip(examples, given, found, strict=True):
+        log_p_TV = next_log_p(model, example, translation.tokens)
+        ended = (*translation.tokens, EOS_ID)
+        expected = [float(log_p_TV[index, token]) for index, token in enumerate(ended)]
+        assert forced.log_p == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert forced.attention_TS is None
+
+
+def test_what_a_search_found_has_its_score_as_the_mean_of_the_log_probabilities() -> None:
+    model = model_of("moe", seed=3)
+    examples = random_examples(model.spec, sentences=6, seed=3)
+    found = translate(model, examples, length_penalty=1.0)
+    forced = forced_pass(model, [source_of(one) for one in examples], found, eos_id=EOS_ID)
+    for translation, one in zip(found, forced, strict=True):
+        assert sum(one.log_p) / len(one.log_p) == rounded(translation.score)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_attention_is_the_mean_of_the_heads_of_the_peer_s_layer(layer: int) -> None:
+    model = model_of("dense")
+    examples = random_examples(model.spec, sentences=5, seed=5)
+    given = [Translation(tuple(map(int, one.target)), 0.0) for one in examples]
+    sources = [source_of(one) for one in examples]
+    found = forced_pass(model, sources, given, eos_id=EOS_ID, attention_of=layer)
+    batch = collate(
+        [replace(one, target=t.tokens) for one, t in zip(examples, given, strict=True)],
+        eos_id=EOS_ID,
+    )
+    ids = padded(batch.source_N, batch.source, fill=PAD_ID)
+    with torch.no_grad():
+        output = m2m100_peer(model, eos_id=EOS_ID, kernel="eager")(
+            input_ids=ids,
+            attention_mask=ids.ne(PAD_ID).long(),
+            decoder_input_ids=padded(batch.target_N, batch.target, fill=PAD_ID),
+            output_attentions=True,
+        )
+    expected = output.cross_attentions[layer].mean(1)
+    for row, (example, forced) in enumerate(zip(examples, found, strict=True)):
+        assert forced.attention_TS is not None
+        tokens, source = len(example.target), len(sources[row].tokens)
+        assert forced.attention_TS.shape == (tokens, source)
+        torch.testing.assert_close(
+            forced.attention_TS.sum(1), torch.ones(tokens), rtol=1e-5, atol=1e-6
+        )
+        first = len(example.decoder_prompt) - 1
+        wanted = expected[row, first : first + tokens, :source]
+        torch.testing.assert_close(forced.attention_TS, wanted, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,98 @@
+"""Tiny models whose translations differ with the source, and what they think of a translation."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.batching.batch import Example, collate
+from pipeline.config import DecodingConfig, MoEConfig
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.model.transformer import Transformer
+from support.tiny_models import EOS_ID, embedding_table, tiny_model, tiny_spec
+
+TOKEN_MOE = MoEConfig(num_experts=4, top_k=2, every=1)
+CAPACITY_MOE = MoEConfig(num_experts=4, top_k=2, every=2, dispatch="capacity", capacity_factor=0.5)
+
+Kind = Literal["dense", "moe", "moe-lgr", "moe-capacity"]
+
+
+def model_of(kind: Kind, *, seed: int = 1, vocabulary: int = 20, **model: object) -> Transformer:
+    """A random model whose translations differ with the source, in length too.
+
+    Fresh weights hardly look at the source and repeat one token: attention to the source is made
+    stronger, and end-of-sentence more likely at the states that all positions share.
+    """
+    moe = {"dense": None, "moe-capacity": CAPACITY_MOE}.get(kind, TOKEN_MOE)
+    groups = 3 if kind == "moe-lgr" else 0
+    spec = tiny_spec(moe=moe, groups=groups, vocabulary=vocabulary, languages=4, model=model)
+    made = tiny_model(spec, seed=seed).eval()
+    with torch.no_grad():
+        for layer in made.decoder_layers():
+            for parameter in layer.cross_attention.parameters():
+                parameter.mul_(5 if parameter.dim() == 2 else 1)
+        embedding_table(made).mul_(1.5)
+        embedding_table(made)[EOS_ID] += raising_logit(made, by=2)
+    return made
+
+
+def raising_logit(model: Transformer, *, by: float) -> Tensor:
+    """What, added to a token's embedding, raises its logit on average."""
+    norm = model.decoder.final_norm or list(model.decoder_layers())[-1].feed_forward_norm
+    return by * norm.bias / norm.bias.dot(norm.bias)
+
+
+def source_of(example: Example) -> Source:
+    return Source(
+        tokens=[*example.source_prefix, *map(int, example.source), EOS_ID],
+        prompt=example.decoder_prompt,
+        source_language=example.source_language,
+        target_language=example.target_language,
+    )
+
+
+def translate(
+    model: Transformer,
+    examples: Sequence[Example],
+    *,
+    limit: int | None = None,
+    eos_id: int = EOS_ID,
+    **config: object,
+) -> list[Translation]:
+    """Beam search; ``limit`` is the number of tokens no hypothesis exceeds."""
+    settings: dict[str, object] = {"max_length_ratio": 1.0, "beam_size": 4, **config}
+    if limit is not None:
+        settings |= {"max_length_ratio": 0.0, "max_extra_length": limit}
+    return beam_search(
+        model,
+        [source_of(one) for one in examples],
+        DecodingConfig.model_validate(settings),
+        eos_id=eos_id,
+    )
+
+
+@torch.no_grad()
+def next_log_p(model: Transformer, example: Example, prefix: Sequence[int]) -> Tensor:
+    """Log-probabilities after every position of the prefix, without any cache."""
+    alone = collate([replace(example, target=list(prefix))], eos_id=EOS_ID)
+    logits_LV = model.eval()(alone).logits_LV
+    return torch.log_softmax(logits_LV.double(), dim=1)
+
+
+def full_score(
+    model: Transformer, example: Example, tokens: Sequence[int], *, penalty: float
+) -> float:
+    """fairseq's score of a sentence that ends after the tokens."""
+    ended = [*tokens, EOS_ID]
+    log_p_LV = next_log_p(model, example, tokens)
+    total = sum(float(log_p_LV[row, token]) for row, token in enumerate(ended))
+    return total / float(len(ended) ** penalty)
+
+
+def rounded(score: float) -> Any:
+    """Equal up to rounding in float32."""
+    return pytest.approx(score, rel=1e-5, abs=1e-5)
