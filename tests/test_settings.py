@@ -56,7 +56,6 @@ ZERO_IS_SENSIBLE = {
     "pad_id": "an id like any other",
     "language_groups": "groups are numbered from 0",
     "skip_nonfinite_after": "nothing is left out",
-    "kept_experts": "experts are numbered from 0",
     "top_k": "from all tokens",
     "alignment_layer": "the first",
 }
