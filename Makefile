@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
 
 test: lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

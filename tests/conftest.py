@@ -38,18 +38,9 @@ def pool4() -> Iterator[ProcessPool]:
         yield pool
 
 
-@pytest.fixture(scope="session", autouse=True)
-def sweep(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Sweep | None]:
-    """The sweep of broken files, where its tests are among those that run."""
-    if not any(_is_swept(item) for item in request.session.items):
-        yield None
-        return
+@pytest.fixture(scope="session")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
+    """The sweep of broken files."""
     running = Sweep(tmp_path_factory.mktemp("sweep"))
     yield running
     running.end()
-
-
-def _is_swept(item: pytest.Item) -> bool:
-    return item.path.name == "test_readers_sweep.py"

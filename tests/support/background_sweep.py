@@ -1,4 +1,4 @@
-"""The sweep of broken files, started when the tests begin: it takes minutes and one core."""
+"""The sweep of broken files, in a process of its own whose memory is bounded."""
 
 import os
 import subprocess

@@ -6,6 +6,8 @@ On the stored run instead of the demo's, and trained for a few updates.
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tarfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -58,7 +60,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for line in block("bash demo").splitlines():
             command, _, output = line.replace("demo_moe", "few.toml").partition(" > ")
             words = shlex.split(command)[1:]
-            if output:
+            if words[0] == "finetune":  # DeepSpeed keeps a process's first process group
+                training = [sys.executable, "-m", "pipeline.cli", *words]
+                assert subprocess.run(training, timeout=300, check=False).returncode == 0, line
+            elif output:
                 with Path(output).open("w", encoding="utf-8") as stream, redirect_stdout(stream):
                     assert main(words) == 0, line
             else:
