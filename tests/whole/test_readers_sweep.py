@@ -1,6 +1,6 @@
 """No reader of the project meets a broken file with anything but success or one sentence.
 
-The sweep runs in a process of its own, and its memory is bounded: a reader that believes what a file
+The sweep runs in a process of its own whose memory is bounded: a reader that believes what a file
 says of its size fails it, and so does a library that ends the process.
 """
 
