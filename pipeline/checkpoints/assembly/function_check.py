@@ -7,6 +7,7 @@ Neither model is ever whole in memory: a layer is filled before it runs and empt
 Legend: L predicted tokens, V vocabulary.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, allocate, shape_of_model
+from pipeline.model.transformer import Transformer, shape_of_model
 from pipeline.seeds import named_generator
 
 SENTENCES = 8
@@ -142,6 +143,7 @@ class Streamed:
         self.spec = spec
         self.tensors = tensors
         self.model = (model or shape_of_model(spec)).eval()
+        self._spare: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
 
     @classmethod
     def of_parts(
@@ -174,16 +176,26 @@ class Streamed:
                 layer.register_forward_hook(lambda m, _i, _o: self._empty(m))
         self.model.reset_buffers(torch.device("cpu"))
         found: Tensor = self.model(batch).logits_LV
+        self._empty(self.model)
+        self._spare.clear()
         return found
 
     def _fill(self, prefix: str, module: nn.Module, *, recurse: bool = True) -> None:
-        allocate(module, torch.device("cpu"), recurse=recurse)
+        for owner in module.modules() if recurse else [module]:
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                spare = self._spare[parameter.shape]
+                values = spare.pop() if spare else torch.empty(parameter.shape)
+                setattr(owner, name, nn.Parameter(values, requires_grad=False))
         for entry in named_slices(module):
             if not recurse and "." in entry.name:
                 continue
             name = f"{prefix}.{entry.name}"
             entry.value.copy_(self.tensors[part_of(name)].read(name))
 
-    @staticmethod
-    def _empty(module: nn.Module) -> None:
-        module.to("meta")
+    def _empty(self, module: nn.Module) -> None:
+        """The memory of its parameters is the next layer's."""
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                self._spare[parameter.shape].append(parameter.data)
+                nothing = torch.empty(parameter.shape, device="meta")
+                setattr(owner, name, nn.Parameter(nothing, requires_grad=False))
