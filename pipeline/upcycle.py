@@ -24,7 +24,6 @@ from pipeline.checkpoints.assembly.plan import PARTS
 from pipeline.checkpoints.assembly.receipt import receipt_lines
 from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.assembly.writing import remove_finished
 from pipeline.checkpoints.opening import open_model
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.stages import StageCall
@@ -38,7 +37,6 @@ def run(call: StageCall) -> None:
         writer.summary += make_assembly(
             parts, writer, work_dir=run_dir(call.out_dir), processes=call.processes
         )
-    remove_finished(run_dir(call.out_dir))
 
 
 def plan_recipe(call: StageCall) -> Parts:

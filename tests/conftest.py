@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from support.background_sweep import Sweep
 from support.process_pool import ProcessPool
+from support.sweep_process import Sweep
 
 
 @contextmanager

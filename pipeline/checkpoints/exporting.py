@@ -130,7 +130,7 @@ def _refuse_unwritable(source: ModelSource, to: Format) -> None:
         case "hf-nllb-moe":
             refuse_other_than_nllb_moe(source.origin, source.spec)
         case "ctranslate2":
-            ctranslate2_model.library()
+            ctranslate2_model.installed_package()
             ctranslate2_model.refuse_unwritable(source.origin, source.spec)
 
 
@@ -143,16 +143,20 @@ def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Forma
         case "hf-m2m100" | "hf-nllb-moe":
             layout = chosen_layout(entries)
             refuse_unknown_pieces(source.origin, entries, layout)
-            _write_folder(writer.directory, source, layout, to=to)
+            _write_folder(writer, source, layout, to=to)
             text = card.text(loading=card.transformers_loading(layout))
     (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
     writer.statistics["languages"] = len(source.spec.languages)
 
 
 def _write_folder(
-    directory: Path, source: ModelSource, layout: Layout, *, to: Literal["hf-m2m100", "hf-nllb-moe"]
+    writer: ArtifactWriter,
+    source: ModelSource,
+    layout: Layout,
+    *,
+    to: Literal["hf-m2m100", "hf-nllb-moe"],
 ) -> None:
-    spec = source.spec
+    spec, directory = source.spec, writer.directory
     table: NameTable
     match to:
         case "hf-m2m100":
@@ -163,6 +167,6 @@ def _write_folder(
             config = nllb_moe_config(spec, vocabulary_size=len(layout.rows))
     dtype = source.tensors.read("embedding.weight").dtype
     write_configs(directory, config | {"torch_dtype": str(dtype).removeprefix("torch.")}, layout)
-    write_tensors(directory, foreign_tensors(source, table, layout))
+    writer.settled |= write_tensors(directory, foreign_tensors(source, table, layout))
     assert source.tokenizer.model is not None
     write_vocabulary(directory, source.tokenizer.model, layout, max_length=spec.model.max_positions)

@@ -50,16 +50,21 @@ class TensorPlace:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def file_pieces(tensors: Mapping[str, Tensor]) -> list[memoryview]:
+def file_pieces(
+    tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
+) -> list[memoryview]:
     """Header and values of a safetensors file of tensors on the CPU; these must live as long."""
     ordered = sorted(tensors.items(), key=lambda entry: (_PLACES[entry[1].dtype], entry[0]))
     places = [TensorPlace(name, value.dtype, tuple(value.shape)) for name, value in ordered]
-    return [memoryview(file_header(places)), *(tensor_bytes(value) for _, value in ordered)]
+    header = file_header(places, metadata=metadata)
+    return [memoryview(header), *(tensor_bytes(value) for _, value in ordered)]
 
 
-def file_header(places: Sequence[TensorPlace]) -> bytes:
+def file_header(
+    places: Sequence[TensorPlace], *, metadata: Mapping[str, str] | None = None
+) -> bytes:
     """How a file begins whose values follow in this order."""
-    described: dict[str, dict[str, object]] = {}
+    described: dict[str, Mapping[str, object]] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for place in places:
         end = start + place.nbytes

@@ -141,14 +141,14 @@ def write_weights(
     """
     directory.mkdir(parents=True, exist_ok=True)
     with HashedFiles() as files:
-        for index, held in enumerate(_files_of(tensors)):
+        for index, held in enumerate(files_of(tensors)):
             name = f"{part_prefix(part)}{index:03d}.safetensors"
             files.write(directory / name, file_pieces(held))
     return files.records
 
 
-def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file, which are let go when the next ones are asked for."""
+def files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file of about 1 GiB, let go when the next ones are asked for."""
     held: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

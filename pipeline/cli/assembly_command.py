@@ -3,7 +3,7 @@
 import argparse
 
 from pipeline.artifacts.places import refuse_run_folder, run_dir, sole_writer
-from pipeline.cli.ending import own_rank, say
+from pipeline.cli.ending import say
 from pipeline.distributed.signals import interruptible
 
 
@@ -13,8 +13,6 @@ def declared_command(options: argparse.Namespace) -> int:
     from pipeline.checkpoints.assembly.declared import make_declared, plan_declared
     from pipeline.checkpoints.assembly.making import plan_lines
 
-    if own_rank() != 0:
-        return 0
     assembly = read_assembly(options.assembly)
     if options.dry_run:
         print("\n".join(plan_lines(plan_declared(assembly))))

@@ -87,21 +87,18 @@ def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_declared(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
     """Whether ``upcycle`` is given a declaration; stops with the usage at half."""
     if options.assembly is None:
         if options.dry_run:
             parser.error("--dry-run is of an ASSEMBLY.toml: name one")
         return False
-    given = [name for name in ("recipe", *_INPUTS_OF_UPCYCLE) if getattr(options, name)]
+    given = [name for name in ("recipe", *stage.inputs) if getattr(options, name)]
     if given:
         parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
     if options.out is None and not options.dry_run:
         parser.error("the following options are required: --out")
     return True
-
-
-_INPUTS_OF_UPCYCLE = ("embeddings", "encoder", "decoder", "groups")
 
 
 def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:

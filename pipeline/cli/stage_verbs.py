@@ -56,7 +56,7 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if name == "translate" and is_filter(options, parser):
         return guarded(name, lambda: filter_command(options))
-    if name == "upcycle" and is_declared(options, parser):
+    if name == "upcycle" and is_declared(stage, options, parser):
         return guarded(name, lambda: declared_command(options))
     check_required(stage, options, parser)
     return guarded(name, lambda: _stage_command(stage, options, arguments))

@@ -163,7 +163,7 @@ def test_weights_beyond_a_size_lie_in_several_files_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = own_checkpoint(tmp_path / "checkpoint")
-    monkeypatch.setattr("pipeline.checkpoints.foreign.written_folder.SHARD_BYTES", 8000)
+    monkeypatch.setattr("pipeline.checkpoints.weights.SHARD_BYTES", 8000)
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2

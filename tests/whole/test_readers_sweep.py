@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 import pytest
-from support.background_sweep import Sweep
 from support.readable_artifacts import READERS, Reader
+from support.sweep_process import Sweep
 
 Results = dict[str, Any]
 

@@ -1,11 +1,18 @@
 """A declared assembly: everything named is opened and planned, then the checkpoint is made."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import (
+    Artifact,
+    new_artifact,
+    open_artifact,
+    refuse_changed,
+    stage_key,
+)
 from pipeline.artifacts.language_groups import read_groups
 from pipeline.artifacts.manifest import InputRecord, read_manifest
-from pipeline.artifacts.places import refuse_inputs, run_dir
+from pipeline.artifacts.places import refuse_inputs, refuse_to_overwrite, run_dir
 from pipeline.artifacts.tokenizer import TokenizerFiles, read_tokenizer_files, tokenizer_folder
 from pipeline.checkpoints.assembly.declaration import FRESH, Assembly, SourceDeclaration
 from pipeline.checkpoints.assembly.making import (
@@ -20,10 +27,10 @@ from pipeline.checkpoints.assembly.shapes import recipe_source
 from pipeline.checkpoints.assembly.target import target_spec
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.assembly.vocabulary import RowPlan, plan_rows, with_languages
-from pipeline.checkpoints.assembly.writing import remove_finished
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ArtifactError, ConfigError
+from pipeline.languages import find_code
 
 
 def plan_declared(assembly: Assembly) -> Parts:
@@ -69,21 +76,40 @@ def make_declared(
                 "can be made: name a checkpoint, or pass --dry-run."
             )
     paths = {name: Path(source.path) for name, source in assembly.sources.items()}
+    beside = {"groups": assembly.groups, "tokenizer": assembly.tokenizer}
+    paths |= {name: Path(path) for name, path in beside.items() if path}
     refuse_inputs(out_dir, inputs=paths, run_folder=True)
     parts = plan_declared(assembly)
+    config = {"assembly": assembly.model_dump(mode="json", exclude_defaults=True)}
+    inputs = records(assembly, parts.sources)
+    if not overwrite and _is_made(out_dir, config, inputs):
+        return [f"already done, {out_dir} is up to date."]
+    refuse_to_overwrite(out_dir, overwrite=overwrite)
     print("\n".join(plan_lines(parts)))
     with new_artifact(
         out_dir,
         kind="checkpoint",
         stage="upcycle",
-        config={"assembly": assembly.model_dump(mode="json", exclude_defaults=True)},
-        inputs=records(assembly, parts.sources),
+        config=config,
+        inputs=inputs,
         overwrite=overwrite,
     ) as writer:
         summary = make_assembly(parts, writer, work_dir=run_dir(out_dir), processes=processes)
         writer.summary += summary
-    remove_finished(run_dir(out_dir))
     return summary
+
+
+def _is_made(
+    out_dir: Path, config: Mapping[str, object], inputs: Mapping[str, InputRecord]
+) -> bool:
+    """Whether what would be made lies there already, as it was made."""
+    manifest = read_manifest(out_dir) if out_dir.is_dir() else None
+    digests = {name: record.digest for name, record in inputs.items()}
+    key = stage_key(stage="upcycle", kind="checkpoint", config=config, inputs=digests)
+    if manifest is None or manifest.key != key:
+        return False
+    refuse_changed(out_dir)
+    return True
 
 
 def records(assembly: Assembly, sources: Sources) -> dict[str, InputRecord]:
@@ -144,12 +170,13 @@ def _rows(
         return None
     old, new = embeddings.tokenizer.build(), tokenizer.build()
     resembling = {code: like for code, like in assembly.languages.items() if like != FRESH}
-    unknown = [code for code in assembly.languages if code in old.languages]
-    if unknown:
-        raise ConfigError(
-            f"The model of {embeddings.origin} knows the language {unknown[0]!r} already: leave it "
-            "out of [languages]."
-        )
+    for code in assembly.languages:
+        known = find_code(code, old.languages)
+        if known is not None:
+            raise ConfigError(
+                f"The model of {embeddings.origin} knows the language {code!r} already, as "
+                f"{known!r}: leave it out of [languages]."
+            )
     if old.fingerprint == new.fingerprint:
         return None
     return plan_rows(old, new, resembling=resembling)

@@ -18,7 +18,7 @@ from pipeline.checkpoints.assembly.receipt import (
     unused_lines,
 )
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.assembly.writing import write_assembly
+from pipeline.checkpoints.assembly.writing import remove_finished, write_assembly
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
 from pipeline.checkpoints.sources import ModelSource, Tensors
 from pipeline.checkpoints.tensor_file import TensorFolder
@@ -102,6 +102,7 @@ def make_assembly(
     writer.statistics["tensors"] = len(receipt)
     if found is not None:
         writer.statistics["function_check"] = found.to_json()
+    remove_finished(work_dir)
     return _summary(parts, receipt, unused, found)
 
 

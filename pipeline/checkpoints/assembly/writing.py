@@ -5,9 +5,7 @@ for any number of them. What is finished stays in the output's run folder: an in
 goes on behind its last file.
 """
 
-import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.artifacts.artifact import to_json
@@ -65,6 +64,23 @@ class Written:
     records: dict[Path, FileRecord]
 
 
+@dataclass(frozen=True)
+class Finished:
+    """What stands beside a finished file of the run folder."""
+
+    file: FileRecord
+    tensors: list[ReceiptEntry]
+
+
+_FINISHED = TypeAdapter(Finished)
+_WORKING = (
+    f"{part_prefix(0)}[0-9]*.safetensors",
+    f"{part_prefix(0)}[0-9]*.json",
+    f".{part_prefix(0)}[0-9]*.unfinished",
+)
+"""What an assembly writes into its run folder, finished or not."""
+
+
 def weight_files(blueprint: Blueprint, *, file_bytes: int = FILE_BYTES) -> list[WeightFile]:
     """The tensors in the model's order, cut into files of about that size."""
     files: list[WeightFile] = []
@@ -92,29 +108,38 @@ def write_assembly(
     """Write all tensors into ``directory``.
 
     Args:
-        work_dir: the output's run folder, for what is finished; removed by
-            :func:`remove_finished` once the result is in its place.
+        work_dir: the output's run folder, for what is finished (:func:`remove_finished`).
         identity: what the assembly is made of, JSON; finished files of another one are removed.
     """
     files = weight_files(blueprint, file_bytes=file_bytes)
     digest = json_digest({"identity": dict(identity), "file_bytes": file_bytes})
     _claim(work_dir, digest)
-    missing = [file for file in files if not (work_dir / file.receipt_name).exists()]
+    missing = [file for file in files if _finished(file, work_dir) is None]
     _run(blueprint, missing, work_dir, processes=processes)
     directory.mkdir(parents=True, exist_ok=True)
     written = Written([], {})
     for file in files:
-        document = json.loads((work_dir / file.receipt_name).read_text(encoding="utf-8"))
-        written.receipt.extend(ReceiptEntry(**entry) for entry in document["tensors"])
+        finished = _finished(file, work_dir)
+        assert finished is not None
+        written.receipt.extend(finished.tensors)
         if link_or_copy(work_dir / file.name, directory / file.name):
-            written.records[directory / file.name] = FileRecord.model_validate(document["file"])
+            written.records[directory / file.name] = finished.file
     return written
 
 
 def remove_finished(work_dir: Path) -> None:
-    """Remove what an assembly kept, now that its result is in its place."""
-    with contextlib.suppress(FileNotFoundError):
-        remove_files(work_dir, [f"{part_prefix(0)}*", f".{part_prefix(0)}*", IDENTITY_FILE])
+    """Remove what an assembly kept; all of it is part of the result."""
+    remove_files(work_dir, [*_WORKING, IDENTITY_FILE])
+
+
+def _finished(file: WeightFile, work_dir: Path) -> Finished | None:
+    """What is known of a file that is complete; None where it is not, or nothing can be told."""
+    try:
+        found = _FINISHED.validate_json((work_dir / file.receipt_name).read_bytes())
+        size = (work_dir / file.name).stat().st_size
+    except (OSError, ValueError):
+        return None
+    return found if size == found.file.size else None
 
 
 def _claim(work_dir: Path, digest: str) -> None:
@@ -123,8 +148,9 @@ def _claim(work_dir: Path, digest: str) -> None:
     identity = work_dir / IDENTITY_FILE
     content = to_json({"digest": digest})
     if not identity.exists() or identity.read_text(encoding="utf-8") != content:
-        for path in work_dir.glob(f"{part_prefix(0)}*"):
-            path.unlink()
+        for pattern in _WORKING:
+            for path in work_dir.glob(pattern):
+                path.unlink()
         identity.write_text(content, encoding="utf-8")
 
 
@@ -160,11 +186,8 @@ def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:
         files.write(unfinished, _pieces(blueprint, file, receipt))
     unfinished.replace(work_dir / file.name)
     document = unfinished_path(work_dir / file.receipt_name)
-    content = {
-        "file": files.records[unfinished].model_dump(mode="json"),
-        "tensors": [entry.to_json() for entry in receipt],
-    }
-    document.write_text(to_json(content), encoding="utf-8")
+    finished = Finished(files.records[unfinished], receipt)
+    document.write_bytes(_FINISHED.dump_json(finished))
     document.replace(work_dir / file.receipt_name)
 
 

@@ -26,7 +26,7 @@ MAX_LENGTH = 1024
 """CTranslate2's ``max_input_length`` unless told otherwise."""
 
 
-def library() -> ModuleType:
+def installed_package() -> ModuleType:
     """CTranslate2; ConfigError where it is not installed."""
     try:
         import ctranslate2
@@ -53,7 +53,7 @@ def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
 
 def write_model(directory: Path, source: ModelSource, entries: Entries) -> None:
     """Write ``model.bin``, ``config.json``, the vocabulary and the SentencePiece model."""
-    specification = _Specification(library(), source)
+    specification = _Specification(installed_package(), source)
     specification.fill()
     spec = specification.spec
     tokens = vocabulary(entries, size=source.spec.vocabulary_size)

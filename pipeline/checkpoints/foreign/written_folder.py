@@ -3,30 +3,28 @@
 Weights are written in files of bounded size, at most one of which is in memory.
 """
 
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from pipeline.artifacts.manifest import to_json
+from pipeline.artifacts.hashed_files import HashedFiles
+from pipeline.artifacts.manifest import FileRecord, to_json
 from pipeline.checkpoints.foreign.layouts import Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.checkpoints.weights import SHARD_BYTES
+from pipeline.checkpoints.tensor_file import file_pieces
+from pipeline.checkpoints.weights import files_of
 from pipeline.errors import CheckpointError
 from pipeline.terminal import track
 
 GENERATION_FILE = "generation_config.json"
 EMBEDDING = "embedding.weight"
-_SYSTEM_ERROR = re.compile(r"(?:os error|code:) (\d+)")
-"""How safetensors writes the number of an error of the operating system into its message."""
+METADATA = {"format": "pt"}
+"""As ``save_pretrained`` writes it, so that transformers knows whose tensors these are."""
 LONGEST_OUTPUT = 200
 """Tokens of a translation, unless told otherwise; as M2M-100 comes."""
 
@@ -64,45 +62,37 @@ def foreign_tensors(
         yield theirs, layout.rearranged(value) if name == EMBEDDING else value
 
 
-def write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Write ``model.safetensors``, or several files and their index where they are large."""
-    files: list[dict[str, int]] = []
-    pending: dict[str, Tensor] = {}
-    size = 0
-    for name, value in tensors:
-        if pending and size + value.nbytes > SHARD_BYTES:
-            files.append(_flush(directory, pending, number=len(files)))
-            pending, size = {}, 0
-        pending[name] = value.contiguous()
-        size += value.nbytes
-    files.append(_flush(directory, pending, number=len(files)))
-    _name_files(directory, files)
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[Path, FileRecord]:
+    """Write ``model.safetensors``, or several files and their index where they are large.
+
+    Returns what an artifact says of the files, which are on disk.
+    """
+    sizes: list[dict[str, int]] = []
+    with HashedFiles() as files:
+        for number, held in enumerate(files_of(tensors)):
+            files.write(_passing(directory, number), file_pieces(held, metadata=METADATA))
+            sizes.append({name: value.nbytes for name, value in held.items()})
+    names = _names(len(sizes))
+    if len(names) > 1:
+        _write_index(directory, dict(zip(names, sizes, strict=True)))
+    records = {}
+    for number, name in enumerate(names):
+        records[_passing(directory, number).rename(directory / name)] = files.records[
+            _passing(directory, number)
+        ]
+    return records
 
 
-def _flush(directory: Path, tensors: dict[str, Tensor], *, number: int) -> dict[str, int]:
-    """Write a file under a passing name; returns the bytes of its tensors."""
-    path = _passing(directory, number)
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        found = _SYSTEM_ERROR.search(str(error))
-        if found is None:
-            raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
-    return {name: value.nbytes for name, value in tensors.items()}
+def _names(count: int) -> list[str]:
+    """Names of files that say how many there are."""
+    if count == 1:
+        return [WEIGHTS_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _name_files(directory: Path, files: list[dict[str, int]]) -> None:
-    """Their names say how many there are, which is known when all are written."""
-    if len(files) == 1:
-        _passing(directory, 0).rename(directory / WEIGHTS_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, sizes in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        _passing(directory, number).rename(directory / name)
-        weight_map |= dict.fromkeys(sizes, name)
-    total = sum(sum(sizes.values()) for sizes in files)
+def _write_index(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
+    total = sum(sum(tensors.values()) for tensors in sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
 

@@ -12,10 +12,11 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.assembly import writing
+from pipeline.checkpoints.assembly import making, writing
 from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.weights import TensorFiles
@@ -198,6 +199,55 @@ def test_an_interrupted_assembly_goes_on_behind_its_last_file(
     assert files_of("made") == files_of("whole")
     assert not run_dir(Path("made")).exists()
     capsys.readouterr()
+
+
+@pytest.mark.usefixtures("at_shelf")
+@pytest.mark.parametrize("damage", ["receipt cut off", "weights cut off", "weights gone"])
+def test_what_is_not_whole_of_an_interrupted_assembly_is_made_again(
+    damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a file of the user's in the working folder stays."""
+    name = declare(ROW_12)
+    assert main(["upcycle", name, "--out", "expected"]) == 0
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(making, "divergence", stopped)
+        assert main(["upcycle", name, "--out", "made"]) == 130
+    work = run_dir(Path("made"))
+    weights = work / "part-00000-000.safetensors"
+    match damage:
+        case "receipt cut off":
+            weights.with_suffix(".json").write_text('{"file": {', encoding="utf-8")
+        case "weights cut off":
+            weights.write_bytes(weights.read_bytes()[:-8])
+        case "weights gone":
+            weights.unlink()
+    (work / "part-00000-notes.txt").write_text("mine", encoding="utf-8")
+    assert main(["upcycle", name, "--out", "made"]) == 0
+    assert files_of("made") == files_of("expected")
+    left = [path.name for path in work.iterdir() if path.name != MARKER_NAME]
+    assert left == ["part-00000-notes.txt"]
+
+
+@pytest.mark.usefixtures("at_shelf")
+def test_what_is_made_already_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = declare(ROW_12)
+    assert main(["upcycle", name, "--out", "made"]) == 0
+    before = Path("made/manifest.json").read_bytes()
+    monkeypatch.setattr(writing, "write_file", pytest.fail)
+    assert main(["upcycle", name, "--out", "made"]) == 0
+    assert "already done, made is up to date" in capsys.readouterr().out
+    assert Path("made/manifest.json").read_bytes() == before
+    other = declare(ROW_12.replace("seed = 3", "seed = 4"), "other.toml")
+    assert main(["upcycle", other, "--out", "made"]) == 2
+    found = capsys.readouterr()
+    assert "pass --overwrite to replace it" in found.err
+    assert not found.out, "refused before anything is said of the plan"
 
 
 @pytest.mark.usefixtures("at_shelf")
@@ -401,6 +451,8 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         ),
         (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "knows the language 'de' already"),
+        (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "'deu' already, as 'de'"),
+        (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
     ],
 )
 def test_a_declaration_that_cannot_be_is_one_sentence(

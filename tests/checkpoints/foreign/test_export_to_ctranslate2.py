@@ -147,7 +147,7 @@ def test_without_the_package_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ctranslate2", None)
     with pytest.raises(ConfigError, match=r"pip install 'mmnmt\[export\]'"):
-        ctranslate2_model.library()
+        ctranslate2_model.installed_package()
 
 
 def searched(
