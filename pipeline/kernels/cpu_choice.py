@@ -17,7 +17,8 @@ FEW_QUERIES = 16
 """Up to here (decoding: one per beam) attention by plain products is the faster kernel."""
 
 NO_AVX512 = ("DEFAULT", "AVX2")
-"""What PyTorch calls x86 processors on which MKL's float32 is 3 to 18 % faster than oneDNN's."""
+"""What PyTorch calls x86 processors on which MKL's float32 products are taken, not oneDNN's;
+``training.cpu_kernels = "measured"`` compares the two on the processor at hand."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class CpuKernels:
         float32_products: of matrices in float32: oneDNN's, or the library that PyTorch takes (MKL,
             in its builds for x86).
         bfloat16_products: computed on bfloat16, or, where the processor has no instructions for
-            that, on float32 and rounded (10 times faster there; PyTorch adds up in float32, too).
+            that, on float32 and rounded (PyTorch adds up in float32, too).
         fused_attention_from: queries times the width of a head from which fused attention is
             faster in float32 without dropout (with dropout it is not fused on CPU).
     """
