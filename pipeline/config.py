@@ -225,8 +225,92 @@ class SubwordsConfig(Settings):
     kind: Literal["subwords"] = "subwords"
 
 
-FrontConfig = SubwordsConfig
-"""Of the encoder's front: a union once there are several, told apart by ``kind``."""
+OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
+Scale = Annotated[int, whole(0, 8)]
+"""δ of MoCE: 0 looks at the token alone, δ > 0 convolves 2 δ - 1 tokens around it (its eq. 9)."""
+
+
+class MscConfig(Settings):
+    """Multi-scale contextualisation before a layer's queries, keys and values (MoCE, §2.2)."""
+
+    kind: Literal["msc"] = "msc"
+    kernels: Annotated[tuple[OddKernel, ...], Field(min_length=1)] = (0, 0, 3, 3, 5, 5, 7, 7)
+    """Of each group that the width is cut into; 0: it stays as it is. MoCE takes 0, 0, 1, 1, 3, 5,
+    5, 7 for OPUS-100."""
+    layer: Annotated[int, whole(0, 999)] = 0
+    """Of the encoder, counted from 0."""
+
+
+class MshaConfig(Settings):
+    """Every head of a layer's attention at a scale of its own (MoCE, §3.1)."""
+
+    kind: Literal["msha"] = "msha"
+    scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (0, 0, 2, 2, 3, 3, 4, 4)
+    """δ of each head."""
+    layer: Annotated[int, whole(0, 999)] = 0
+    scaled: Literal["after", "before"] = "after"
+    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
+
+
+class AdaMshaConfig(Settings):
+    """Every head of every token mixes the scales that a router chooses (MoCE, §3.2)."""
+
+    kind: Literal["ada_msha"] = "ada_msha"
+    max_scale: Annotated[int, whole(1, 8)] = 5
+    """Δ: experts are δ = 0 … Δ."""
+    top_k: Annotated[int, whole(1, 9)] = 2
+    layer: Annotated[int, whole(0, 999)] = 0
+    language_vector: bool = False
+    """The router sees the embedding of the source language's token, too (``+lid``, §3.3)."""
+    separate_routers: bool = False
+    """One router each for queries, keys and values, not one for all."""
+    weights: Literal["logits", "probabilities"] = "logits"
+    """A softmax over the chosen experts' logits, as MoCE's code, or over their probabilities, as
+    its eqs. 2 and 12 say."""
+    single_weight: Literal["straight_through", "logit"] = "straight_through"
+    """With top_k 1: the weight 1 with a gradient to its logit, or, as in MoCE's code, the logit."""
+    scaled: Literal["after", "before"] = "after"
+    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k > self.max_scale + 1:
+            raise ValueError(
+                f"top_k {self.top_k} exceeds the {self.max_scale + 1} experts of max_scale "
+                f"{self.max_scale}: lower it"
+            )
+        return self
+
+
+class NcfConfig(Settings):
+    """n-grams of states fused after the first layers (LOBEF, §3.1)."""
+
+    kind: Literal["ncf"] = "ncf"
+    layers_before: Annotated[int, whole(0, 999)] = 1
+    """Layers of the encoder that come before it; LOBEF's code has 4 of 6."""
+    orders: Annotated[tuple[Annotated[int, whole(1, 16)], ...], Field(min_length=1)] = (1, 2, 3, 4)
+    """n; 1 is the state itself."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.orders)) < len(self.orders):
+            raise ValueError("orders names an n more than once: name it once")
+        return self
+
+
+class WsfConfig(Settings):
+    """Attention within words in the first layers (LOBEF, §3.2)."""
+
+    kind: Literal["wsf"] = "wsf"
+    layers: Annotated[int, whole(1, 1000)] = 4
+    """Of the encoder, from the first on; LOBEF's code has 2 of 6."""
+
+
+FrontConfig = Annotated[
+    SubwordsConfig | MscConfig | MshaConfig | AdaMshaConfig | NcfConfig | WsfConfig,
+    Field(discriminator="kind"),
+]
+"""Of the encoder's front, told apart by ``kind``."""
 
 
 class DenseConfig(Settings):
@@ -276,7 +360,35 @@ class ModelConfig(Settings):
                 f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
                 f"{MAX_POSITION_VALUES:,}: lower one of them"
             )
+        self._check_front()
         return self
+
+    def _check_front(self) -> None:
+        """Of what a front needs of the model."""
+        front = self.front
+        match front:
+            case MscConfig() | MshaConfig() | AdaMshaConfig():
+                layer, last = ("front.layer", front.layer), self.encoder_layers - 1
+            case NcfConfig():
+                layer, last = ("front.layers_before", front.layers_before), self.encoder_layers
+            case WsfConfig():
+                layer, last = ("front.layers", front.layers), self.encoder_layers
+            case _:
+                return
+        if layer[1] > last:
+            raise ValueError(
+                f"{layer[0]} {layer[1]} lies beyond encoder_layers {self.encoder_layers}: lower it"
+            )
+        if isinstance(front, MscConfig) and self.width % len(front.kernels):
+            raise ValueError(
+                f"width {self.width} is not a multiple of the {len(front.kernels)} groups of "
+                "front.kernels: change one of them"
+            )
+        if isinstance(front, MshaConfig) and len(front.scales) != self.num_heads:
+            raise ValueError(
+                f"front.scales names {len(front.scales)} scales for num_heads {self.num_heads}: "
+                "name one for each head"
+            )
 
 
 class BatchesConfig(Settings):

@@ -15,7 +15,7 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.regularization import Regularization
-from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
@@ -53,6 +53,7 @@ def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
             groups=read_groups(groups) if groups is not None else None,
         ),
         tag_scheme=recipe.batches.tag_scheme,
+        **marks_of_vocabulary(recipe.model, tokenizer),
     )
 
 

@@ -34,6 +34,10 @@ SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 MAX_MODEL_BYTES = 2**28
 """A SentencePiece model of a million pieces has about 25 MB."""
 
+SPACE = "▁"
+"""As SentencePiece spells white space."""
+WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
+
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
 
@@ -277,6 +281,25 @@ class Tokenizer:
             return None
         return self._vocabulary.piece(index)
 
+    def white_space_ids(self) -> tuple[int, ...]:
+        """Ids that are no text, and those of white space.
+
+        Raises:
+            ConfigError: pieces hold white space and text at once.
+        """
+        pieces = {index: self._vocabulary.piece(index) for index in range(self._vocabulary.size)}
+        mixed = [
+            piece for piece in pieces.values() if piece and SPACE in piece and piece.strip(SPACE)
+        ]
+        if mixed:
+            raise ConfigError(
+                f"The vocabulary has pieces of white space and text at once ({mixed[0]!r}), so "
+                "that words cannot be told by ids: use one of bytes or characters."
+            )
+        return tuple(
+            index for index, piece in pieces.items() if piece is None or is_white_space(piece)
+        )
+
     def language_token_id(self, code: str) -> int:
         """Id of a language's token.
 
@@ -329,6 +352,11 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
             return Tags((target_token,), (tokenizer.eos_id,))
         case "src-suffix-tgt":
             return Tags((), (tokenizer.eos_id, target_token), source_suffix=(source_token,))
+
+
+def is_white_space(piece: str) -> bool:
+    """Whether a piece is white space alone, as SentencePiece spells it or bytes are."""
+    return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:

@@ -1,7 +1,8 @@
 """What a forward pass keeps for its gradients, part by part, found by walking the model.
 
 Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Any
-other front or feed-forward is run by itself on the meta device, and what autograd saves is counted.
+other feed-forward, and an encoder with and without its front, is run on the meta device, and what
+autograd saves is counted.
 
 Legend of closed forms: N tokens of a side, L length, D width, F hidden width, H heads, E experts,
 R routes; e bytes of a value in the model's dtype.
@@ -17,17 +18,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
-from pipeline.config import MoEConfig
+from pipeline.config import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.kernels.cpu_choice import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.model.attention import Attention
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.front.passage import Passage, Source
+from pipeline.model.front.subwords import SubwordFront
 from pipeline.model.layers import DecoderLayer, EncoderLayer
 from pipeline.model.moe.dispatch import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Transformer, shape_of_model
 
 Device = Literal["cpu", "cuda"]
 FLOAT32 = 4
@@ -97,7 +101,7 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
         if norm is not None
     ]
     parts["ends"] = (len(norms) + 2) * hidden * batch.value
-    parts["front"] = _saved_by_front(model.front, batch, width=_width(model))
+    parts["front"] = _saved_by_front(model.spec, batch)
     return parts
 
 
@@ -195,12 +199,22 @@ def _routes(moe: MoEConfig, tokens: int) -> int:
 # ---------------------------------------------------------------- what has no closed form
 
 
-def _saved_by_front(front: nn.Module, batch: MicroBatchShape, *, width: int) -> int:
-    def run(module: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
-        states: Tensor = module(torch.zeros_like(tokens.position_N), x_ND, packing, tokens)
-        return states
+def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:
+    """What going through the encoder's layers keeps with the front beyond what it does without."""
+    if isinstance(spec.model.front, SubwordsConfig):
+        return 0
+    dense = spec.model.model_copy(update={"moe": None, "feed_forward": DenseConfig()})
+    model = shape_of_model(spec.model_copy(update={"model": dense, "language_groups": None}))
+    with_front = _saved_bytes(model, _through_encoder, batch, width=dense.width)
+    model.front = SubwordFront()
+    return max(with_front - _saved_bytes(model, _through_encoder, batch, width=dense.width), 0)
 
-    return _saved_bytes(front, run, batch, width=width)
+
+def _through_encoder(model: nn.Module, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
+    assert isinstance(model, Transformer)
+    source = Source(torch.zeros_like(tokens.position_N), packing, tokens, model.embedding)
+    states: Tensor = model.front(x_ND, source, Passage(model.encoder.layers, packing, tokens))
+    return states
 
 
 def _saved_by_feed_forward(module: nn.Module, batch: MicroBatchShape, *, width: int) -> int:

@@ -33,6 +33,12 @@ from pipeline.decoding.hypotheses import Source
 from pipeline.model.attention import Attention
 from pipeline.model.embedding import Embedding
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.front.ada_msha import AdaMsha, ScaleRouter
+from pipeline.model.front.local import LocalConvolution
+from pipeline.model.front.msc import Msc
+from pipeline.model.front.msha import Msha
+from pipeline.model.front.ncf import Ncf
+from pipeline.model.front.wsf import Wsf
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
@@ -59,6 +65,7 @@ LAUNCHES_NOTHING = {
 
 KINDS = {
     "matrix product": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
+    "convolution": ("convolution", "convolution_backward"),
     "attention": (
         *("_flash_attention_forward", "_flash_attention_backward"),
         "_scaled_dot_product_flash_attention",
@@ -97,6 +104,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (LanguageGroupRouter, "router"),
     (MixtureOfExperts, "dispatch"),
     (Embedding, "embedding"),
+    *((front, "front") for front in (LocalConvolution, ScaleRouter, Msc, Msha, AdaMsha, Ncf, Wsf)),
     (nn.LayerNorm, "norms and residuals"),
     (Stack, "ends"),
     (Transformer, "ends"),

@@ -4,7 +4,7 @@ Legend: B batch, T query length, S key length, N real tokens, D model width, H h
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -25,35 +25,25 @@ class KeyValues:
     """(B, 1, T, S), True where a decoding step may attend, where it may not attend everywhere."""
 
 
-@dataclass(frozen=True)
-class QueriesKeysValues:
-    """What self-attention is computed from, (B, H, T, K) each."""
+class Projected(NamedTuple):
+    """What self-attention is computed from, of packed tokens."""
 
-    query_BHTK: Tensor
-    key_BHTK: Tensor
-    value_BHTK: Tensor
+    query_ND: Tensor
+    key_ND: Tensor
+    value_ND: Tensor
 
 
 class Contextualizer(Protocol):
     """Lets queries, keys and values of self-attention see their neighbours."""
 
-    def __call__(
-        self, attention: "Attention", x_ND: Tensor, packing: Packing, tokens: Tokens
-    ) -> QueriesKeysValues:
-        """In place of :func:`project`, which it may call with other states."""
+    def __call__(self, attention: "Attention", x_ND: Tensor) -> Projected:
+        """In place of :meth:`Attention.project`, which it may call with other states."""
 
 
 class Attention(nn.Module):
     """Self- or cross-attention with query, key, value and output projections (all with bias)."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        num_heads: int,
-        dropout: float,
-        contextualizer: Contextualizer | None = None,
-    ) -> None:
+    def __init__(self, *, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
@@ -61,41 +51,46 @@ class Attention(nn.Module):
         self.key = Linear(width, width)
         self.value = Linear(width, width)
         self.output = Linear(width, width)
-        self.contextualizer = contextualizer
 
     def forward(
         self,
         x_ND: Tensor,
         packing: Packing,
-        tokens: Tokens,
+        tokens: Tokens,  # noqa: ARG002 (for projections that depend on languages)
         *,
         is_causal: bool = False,
         mask_BTT: Tensor | None = None,
+        contextualizer: Contextualizer | None = None,
     ) -> Tensor:
         """Self-attention of real tokens, where ``mask_BTT`` is True or, without one, everywhere.
 
         Sentences are right-padded, so that under a causal mask no real query sees padding. Where
-        the device can, and nothing asks for neighbours or a mask, none of them is padded at all.
+        the device can, and nothing asks for a mask, none of them is padded at all.
         """
-        if self.contextualizer is None and mask_BTT is None and self._stays_packed(x_ND):
-            return self._attend_packed(x_ND, packing, x_ND, packing, is_causal=is_causal)
-        contextualize = self.contextualizer or project
-        states = contextualize(self, x_ND, packing, tokens)
-        mask = None if is_causal else packing.key_mask(beside=states.query_BHTK)
+        states = self.project(x_ND) if contextualizer is None else contextualizer(self, x_ND)
+        if mask_BTT is None and self._stays_packed(x_ND):
+            return self._attend_packed(states, packing, packing, is_causal=is_causal)
+        query_BHTK, *keys_BHTK = (self.heads(packing.unpack(state)) for state in states)
+        mask = None if is_causal else packing.key_mask(beside=query_BHTK)
         if mask_BTT is not None:
             mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
             is_padding_BT1 = ~packing.mask_BT[:, :, None]
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
-        keys = KeyValues(states.key_BHTK, states.value_BHTK)
-        return self._attend(states.query_BHTK, keys, packing, mask=mask, is_causal=is_causal)
+        keys = KeyValues(*keys_BHTK)
+        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=is_causal)
+
+    def project(self, x_ND: Tensor) -> Projected:
+        """Plain projections, which look at no neighbour."""
+        return Projected(self.query(x_ND), self.key(x_ND), self.value(x_ND))
 
     def attend_to(
         self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing
     ) -> Tensor:
         """Cross-attention from the real tokens of ``packing`` to those of ``memory``."""
         if self._stays_packed(x_ND):
-            return self._attend_packed(x_ND, packing, memory_ND, memory, is_causal=False)
+            states = Projected(self.query(x_ND), self.key(memory_ND), self.value(memory_ND))
+            return self._attend_packed(states, packing, memory, is_causal=False)
         keys = self.keys(memory_ND, memory)
         query_BHTK = self.heads(packing.unpack(self.query(x_ND)))
         mask = memory.key_mask(beside=query_BHTK)
@@ -105,14 +100,11 @@ class Attention(nn.Module):
         return can_attend_packed(x_ND, head_width=x_ND.shape[1] // self.num_heads)
 
     def _attend_packed(
-        self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing, *, is_causal: bool
+        self, states: Projected, packing: Packing, memory: Packing, *, is_causal: bool
     ) -> Tensor:
         """From real tokens to real tokens, of the sentence itself or of its source."""
-        heads = -1, self.num_heads, x_ND.shape[1] // self.num_heads
         context_NHK = attend_packed(
-            self.query(x_ND).view(heads),
-            self.key(memory_ND).view(heads),
-            self.value(memory_ND).view(heads),
+            *(state.unflatten(1, (self.num_heads, -1)) for state in states),
             queries=Spans(packing.bound_B, packing.length),
             keys=Spans(memory.bound_B, memory.length),
             is_causal=is_causal,
@@ -178,15 +170,3 @@ class Attention(nn.Module):
         """(B, T, D) → (B, H, T, K)."""
         x_BTHK: Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
         return x_BTHK.transpose(1, 2)
-
-
-def project(
-    attention: Attention,
-    x_ND: Tensor,
-    packing: Packing,
-    tokens: Tokens,  # noqa: ARG001 (one signature)
-) -> QueriesKeysValues:
-    """Plain projections, cut into heads: the contextualiser that looks at no neighbour."""
-    keys = attention.keys(x_ND, packing)
-    query_BHTK = attention.heads(packing.unpack(attention.query(x_ND)))
-    return QueriesKeysValues(query_BHTK, keys.key_BHSK, keys.value_BHSK)

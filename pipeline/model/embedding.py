@@ -53,6 +53,13 @@ class Embedding(nn.Module):
         assert self.input_scale is not None
         return F.one_hot(ids_N, self.width) * self.input_scale
 
+    def rows(self, ids_B: Tensor) -> Tensor:
+        """Rows of the table as they are, unscaled, (B, D)."""
+        if self.weight is not None:
+            return F.embedding(ids_B, self.weight)
+        assert self.input_scale is not None
+        return F.one_hot(ids_B, self.width).to(self.input_scale.dtype)
+
     def project(self, x_ND: Tensor) -> Tensor:
         """Logits over the vocabulary, (N, V)."""
         table_VD = self.weight if self.output_weight is None else self.output_weight

@@ -3,11 +3,13 @@
 Legend: B batch, N real tokens, S source length, R rows of a decoding step, D model width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Packing
 from pipeline.config import ModelConfig
@@ -72,25 +74,28 @@ class EncoderLayer(nn.Module):
     """Self-attention and feed-forward."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        regularization: Regularization,
-        feed_forward: nn.Module,
-        *,
-        contextualizer: Contextualizer | None = None,
+        self, model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
     ) -> None:
         super().__init__()
-        self.self_attention = build_attention(model, regularization, contextualizer)
+        self.self_attention = build_attention(model, regularization)
         self.self_attention_norm = attention_norm(model, regularization)
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
 
     def forward(
-        self, x_ND: Tensor, packing: Packing, tokens: Tokens, *, mask_BTT: Tensor | None = None
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        *,
+        mask_BTT: Tensor | None = None,
+        contextualizer: Contextualizer | None = None,
     ) -> LayerOutput:
         """One layer over the packed source; with ``mask_BTT``, attending only where it is True."""
         norm, following = self.self_attention_norm, self.feed_forward_norm
-        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT)
+        context_ND = self.self_attention(
+            norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT, contextualizer=contextualizer
+        )
         x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
 
         norm = following
@@ -163,6 +168,14 @@ class DecoderLayer(nn.Module):
         return norm.leave(x_RD, y_RD)
 
 
+def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bool) -> LayerOutput:
+    """One layer, kept whole or by its input alone for the backward pass."""
+    output: LayerOutput = (
+        checkpoint(layer, *states, use_reentrant=False) if recomputes else layer(*states)
+    )
+    return output
+
+
 def compile_regions(model: nn.Module) -> None:
     """Have what lies between the sublayers of a model compiled when it is first trained."""
     for module in model.modules():
@@ -170,16 +183,11 @@ def compile_regions(model: nn.Module) -> None:
             module.is_compiled = True
 
 
-def build_attention(
-    model: ModelConfig,
-    regularization: Regularization,
-    contextualizer: Contextualizer | None = None,
-) -> Attention:
+def build_attention(model: ModelConfig, regularization: Regularization) -> Attention:
     return Attention(
         width=model.width,
         num_heads=model.num_heads,
         dropout=regularization.attention_dropout,
-        contextualizer=contextualizer,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import ValidationError, model_validator
 
-from pipeline.config import ModelConfig, TagScheme
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.config import AdaMshaConfig, ModelConfig, TagScheme, WsfConfig
 from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, whole
 
@@ -23,6 +24,11 @@ class ModelSpec(Settings):
     language_groups: tuple[int, ...] | None = None
     """Group of each language, for a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
+    language_token_ids: tuple[int, ...] | None = None
+    """Id of each language's token, where the front wants to know (Ada-MSHA's language vector)."""
+    lone_ids: tuple[int, ...] | None = None
+    """Ids that are words of their own: white space, specials, language tokens; where the front
+    wants to know (WSF)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -38,6 +44,13 @@ class ModelSpec(Settings):
             )
         if not self.languages or len(set(self.languages)) < len(self.languages):
             raise ValueError("languages must be one or more, each named once")
+        marks = (*(self.language_token_ids or ()), *(self.lone_ids or ()))
+        if not all(0 <= index < self.vocabulary_size for index in marks):
+            raise ValueError(f"an id lies beyond vocabulary_size {self.vocabulary_size}")
+        if self.language_token_ids is not None and len(self.language_token_ids) != len(
+            self.languages
+        ):
+            raise ValueError("language_token_ids must give every language an id")
         groups, moe = self.language_groups, self.model.moe
         if groups is None and moe is not None and moe.decoder_router == "language_group":
             raise ValueError("decoder_router is language_group, but there are no language_groups")
@@ -67,6 +80,24 @@ def make_spec(**values: Any) -> ModelSpec:
         raise ConfigError(f"The recipe's model: {describe_validation(error, ModelSpec)}") from error
 
 
+def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a model's front must know of a vocabulary, as fields of a spec.
+
+    Raises:
+        ConfigError: pieces hold white space and text at once, and the front is to part words.
+    """
+    marks: dict[str, Any] = {}
+    languages = tuple(map(tokenizer.language_token_id, tokenizer.languages))
+    match model.front:
+        case AdaMshaConfig(language_vector=True):
+            marks["language_token_ids"] = languages
+        case WsfConfig():
+            marks["lone_ids"] = (*tokenizer.white_space_ids(), *languages)
+        case _:
+            pass
+    return marks
+
+
 def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: int) -> ModelSpec:
     """A spec of that size with languages of no name, one per group: to count and to estimate."""
     return make_spec(
@@ -75,6 +106,8 @@ def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: in
         pad_id=0,
         languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
         language_groups=tuple(range(num_groups)) if num_groups else None,
+        language_token_ids=(0,) * max(num_groups, 1),
+        lone_ids=(0,),
     )
 
 

@@ -10,7 +10,7 @@ Notable choices:
 - every layer's feed-forward is dense or a mixture of experts, the layer does not care which
 - what a layer is told about its tokens is one record, what an MoE layer has to report is returned
   beside the hidden states
-- the encoder's front, between embeddings and layers, is a slot (``model/front/``)
+- how the encoder goes through its layers is a slot, its front (``model/front/``)
 
 Legend: B batch, N real tokens, D model width, V vocabulary, L predicted tokens.
 """
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config import ModelConfig
@@ -31,7 +30,8 @@ from pipeline.kernels.expert_products import check_widths
 from pipeline.model.embedding import Embedding
 from pipeline.model.feed_forward import build_feed_forward
 from pipeline.model.front.choice import build_front
-from pipeline.model.layers import DecoderLayer, EncoderLayer, LayerOutput
+from pipeline.model.front.passage import HasBuffers, Passage, Source
+from pipeline.model.layers import DecoderLayer, EncoderLayer, run_layer
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import Side
@@ -134,6 +134,8 @@ class Transformer(nn.Module):
             self.positions_TD = sinusoids(model.max_positions, model.width).to(device)
         groups = self.spec.language_groups or (0,) * len(self.spec.languages)
         self.group_of_language = torch.tensor(groups, dtype=torch.int64, device="cpu").to(device)
+        if isinstance(self.front, HasBuffers):
+            self.front.reset_buffers(device)
 
     def forward(self, batch: Batch, *, route: Route = "specific") -> Output:
         """Logits for every label of the batch."""
@@ -145,7 +147,11 @@ class Transformer(nn.Module):
         memory_ND, records = self.encode(batch.source_N, source_ND, batch.source, source)
         x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
         for layer in self.decoder.layers:
-            x_ND, record = self._through(layer, x_ND, batch.target, target, memory_ND, batch.source)
+            x_ND, record = run_layer(
+                layer,
+                *(x_ND, batch.target, target, memory_ND, batch.source),
+                recomputes=self._recomputes_now,
+            )
             records += [record] if record is not None else []
         return Output(self.project(x_ND.index_select(0, batch.label_rows_L)), tuple(records))
 
@@ -154,20 +160,13 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, list[RoutingRecord]]:
         """Source tokens and their embeddings → memory (N, D), with the routing records."""
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
-        x_ND = self.front(ids_N, x_ND, packing, tokens)
-        records: list[RoutingRecord] = []
-        for layer in self.encoder.layers:
-            x_ND, record = self._through(layer, x_ND, packing, tokens)
-            records += [record] if record is not None else []
-        return self.encoder.leave(x_ND), records
+        passage = Passage(self.encoder.layers, packing, tokens, recomputes=self._recomputes_now)
+        x_ND = self.front(x_ND, Source(ids_N, packing, tokens, self.embedding), passage)
+        return self.encoder.leave(x_ND), passage.records
 
-    def _through(self, layer: nn.Module, *states: object) -> LayerOutput:
-        """One layer, kept whole or by its input alone for the backward pass."""
-        if self.recomputes and self.training and torch.is_grad_enabled():
-            output: LayerOutput = checkpoint(layer, *states, use_reentrant=False)
-        else:
-            output = layer(*states)
-        return output
+    @property
+    def _recomputes_now(self) -> bool:
+        return self.recomputes and self.training and torch.is_grad_enabled()
 
     def tokens_of(
         self,

@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.tiny_models import tokens_in_groups
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.kernels import packed_attention
 from pipeline.kernels.packed_attention import Spans, attend_packed, can_attend_packed
 from pipeline.model import attention
-from pipeline.model.attention import Attention, QueriesKeysValues, project
-from pipeline.model.tokens import Tokens
+from pipeline.model.attention import Attention
 
 
 class SentenceBySentence:
@@ -132,25 +131,19 @@ def test_dropout_goes_to_the_operator_in_training_only(operator: SentenceBySente
     assert operator.calls == 4
 
 
-class SameAsWithout(nn.Module):
-    """A contextualiser that adds nothing."""
-
-    def forward(
-        self, attention: Attention, x_ND: Tensor, packing: Packing, tokens: Tokens
-    ) -> QueriesKeysValues:
-        return project(attention, x_ND, packing, tokens)
-
-
-def test_a_mask_or_a_contextualiser_has_the_padded_form(operator: SentenceBySentence) -> None:
+def test_a_mask_has_the_padded_form_and_a_contextualiser_stays_packed(
+    operator: SentenceBySentence,
+) -> None:
     module, packing = Attention(width=16, num_heads=4, dropout=0.0), Packing.from_lengths([6, 2])
     tokens, x_ND = tokens_in_groups(packing.sentence_N), torch.randn(8, 16)
     expected_ND = module(x_ND, packing, tokens)
     assert operator.calls == 1
     everywhere_BTT = torch.ones(2, 6, 6, dtype=torch.bool)
     torch.testing.assert_close(module(x_ND, packing, tokens, mask_BTT=everywhere_BTT), expected_ND)
-    module.contextualizer = SameAsWithout()
-    torch.testing.assert_close(module(x_ND, packing, tokens), expected_ND)
     assert operator.calls == 1
+    found_ND = module(x_ND, packing, tokens, contextualizer=Attention.project)
+    assert torch.equal(found_ND, expected_ND)
+    assert operator.calls == 2
 
 
 @pytest.mark.parametrize(

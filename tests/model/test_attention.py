@@ -6,7 +6,7 @@ from support.tiny_models import tokens_in_groups
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.model.attention import Attention, KeyValues, QueriesKeysValues, project
+from pipeline.model.attention import Attention, KeyValues, Projected
 from pipeline.model.tokens import Tokens
 
 
@@ -115,26 +115,18 @@ def test_a_mask_restricts_who_is_attended_to(lengths: list[int]) -> None:
     assert x_ND.grad.isfinite().all()
 
 
-class LeftNeighbour(nn.Module):
-    """Queries, keys and values of each token and the one before it, added."""
-
-    def forward(
-        self, attention: Attention, x_ND: Tensor, packing: Packing, tokens: Tokens
-    ) -> QueriesKeysValues:
-        x_BTD = packing.unpack(x_ND)
-        before_BTD = torch.nn.functional.pad(x_BTD, (0, 0, 1, 0))[:, :-1]
-        both_ND = packing.pack(x_BTD + before_BTD)
-        assert len(tokens.source_language_N) == len(x_ND)
-        return project(attention, both_ND, packing, tokens)
-
-
 def test_a_contextualiser_makes_queries_keys_and_values() -> None:
+    """Of each token and the one before it, added."""
     ours, peer = attention_and_peer()
-    ours.contextualizer = LeftNeighbour()
     packing = Packing.from_lengths([3, 5])
     x_ND = torch.randn(8, 16)
     sums = [x + torch.cat([torch.zeros(1, 16), x[:-1]]) for x in x_ND.split([3, 5])]
+
+    def with_left_neighbour(attention: Attention, x_ND: Tensor) -> Projected:
+        before_BTD = torch.nn.functional.pad(packing.unpack(x_ND), (0, 0, 1, 0))[:, :-1]
+        return attention.project(x_ND + packing.pack(before_BTD))
+
     x_BTD = packing.unpack(torch.cat(sums))
     expected, _ = peer(x_BTD, x_BTD, x_BTD, key_padding_mask=~packing.mask_BT)
-    found = ours(x_ND, packing, tokens_of(packing))
+    found = ours(x_ND, packing, tokens_of(packing), contextualizer=with_left_neighbour)
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)

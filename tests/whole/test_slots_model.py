@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.batching.batch import Packing
+from pipeline.model.front.passage import Passage, Source
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Tokens
 
 
 class SmoothFront(nn.Module):
@@ -33,11 +32,11 @@ class SmoothFront(nn.Module):
     ) -> Tensor:
         return torch.full(shape, 0.25)
 
-    def forward(self, ids_N: Tensor, x_ND: Tensor, packing: Packing, tokens: Tokens) -> Tensor:
-        assert len(ids_N) == len(x_ND)
+    def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        packing, tokens = source.packing, source.tokens
         before_ND = packing.pack(F.pad(packing.unpack(x_ND), (0, 0, 1, 0))[:, :-1])
         share_N1 = self.share[tokens.source_language_N][:, None].to(x_ND.dtype)
-        return x_ND + share_N1 * before_ND
+        return passage.through(x_ND + share_N1 * before_ND)
 '''
 GATED_FEED_FORWARD = '''"""down(activation(up(x)) * gate(x))."""
 
@@ -122,16 +121,15 @@ VARIANTS = {
         {
             CONFIG: [
                 (
-                    "FrontConfig = SubwordsConfig\n",
+                    "FrontConfig = Annotated[\n    SubwordsConfig |",
                     "class SmoothConfig(Settings):\n"
                     '    """Smooth."""\n\n'
                     '    kind: Literal["smooth"] = "smooth"\n\n\n'
-                    "FrontConfig = Annotated[SubwordsConfig | SmoothConfig, "
-                    'Field(discriminator="kind")]\n',
+                    "FrontConfig = Annotated[\n    SubwordsConfig | SmoothConfig |",
                 )
             ],
             "pipeline/model/front/choice.py": [
-                ("import SubwordsConfig\n", "import SmoothConfig, SubwordsConfig\n"),
+                ("    SubwordsConfig,\n", "    SmoothConfig,\n    SubwordsConfig,\n"),
                 (
                     "        case SubwordsConfig():\n",
                     "        case SmoothConfig():\n"
@@ -314,4 +312,4 @@ def test_an_unknown_kind_is_one_sentence(house: Path, stored: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "model.front" in done.stderr
-    assert "'subwords', 'smooth'" in done.stderr
+    assert "'subwords', 'smooth', 'msc'" in done.stderr

@@ -12,7 +12,12 @@ from pipeline.checkpoints.assembly.plan import PARTS, Part
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.config import ModelConfig, MoEConfig
 from pipeline.errors import ConfigError
-from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
+from pipeline.model.spec import (
+    ModelSpec,
+    groups_of_languages,
+    make_spec,
+    marks_of_vocabulary,
+)
 from pipeline.settings import describe_validation
 
 FREE = {"moe", "encoder_layers", "decoder_layers", "initialization"}
@@ -64,6 +69,7 @@ def target_spec(
         languages=tokenizer.languages,
         language_groups=groups_of_languages(model, languages=tokenizer.languages, groups=found),
         tag_scheme=base.spec.tag_scheme,
+        **marks_of_vocabulary(model, tokenizer),
     )
 
 

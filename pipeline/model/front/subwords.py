@@ -1,12 +1,11 @@
-"""Subwords: a token's embedding, with its position, is its state.
+"""Subwords, or any tokens taken as they are: all layers, one after the other.
 
 Legend: N real tokens, D model width.
 """
 
 from torch import Tensor, nn
 
-from pipeline.batching.batch import Packing
-from pipeline.model.tokens import Tokens
+from pipeline.model.front.passage import Passage, Source
 
 
 class SubwordFront(nn.Module):
@@ -14,9 +13,8 @@ class SubwordFront(nn.Module):
 
     def forward(
         self,
-        ids_N: Tensor,  # noqa: ARG002 (one signature)
         x_ND: Tensor,
-        packing: Packing,  # noqa: ARG002
-        tokens: Tokens,  # noqa: ARG002
+        source: Source,  # noqa: ARG002 (one signature)
+        passage: Passage,
     ) -> Tensor:
-        return x_ND
+        return passage.through(x_ND)

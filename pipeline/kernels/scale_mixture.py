@@ -1,0 +1,204 @@
+"""Vectors as weighted sums of what convolutions of several widths see of them.
+
+Scale δ = 0 is the vector itself, scale δ > 0 a convolution of 2 δ - 1 taps along the sentence. Each
+vector has a few scales of its own. On CPU, where they are less than half of all, only these are
+computed: the neighbours of the vectors that have a scale are gathered, a block at a time, and
+multiplied with its taps at once. Elsewhere every scale of every vector is.
+
+Legend: N tokens, P positions with gaps, V vectors of a token (all dimensions but the first and the
+last), C their width, S scales, E chosen ones, R rows (vectors of all positions), B rows of a block,
+K taps.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.kernels.convolutions import Gaps, convolve
+
+BLOCK = 1024
+"""Vectors whose neighbours are gathered at a time: so many stay in the caches."""
+
+
+class Convolution(NamedTuple):
+    """Of one scale."""
+
+    weight_OCK: Tensor
+    bias_O: Tensor
+
+
+def mix_scales(
+    x_NVC: Tensor,
+    scale_NVE: Tensor,
+    weight_NVE: Tensor,
+    gaps: Gaps,
+    convolutions: Sequence[Convolution],
+) -> Tensor:
+    """Σ_e weight_e · g_{scale_e}(x), of the shape of ``x_NVC``.
+
+    ``convolutions`` are those of scales 1, 2, …; ``gaps`` are as wide as the widest one reaches.
+    """
+    vectors = x_NVC.shape[1:-1]
+    x_NVC, scale_NVE = x_NVC.flatten(1, -2), scale_NVE.flatten(1, -2)
+    weight_NVE = weight_NVE.flatten(1, -2)
+    if computes_chosen_alone(scale_NVE, scales=len(convolutions) + 1):
+        dtype = torch.promote_types(x_NVC.dtype, torch.float32)
+        given = [tensor.to(dtype) for convolution in convolutions for tensor in convolution]
+        states = gaps.open(x_NVC).to(dtype), weight_NVE.to(dtype)
+        mixed_NVC: Tensor = _ChosenScales.apply(  # type: ignore[no-untyped-call]
+            *states, scale_NVE, gaps.position_N, *given
+        )
+        mixed_NVC = mixed_NVC.to(x_NVC.dtype)
+    else:
+        mixed_NVC = _all_scales(x_NVC, scale_NVE, weight_NVE, gaps, convolutions)
+    return mixed_NVC.view(x_NVC.shape[0], *vectors, -1)
+
+
+def computes_chosen_alone(scale_NVE: Tensor, *, scales: int) -> bool:
+    """Whether what was not chosen is not computed; the same for every batch of a model."""
+    return scale_NVE.device.type == "cpu" and 2 * scale_NVE.shape[-1] < scales
+
+
+def _all_scales(
+    x_NVC: Tensor,
+    scale_NVE: Tensor,
+    weight_NVE: Tensor,
+    gaps: Gaps,
+    convolutions: Sequence[Convolution],
+) -> Tensor:
+    """Every scale of every vector, those that were not chosen with weight 0."""
+    share_NVS = torch.zeros(
+        *scale_NVE.shape[:2], len(convolutions) + 1, dtype=weight_NVE.dtype, device=x_NVC.device
+    ).scatter(2, scale_NVE, weight_NVE)
+    x_PVC = gaps.open(x_NVC)
+    seen_PSVC = torch.stack([x_PVC, *(convolve(x_PVC, *one) for one in convolutions)], dim=1)
+    share_NSV1 = share_NVS.to(x_NVC.dtype).transpose(1, 2)[..., None]
+    return (gaps.close(seen_PSVC) * share_NSV1).sum(1)
+
+
+class _ChosenScales(torch.autograd.Function):
+    """Each vector's own scales alone; nothing is kept for the gradients but what is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_PVC: Tensor,
+        weight_NVE: Tensor,
+        scale_NVE: Tensor,
+        position_N: Tensor,
+        *convolutions: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x_PVC, weight_NVE, scale_NVE, position_N, *convolutions)
+        work = _Work(x_PVC, weight_NVE, scale_NVE, position_N, convolutions)
+        mixed = x_PVC.new_zeros(weight_NVE.shape[0] * weight_NVE.shape[1], x_PVC.shape[2])
+        for one in work.of_itself():
+            mixed.index_add_(0, one.vector_B, work.x_RC[one.row_B] * one.weight_B1)
+        for scale, bias_O, one in work.of_neighbours():
+            seen = torch.addmm(bias_O, work.gathered(scale, one), work.taps(scale))
+            mixed.index_add_(0, one.vector_B, seen.mul_(one.weight_B1))
+        return mixed.view(*weight_NVE.shape[:2], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x_PVC, weight_NVE, scale_NVE, position_N, *convolutions = ctx.saved_tensors
+        work = _Work(x_PVC, weight_NVE, scale_NVE, position_N, convolutions)
+        dy = gradients[0].flatten(0, 1)
+        dx = torch.zeros_like(work.x_RC)
+        d_weight = torch.zeros_like(weight_NVE).flatten()
+        d_taps = [torch.zeros_like(work.taps(scale)) for scale in range(1, work.scales)]
+        d_biases = [torch.zeros_like(bias_O) for bias_O in convolutions[1::2]]
+        for one in work.of_itself():
+            dy_BO = dy[one.vector_B]
+            d_weight[one.entry_B] = (dy_BO * work.x_RC[one.row_B]).sum(1)
+            dx.index_add_(0, one.row_B, dy_BO * one.weight_B1)
+        for scale, bias_O, one in work.of_neighbours():
+            dy_BO, gathered_BI = dy[one.vector_B], work.gathered(scale, one)
+            d_gathered_BI = dy_BO @ work.taps(scale).t()
+            d_weight[one.entry_B] = (d_gathered_BI * gathered_BI).sum(1) + dy_BO @ bias_O
+            weighted_BO = dy_BO * one.weight_B1
+            d_taps[scale - 1].addmm_(gathered_BI.t(), weighted_BO)
+            d_biases[scale - 1].add_(weighted_BO.sum(0))
+            d_gathered_BI.mul_(one.weight_B1)
+            columns = d_gathered_BI.split(dx.shape[1], dim=1)
+            for offset, d_column_BC in zip(work.offsets(scale), columns, strict=True):
+                dx.index_add_(0, one.row_B + offset, d_column_BC.contiguous())
+        of_convolutions: list[Tensor] = []
+        for taps_IO, d_bias, weight_OCK in zip(d_taps, d_biases, convolutions[::2], strict=True):
+            by_tap_KCO = taps_IO.view(weight_OCK.shape[2], weight_OCK.shape[1], -1)
+            of_convolutions += [by_tap_KCO.permute(2, 1, 0).contiguous(), d_bias]
+        return dx.view_as(x_PVC), d_weight.view_as(weight_NVE), None, None, *of_convolutions
+
+
+class _Block(NamedTuple):
+    """Some vectors that have one scale.
+
+    Attributes:
+        entry_B: which of all (vector, choice) each is.
+        vector_B: which of all vectors.
+        row_B: its row among those of all positions.
+        weight_B1: of the scale.
+    """
+
+    entry_B: Tensor
+    vector_B: Tensor
+    row_B: Tensor
+    weight_B1: Tensor
+
+
+class _Work:
+    """What there is to be computed, scale by scale and block by block."""
+
+    def __init__(
+        self,
+        x_PVC: Tensor,
+        weight_NVE: Tensor,
+        scale_NVE: Tensor,
+        position_N: Tensor,
+        convolutions: Sequence[Tensor],
+    ) -> None:
+        self.x_RC = x_PVC.flatten(0, 1)
+        self.scales = len(convolutions) // 2 + 1
+        self._vectors = x_PVC.shape[1]
+        self._convolutions = convolutions
+        self._taps_of: dict[int, Tensor] = {}
+        self._weight, self._scale = weight_NVE.flatten(), scale_NVE.flatten()
+        self._choices = scale_NVE.shape[2]
+        number_V = torch.arange(self._vectors)
+        self._row = (position_N[:, None] * self._vectors + number_V).flatten()
+
+    def of_itself(self) -> Iterator[_Block]:
+        """Those with scale 0."""
+        yield from self._blocks(0)
+
+    def of_neighbours(self) -> Iterator[tuple[int, Tensor, _Block]]:
+        """Those with each of the other scales, its bias before them."""
+        for scale in range(1, self.scales):
+            for block in self._blocks(scale):
+                yield scale, self._convolutions[2 * scale - 1], block
+
+    def taps(self, scale: int) -> Tensor:
+        """The weights of a scale, (K · C, O)."""
+        if scale not in self._taps_of:
+            weight_OCK = self._convolutions[2 * scale - 2]
+            self._taps_of[scale] = weight_OCK.permute(2, 1, 0).flatten(0, 1).contiguous()
+        return self._taps_of[scale]
+
+    def offsets(self, scale: int) -> list[int]:
+        """How far from a row those of its neighbours are."""
+        return [(tap - scale + 1) * self._vectors for tap in range(2 * scale - 1)]
+
+    def gathered(self, scale: int, block: _Block) -> Tensor:
+        """Each vector's neighbours, side by side, (B, K · C)."""
+        rows_BK = block.row_B[:, None] + torch.tensor(self.offsets(scale))
+        gathered = self.x_RC.index_select(0, rows_BK.flatten())
+        return gathered.view(*rows_BK.shape, self.x_RC.shape[1]).flatten(1)
+
+    def _blocks(self, scale: int) -> Iterator[_Block]:
+        for entry_B in (self._scale == scale).nonzero().flatten().split(BLOCK):
+            vector_B = entry_B.div(self._choices, rounding_mode="floor")
+            weight_B1 = self._weight[entry_B][:, None]
+            yield _Block(entry_B, vector_B, self._row[vector_B], weight_B1)

@@ -1,0 +1,97 @@
+"""What a front is given: the sentences, and the layers of the encoder.
+
+Legend: B sentences, T their length, N real tokens, D model width.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.batching.batch import Packing
+from pipeline.kernels.convolutions import Gaps
+from pipeline.model.attention import Contextualizer
+from pipeline.model.embedding import Embedding
+from pipeline.model.layers import run_layer
+from pipeline.model.moe.layer import RoutingRecord
+from pipeline.model.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of a micro-batch.
+
+    Attributes:
+        ids_N: token ids, tags and end-of-sentence included.
+        packing: where sentences lie.
+        tokens: what is known of each.
+        embedding: the model's table.
+    """
+
+    ids_N: Tensor
+    packing: Packing
+    tokens: Tokens
+    embedding: Embedding
+
+    def gaps(self, size: int) -> Gaps:
+        """The sentences, to be set apart by ``size`` rows."""
+        return Gaps(self.tokens.sentence_N, self.packing.batch, size)
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A front with tensors that are no parameters."""
+
+    def reset_buffers(self, device: torch.device) -> None:
+        """(Re)compute them."""
+
+
+class Passage:
+    """The encoder's layers, to be gone through once each, in order.
+
+    Attributes:
+        records: what MoE layers have reported so far.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        packing: Packing,
+        tokens: Tokens,
+        *,
+        recomputes: bool = False,
+    ) -> None:
+        self.records: list[RoutingRecord] = []
+        self._left = list(layers)
+        self._packing = packing
+        self._tokens = tokens
+        self._recomputes = recomputes
+
+    def through(
+        self,
+        x_ND: Tensor,
+        layers: int | None = None,
+        *,
+        packing: Packing | None = None,
+        mask_BTT: Tensor | None = None,
+        contextualizer: Contextualizer | None = None,
+    ) -> Tensor:
+        """States after the next ``layers`` of the encoder, or after all that are left.
+
+        ``packing`` has other spans than sentences to attend within, and ``mask_BTT`` is True where
+        attention may look; the contextualiser makes queries, keys and values.
+        """
+        count = len(self._left) if layers is None else layers
+        following, self._left = self._left[:count], self._left[count:]
+        for layer in following:
+            looking = partial(layer, mask_BTT=mask_BTT, contextualizer=contextualizer)
+            x_ND, record = run_layer(
+                looking,
+                *(x_ND, packing or self._packing, self._tokens),
+                recomputes=self._recomputes,
+            )
+            self.records += [record] if record is not None else []
+        return x_ND

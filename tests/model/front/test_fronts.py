@@ -1,0 +1,298 @@
+"""Every front against a loop over tokens and taps, written from the papers' equations."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from torch import Tensor, nn
+
+from pipeline.batching.batch import Batch, collate
+from pipeline.model.layers import EncoderLayer
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+
+FRONTS: dict[str, dict[str, Any]] = {
+    "msc": {"kind": "msc", "kernels": (0, 1, 3, 7)},
+    "msc in the second layer": {"kind": "msc", "kernels": (5, 0), "layer": 1},
+    "msha": {"kind": "msha", "scales": (0, 3)},
+    "msha, scaled before": {"kind": "msha", "scales": (1, 2), "scaled": "before", "layer": 1},
+    "ada-msha": {"kind": "ada_msha"},
+    "ada-msha +lid": {"kind": "ada_msha", "language_vector": True, "max_scale": 4},
+    "ada-msha, separate routers": {"kind": "ada_msha", "separate_routers": True, "top_k": 3},
+    "ada-msha as the paper's equations": {"kind": "ada_msha", "weights": "probabilities"},
+    "ada-msha, scaled before": {"kind": "ada_msha", "scaled": "before", "layer": 1},
+    "ada-msha, one scale": {"kind": "ada_msha", "top_k": 1, "max_scale": 6},
+    "ada-msha, one scale by its logit": {"kind": "ada_msha", "top_k": 1, "single_weight": "logit"},
+    "ada-msha, all scales": {"kind": "ada_msha", "max_scale": 2, "top_k": 3},
+    "ncf": {"kind": "ncf"},
+    "ncf behind all layers": {"kind": "ncf", "layers_before": 3, "orders": (1, 5)},
+    "wsf": {"kind": "wsf", "layers": 2},
+}
+LONE_IDS = (0, 1, 2, 3, 7, 11, 36, 37, 38, 39)
+"""Specials, two kinds of white space, and the language tokens."""
+
+
+def spec_with(front: dict[str, Any], **model: Any) -> ModelSpec:
+    plain = tiny_spec(layers=3, num_heads=2, width=16, model={"front": front, **model})
+    return plain.model_copy(update={"language_token_ids": (36, 37, 38, 39), "lone_ids": LONE_IDS})
+
+
+def double_model(spec: ModelSpec) -> Transformer:
+    """In float64, its router's logits far enough apart that choices do not hang on rounding."""
+    model = tiny_model(spec).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name == "front.router.weight":
+                parameter.mul_(8)
+            if name == "front.mixture":
+                parameter.copy_(torch.linspace(-0.5, 1.5, len(parameter)))
+    model.reset_buffers()
+    model.positions_TD = model.positions_TD.double()
+    return model
+
+
+# ------------------------------------------------------------------- the papers, token by token
+
+
+def convolved(x_TC: Tensor, convolution: nn.Module) -> Tensor:
+    """y_t = b + Σ_k W_k x_(t + k - K // 2), nothing beyond the sentence."""
+    weight, bias = (dict(convolution.named_parameters())[name] for name in ("weight", "bias"))
+    taps = weight.shape[2]
+    rows: list[Tensor] = []
+    for t in range(len(x_TC)):
+        row: Tensor = bias
+        for k in range(taps):
+            there = t + k - taps // 2
+            if 0 <= there < len(x_TC):
+                row = row + weight[:, :, k] @ x_TC[there]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def attended(q_TD: Tensor, k_TD: Tensor, v_TD: Tensor, heads: int, allowed: Tensor) -> Tensor:
+    """Softmax attention, head by head and query by query."""
+    width = q_TD.shape[1] // heads
+    columns = []
+    for head in range(heads):
+        own = slice(head * width, (head + 1) * width)
+        rows = []
+        for t in range(len(q_TD)):
+            seen = allowed[t].nonzero().flatten()
+            scores = k_TD[seen, own] @ q_TD[t, own] / math.sqrt(width)
+            rows.append(scores.softmax(0) @ v_TD[seen, own])
+        columns.append(torch.stack(rows))
+    return torch.cat(columns, dim=1)
+
+
+def scales_of_vector(front: Any, logits_S: Tensor) -> list[tuple[int, Tensor]]:
+    """Which scales a vector has, and how much of each."""
+    config = front.config
+    said = logits_S.softmax(0) if config.weights == "probabilities" else logits_S
+    chosen = sorted(range(len(said)), key=lambda scale: -said[scale].item())[: config.top_k]
+    if config.top_k == 1:
+        one = torch.ones_like(said[0]) if config.single_weight == "straight_through" else None
+        return [(chosen[0], said[chosen[0]] if one is None else one)]
+    weights = torch.stack([said[scale] for scale in chosen]).softmax(0)
+    return list(zip(chosen, weights, strict=True))
+
+
+def adaptive(model: Transformer, states: list[Tensor], lid_D: Tensor) -> list[Tensor]:
+    """Each head of each of q, k, v as the sum of what its scales see."""
+    front: Any = model.front
+    heads = model.spec.model.num_heads
+    found = []
+    for number, state in enumerate(states):
+        columns = []
+        for head, x_TK in enumerate(state.chunk(heads, dim=1)):
+            seen = [x_TK] + [convolved(x_TK, expert) for expert in front.experts.values()]
+            router = front.router.weight[number if front.config.separate_routers else 0]
+            rows = []
+            for t in range(len(x_TK)):
+                lid = [lid_D.chunk(heads)[head]] if front.config.language_vector else []
+                logits = router @ torch.cat([x_TK[t], *lid])
+                rows.append(sum(w * seen[s][t] for s, w in scales_of_vector(front, logits)))
+            columns.append(torch.stack([torch.as_tensor(row) for row in rows]))
+        found.append(torch.cat(columns, dim=1))
+    return found
+
+
+def layer_by_hand(
+    model: Transformer, layer: EncoderLayer, x_TD: Tensor, *, number: int, ids: Tensor, lid: Tensor
+) -> Tensor:
+    front: Any = model.front
+    settings = model.spec.model
+    config: Any = settings.front
+    kind, heads, attention = config.kind, settings.num_heads, layer.self_attention
+    here = kind in ("msc", "msha", "ada_msha") and config.layer == number
+    entered = layer.self_attention_norm(x_TD) if settings.norm == "pre" else x_TD
+    projected = entered
+    if kind == "msc" and here:
+        groups = entered.chunk(len(config.kernels), dim=1)
+        projected = torch.cat(
+            [
+                convolved(x, front.convolutions[str(group)]) if config.kernels[group] else x
+                for group, x in enumerate(groups)
+            ],
+            dim=1,
+        )
+    states = [F.linear(projected, p.weight, p.bias) for p in (attention.query, attention.key)]
+    states.append(F.linear(projected, attention.value.weight, attention.value.bias))
+    scale = math.sqrt(settings.width // heads)
+    before = kind in ("msha", "ada_msha") and here and config.scaled == "before"
+    if before:
+        states[0] = states[0] / scale
+    if kind == "msha" and here:
+        states = [
+            torch.cat(
+                [
+                    convolved(x, front.heads[str(head)]) if config.scales[head] else x
+                    for head, x in enumerate(state.chunk(heads, dim=1))
+                ],
+                dim=1,
+            )
+            for state in states
+        ]
+    if kind == "ada_msha" and here:
+        states = adaptive(model, states, lid)
+    if before:
+        states[0] = states[0] * scale
+    allowed = torch.ones(len(x_TD), len(x_TD), dtype=torch.bool)
+    if kind == "wsf" and number < config.layers:
+        allowed = same_word(ids)
+    context = attended(*(states[0], states[1], states[2]), heads, allowed)
+    x_TD = x_TD + F.linear(context, attention.output.weight, attention.output.bias)
+    x_TD = x_TD if settings.norm == "pre" else layer.self_attention_norm(x_TD)
+    entered = layer.feed_forward_norm(x_TD) if settings.norm == "pre" else x_TD
+    feed_forward: Any = layer.feed_forward
+    hidden = F.linear(entered, feed_forward.up.weight, feed_forward.up.bias).relu()
+    x_TD = x_TD + F.linear(hidden, feed_forward.down.weight, feed_forward.down.bias)
+    return x_TD if settings.norm == "pre" else layer.feed_forward_norm(x_TD)
+
+
+def same_word(ids: Tensor) -> Tensor:
+    word, words, last_was_lone = 0, [], True
+    for index in ids.tolist():
+        is_lone = index in LONE_IDS
+        word += is_lone or last_was_lone
+        words.append(word)
+        last_was_lone = is_lone
+    number = torch.tensor(words)
+    return number[:, None] == number[None, :]
+
+
+def ngrams_by_hand(model: Transformer, x_TD: Tensor) -> Tensor:
+    front: Any = model.front
+    total = torch.zeros_like(x_TD)
+    for share, n in zip(front.mixture, front.config.orders, strict=True):
+        for t in range(len(x_TD)):
+            if n == 1:
+                seen = x_TD[t]
+            else:
+                first = t // n * n
+                seen = front.orders[str(n)].bias
+                for k in range(n):
+                    if first + k < len(x_TD):
+                        seen = seen + front.orders[str(n)].weight[:, :, k] @ x_TD[first + k]
+            total[t] = total[t] + share * seen
+    return total
+
+
+def encoded_by_hand(model: Transformer, batch: Batch) -> Tensor:
+    """The encoder's states, one sentence after the other."""
+    config: Any = model.spec.model.front
+    width = model.spec.model.width
+    bounds = batch.source.bound_B.tolist()
+    table = model.embedding.weight
+    assert table is not None
+    found = []
+    for sentence, (start, stop) in enumerate(pairwise(bounds)):
+        ids = batch.source_N[start:stop]
+        lid = table[(36, 37, 38, 39)[batch.source_language_B[sentence]]]
+        x_TD = table[ids] * math.sqrt(width) + model.positions_TD[: len(ids)]
+        for number, layer in enumerate(model.encoder.layers):
+            if config.kind == "ncf" and config.layers_before == number:
+                x_TD = ngrams_by_hand(model, x_TD)
+            assert isinstance(layer, EncoderLayer)
+            x_TD = layer_by_hand(model, layer, x_TD, number=number, ids=ids, lid=lid)
+        if config.kind == "ncf" and config.layers_before == len(model.encoder.layers):
+            x_TD = ngrams_by_hand(model, x_TD)
+        found.append(model.encoder.leave(x_TD))
+    return torch.cat(found)
+
+
+def encoded(model: Transformer, batch: Batch) -> Tensor:
+    tokens = model.tokens_of(batch.source, batch.source_language_B, batch.target_language_B)
+    embedded = model.embedding(batch.source_N)
+    memory, _ = model.encode(batch.source_N, embedded, batch.source, tokens)
+    return memory
+
+
+def gradients(model: Transformer, run: Callable[[Transformer, Batch], Tensor], batch: Batch) -> Any:
+    model.zero_grad()
+    states = run(model, batch)
+    weight = torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)
+    (states * weight).sum().backward()
+    named = model.named_parameters()
+    return states.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_front_and_its_gradients_equal_a_loop_over_tokens_and_taps(name: str) -> None:
+    spec = spec_with(FRONTS[name], norm="post" if "msc" in name or "ncf" in name else "pre")
+    model = double_model(spec)
+    examples = random_examples(spec, sentences=4, seed=3, shortest=1, longest=13)
+    examples += random_examples(spec, sentences=2, seed=4, shortest=1, longest=1)
+    batch = collate(examples, eos_id=EOS_ID)
+    states, of_states = gradients(model, encoded, batch)
+    expected, of_expected = gradients(model, encoded_by_hand, batch)
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
+    straight_through = name == "ada-msha, one scale"
+    assert {"front.router.weight"} >= set(of_states) ^ set(of_expected)
+    assert straight_through == ("front.router.weight" in set(of_states) ^ set(of_expected))
+    for parameter, gradient in of_expected.items():
+        if not straight_through:
+            torch.testing.assert_close(of_states[parameter], gradient, rtol=0, atol=1e-10)
+
+
+def test_the_straight_through_router_learns_from_the_value_of_its_scale() -> None:
+    """d loss / d logit of the chosen scale = ⟨d loss / d y, g(x)⟩, as if its weight were it."""
+    from pipeline.config import AdaMshaConfig
+    from pipeline.model.front.ada_msha import choose_scales
+
+    logits = torch.tensor([[0.1, 0.7, 0.2]], requires_grad=True)
+    scale, weight = choose_scales(logits, AdaMshaConfig(top_k=1, max_scale=2))
+    assert scale.tolist() == [[1]]
+    assert weight.tolist() == [[1.0]]
+    (5 * weight).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [[0.0, 5.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", FRONTS)
+@torch.no_grad()
+def test_a_sentence_has_the_same_states_alone_and_among_others(name: str) -> None:
+    spec = spec_with(FRONTS[name])
+    model = double_model(spec)
+    examples = random_examples(spec, sentences=5, seed=5, shortest=1, longest=19)
+    together = model(collate(examples, eos_id=EOS_ID)).logits_LV
+    alone = [model(collate([example], eos_id=EOS_ID)).logits_LV for example in examples]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_layers_computed_again_make_the_same_gradients(name: str) -> None:
+    spec = spec_with(FRONTS[name])
+    model = tiny_model(spec).train()
+    batch = random_batch(spec, sentences=4, seed=1)
+    found = []
+    for recomputes in (False, True):
+        model.recomputes = recomputes
+        found.append(gradients(model, encoded, batch))
+    assert torch.equal(found[0][0], found[1][0])
+    for parameter, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][parameter])

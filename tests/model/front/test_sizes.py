@@ -1,0 +1,46 @@
+"""The parameters of the papers' systems, to the last one."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.config import ModelConfig
+from pipeline.model.parameters import count_parameters
+
+BODY: dict[str, Any] = {
+    **{"encoder_layers": 6, "decoder_layers": 6, "width": 512, "feed_forward_width": 2048},
+    **{"num_heads": 8, "norm": "post"},
+}
+BODY_PARAMETERS = 44_138_496
+
+
+def parameters(vocabulary: int, **settings: Any) -> int:
+    model = ModelConfig.model_validate({**BODY, **settings})
+    return count_parameters(model, vocabulary_size=vocabulary, num_groups=0)["total"]
+
+
+@pytest.mark.parametrize("vocabulary", [300, 32_000])
+def test_a_plain_model_has_its_body_and_a_row_per_token(vocabulary: int) -> None:
+    assert parameters(vocabulary) == BODY_PARAMETERS + 512 * vocabulary
+
+
+def test_a_one_hot_model_has_its_body_and_two_scales() -> None:
+    assert parameters(300, embedding={"input": "one_hot"}) == BODY_PARAMETERS + 2
+
+
+@pytest.mark.parametrize(
+    ("front", "more"),
+    [
+        ({"kind": "msc"}, 123_264),
+        ({"kind": "msc", "kernels": (0, 0, 1, 1, 3, 5, 5, 7)}, 90_496),
+        ({"kind": "ada_msha"}, 102_720 + 384),
+        ({"kind": "ada_msha", "language_vector": True}, 102_720 + 768),
+        ({"kind": "ada_msha", "max_scale": 6}, 147_840 + 448),
+        ({"kind": "ada_msha", "max_scale": 4}, 65_792 + 320),
+        ({"kind": "ada_msha", "separate_routers": True}, 102_720 + 3 * 384),
+        ({"kind": "ncf"}, 9 * 512 * 512 + 3 * 512 + 4),
+        ({"kind": "wsf"}, 0),
+    ],
+)
+def test_a_front_adds_what_the_papers_say(front: dict[str, Any], more: int) -> None:
+    assert parameters(300, front=front) == BODY_PARAMETERS + 512 * 300 + more
