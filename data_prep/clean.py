@@ -11,6 +11,7 @@ key of every held-out line of a language, 8 bytes per training line of a pair in
 overhead, and a block of lines: import has bounded their length.
 """
 
+import hashlib
 import json
 import multiprocessing
 import shutil
@@ -18,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from data_prep.clean_pair import PairResult, PairTask, clean_pair
 from data_prep.dropped_samples import DROPPED_SAMPLES_NAME, DroppedSamples
@@ -60,9 +62,7 @@ def run(call: StageCall) -> None:
         writer.write_json(LEAKS_NAME, leaks(held_out, results))
         writer.statistics |= clean_statistics(corpus, results)
         if config.identify_languages != "no":
-            writer.statistics["language_not_known"] = {
-                result.pair: result.language_not_known for result in results
-            }
+            writer.statistics |= language_statistics(config, results)
         writer.summary += summary(corpus, results)
 
 
@@ -156,6 +156,17 @@ def leaks(held_out: HeldOutSets, results: list[PairResult]) -> dict[str, object]
             if result.leaks
         },
     }
+
+
+def language_statistics(config: CleanConfig, results: list[PairResult]) -> dict[str, object]:
+    """Lines in languages that the identifier does not know, and what its model's file held."""
+    statistics: dict[str, object] = {
+        "language_not_known": {result.pair: result.language_not_known for result in results}
+    }
+    if config.identify_languages == "fasttext":
+        with Path(config.language_model).open("rb") as stream:
+            statistics["language_model_sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return statistics
 
 
 def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, object]:

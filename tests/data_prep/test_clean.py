@@ -526,3 +526,35 @@ def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:
     result = cleaned(corpus, drop_held_out_overlap=False)
     assert train_lines(result, "de-en") == GOOD
     assert leaks_of(result)["pairs"] == {"de-en": {"de-en/test": 1}}
+
+
+def test_near_duplicates_and_wrong_languages_are_dropped_where_asked_for_and_counted(
+    tmp_path: Path,
+) -> None:
+    sentence = (
+        "Der Rat hat gestern beschlossen, die 3 Schulen neu zu bauen.",
+        "The council decided yesterday to build the 3 schools anew.",
+    )
+    near = (sentence[0].replace("3", "4"), sentence[1].upper())
+    wrong = (sentence[1].replace("council", "board"), "The board has decided to build them again.")
+    cherokee = ("ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ", "quite another language than that of the others")
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {"train": [*GOOD, sentence, wrong, near, ("Rat", "council"), sentence]},
+            "chr-en": {"train": [cherokee, GOOD[0]]},
+        },
+    )
+    assert len(train_lines(cleaned(corpus), "de-en")) == 8
+    result = cleaned(
+        corpus, processes=2, drop_near_duplicates=True, identify_languages="langdetect"
+    )
+    assert train_lines(result, "de-en") == [*GOOD, sentence, ("Rat", "council")]
+    dropped = result.statistics["dropped"]["de-en"]
+    assert {name: number for name, number in dropped.items() if number} == {
+        "duplicate": 1,
+        "near_duplicate": 1,
+        "wrong_language": 1,
+    }
+    assert result.statistics["dropped_sides"]["de-en"]["wrong_language"] == {"de": 1, "en": 0}
+    assert result.statistics["language_not_known"] == {"chr-en": {"chr": 2}, "de-en": {}}
