@@ -50,7 +50,10 @@ TRAIN = Stage(
     trains=True,
 )
 
-OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "estimate", "checkpoint", "export")
+OTHER_VERBS = (
+    *("run", "status", "describe", "recipes", "memory", "estimate", "survey", "checkpoint"),
+    "export",
+)
 
 
 class Bench:

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("training",),
     ("decoding", "evaluation", "estimates"),
+    ("survey",),
     ("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
     ("cli",),
 )
