@@ -63,7 +63,7 @@ def run(call: StageCall) -> None:
         writer.statistics |= clean_statistics(corpus, results)
         if config.identify_languages != "no":
             writer.statistics |= language_statistics(config, results)
-        writer.summary += summary(corpus, results)
+        writer.summary += summary(corpus, results, held_out=held_out)
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
@@ -203,15 +203,16 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
     }
 
 
-def summary(corpus: Artifact, results: list[PairResult]) -> list[str]:
-    """Lines read and kept, dropped by rule and language, and pairs that lost most or all."""
+def summary(corpus: Artifact, results: list[PairResult], *, held_out: HeldOutSets) -> list[str]:
+    """Lines read and kept, dropped by rule and language, the largest leaks, pairs that lost most or
+    all."""
     read, kept = (
         sum(numbers) for numbers in ([r.read for r in results], [r.lines for r in results])
     )
-    held_out = sum(sum(line_counts(corpus, split).values()) for split in HELD_OUT_SPLITS)
+    copied = sum(sum(line_counts(corpus, split).values()) for split in HELD_OUT_SPLITS)
     lines = [
         f"read {counted(read, 'training line')} of {counted(len(results), 'pair')}, kept {kept:,}; "
-        f"{counted(held_out, 'validation and test line')} as they were"
+        f"{counted(copied, 'validation and test line')} as they were"
     ]
     if read > kept:
         lines.append(f"dropped: {_dropped_by_rule(results)}")
@@ -219,12 +220,24 @@ def summary(corpus: Artifact, results: list[PairResult]) -> list[str]:
         worst = sorted(losses, key=lambda pair: (-losses[pair], pair))[:3]
         shares = (f"{pair} {losses[pair]:.1%}" for pair in worst if losses[pair])
         lines.append(f"most from: {', '.join(shares)}")
+    if found := _largest_leaks(held_out, results):
+        lines.append(f"held-out lines in training text, most: {', '.join(found)}")
     emptied = [
         f"{result.pair} ({_describe(result.dropped)})" for result in results if not result.lines
     ] + sorted(emptied_pairs(corpus))
     if emptied:
         lines.append(f"no training data left: {listed(emptied)}")
     return lines
+
+
+def _largest_leaks(held_out: HeldOutSets, results: list[PairResult]) -> list[str]:
+    """``de-en 12 of de-fr/test``, the three largest numbers."""
+    found = [
+        (-lines, result.pair, held_out.names[number])
+        for result in results
+        for number, lines in result.leaks.items()
+    ]
+    return [f"{pair} {-lines:,} of {name}" for lines, pair, name in sorted(found)[:3]]
 
 
 def _dropped_by_rule(results: list[PairResult]) -> str:

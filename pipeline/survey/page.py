@@ -96,7 +96,7 @@ def _size_row(survey: Survey, pair: str, *, largest: int) -> str:
     ratios = [None if counts is None else counts.ratio(share) for share in (0.5, 0.05, 0.95)]
     cells = [
         f"{lines:,}",
-        bar(lines / largest if largest else 0.0, text="", style="s0"),
+        _bar(lines / largest if largest else 0.0),
         f"{imported:,}",
         f"{1 - lines / imported:.1%}" if imported else "–",
         f"{sizes.get('valid', 0):,}",
@@ -106,6 +106,12 @@ def _size_row(survey: Survey, pair: str, *, largest: int) -> str:
     if survey.epochs:
         cells.append(f"{survey.epochs[pair]:.3g}" if pair in survey.epochs else "–")
     return _row(pair, cells)
+
+
+def _bar(share: float) -> str:
+    """A bar as wide as its column of a table."""
+    drawn = bar(share, text="", style="s0")
+    return f'<div class="bar-row" style="grid-template-columns:110px">{drawn}</div>'
 
 
 def _conditions(survey: Survey) -> str:

@@ -11,6 +11,7 @@ from support.plain_rules import plain_clean
 
 from data_prep import clean
 from data_prep.rules.length_ratio import median_length_ratio
+from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -526,6 +527,24 @@ def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:
     result = cleaned(corpus, drop_held_out_overlap=False)
     assert train_lines(result, "de-en") == GOOD
     assert leaks_of(result)["pairs"] == {"de-en": {"de-en/test": 1}}
+    said = "held-out lines in training text, most: de-en 1 of de-en/test"
+    assert result.manifest.summary[-1] == said
+
+
+def test_the_command_takes_further_corpora_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": GOOD}})
+    more = corpus_of(tmp_path / "more", {"en-fr": {"test": [("HOUSE", "maison")]}})
+    out = tmp_path / "clean"
+    arguments = ["clean", "--recipe", "smoke", "--corpus", str(corpus.directory)]
+    arguments += ["--out", str(out), "--tests", f"flores={more.directory}"]
+    assert cli.main(arguments) == 0
+    result = open_artifact(out, kind="corpus")
+    assert train_lines(result, "de-en") == GOOD[1:]
+    assert leaks_of(result)["sets"] == {"flores:en-fr/test": 1}
+    assert result.manifest.inputs["tests/flores"].digest == more.digest
+    assert "de-en 1 of flores:en-fr/test" in capsys.readouterr().out
 
 
 def test_near_duplicates_and_wrong_languages_are_dropped_where_asked_for_and_counted(
