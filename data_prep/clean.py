@@ -6,8 +6,8 @@ stand ten lines that each rule dropped (``dropped_samples.jsonl``), and how many
 each pair are in which held-out set, over all pairs (``held_out_leaks.json``). Each dropped line is
 counted under the first rule it breaks, and where one side breaks it, for that side. A pair that
 loses all its lines is left without training data, which the statistics say (``emptied``). Pairs are
-independent of each other, so the result does not depend on the number of workers; memory holds a
-key of every held-out line of a language, 8 bytes per training line of a pair in work, plus
+independent of each other, so the result does not depend on the number of workers; memory holds
+250 bytes per held-out line of a language, 8 bytes per training line of a pair in work, plus
 overhead, and a block of lines: import has bounded their length.
 """
 
