@@ -124,9 +124,23 @@ class CleanConfig(Settings):
     """Source equal to target."""
     drop_swapped: bool = True
     """Lines each side of which is in the script of the other, of languages with two scripts."""
+    identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
+    """Drops lines a side of which is found to be in another language than it is named for. Sides in
+    languages that the identifier does not know are never judged."""
+    language_model: str = ""
+    """Of fasttext: a local file, lid.176.bin or GlotLID's model.bin."""
+    language_min_characters: Annotated[int, whole(1, 10**9)] = 40
+    """Shorter sides are not judged by their language."""
     drop_duplicates: bool = True
+    drop_near_duplicates: bool = False
+    """Lines that nearly repeat an earlier one of their pair, digits, case and punctuation aside."""
+    near_duplicate_similarity: Annotated[float, number(above=0, most=1)] = 0.8
+    """Jaccard similarity of the character 5-grams of both sides from which on they do."""
     drop_held_out_overlap: bool = True
     """Training lines one side of which is, letters and digits folded, a valid or test line."""
+    held_out_scope: Literal["all_pairs", "own_pair"] = "all_pairs"
+    """Whose valid and test lines those are: a line of the same language in whichever pair, or of
+    the same pair alone. Leaks are counted over all pairs in any case."""
 
 
 class TokenizerConfig(Settings):

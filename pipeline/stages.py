@@ -185,7 +185,15 @@ STAGES: dict[str, Stage] = {
             makes="corpus",
             help="drop bad, repeated and held-out training lines",
             sections=("clean",),
-            inputs={"corpus": Input("corpus", "imported corpus")},
+            inputs={
+                "corpus": Input("corpus", "imported corpus"),
+                "tests": Input(
+                    "corpus",
+                    "NAME=DIR, further corpora whose held-out lines are not to be trained on",
+                    required=False,
+                    many=True,
+                ),
+            },
             parallel="workers",
         ),
         Stage(

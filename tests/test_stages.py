@@ -45,6 +45,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "clean": {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
             *("drop_held_out_overlap", "max_characters", "max_length_ratio"),
+            *("drop_near_duplicates", "held_out_scope", "identify_languages", "language_model"),
+            *("language_min_characters", "near_duplicate_similarity"),
         }
     },
     "train_tokenizer": {

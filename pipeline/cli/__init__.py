@@ -17,6 +17,7 @@ from pipeline.cli.export_verb import EXPORT_VERBS
 from pipeline.cli.plan_verbs import PLAN_VERBS
 from pipeline.cli.recipe_verbs import RECIPE_VERBS
 from pipeline.cli.stage_verbs import stage_main
+from pipeline.cli.survey_verb import SURVEY_VERBS
 from pipeline.cli.verb import Verb
 from pipeline.distributed.world import leave
 from pipeline.entry import prepare_process
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
-    for verb in (*PLAN_VERBS, *RECIPE_VERBS, *EXPORT_VERBS):
+    for verb in (*PLAN_VERBS, *RECIPE_VERBS, *SURVEY_VERBS, *EXPORT_VERBS):
         verb.describe_in(verbs.add_parser(verb.command, help=verb.about, description=verb.about))
     about = "look into checkpoints and other artifacts, and make new ones of them"
     add_checkpoint_verbs(verbs.add_parser("checkpoint", help=about, description=about))

@@ -50,7 +50,10 @@ TRAIN = Stage(
     trains=True,
 )
 
-OTHER_VERBS = ("run", "status", "describe", "recipes", "memory", "estimate", "checkpoint", "export")
+OTHER_VERBS = (
+    *("run", "status", "describe", "recipes", "memory", "estimate", "survey", "checkpoint"),
+    "export",
+)
 
 
 class Bench:
@@ -122,7 +125,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
     frozen = {
         "import_corpus": "--out --overwrite --raw --recipe",
         "import_tests": "--out --overwrite --raw --recipe",
-        "clean": "--corpus --out --overwrite --processes --recipe",
+        "clean": "--corpus --out --overwrite --processes --recipe --tests",
         "train_tokenizer": "--corpus --out --overwrite --recipe",
         "make_shards": "--corpus --out --overwrite --processes --recipe --tokenizer",
         "mix": "--out --overwrite --recipe --shards",

@@ -1,12 +1,17 @@
 """Clean: each rule drops what it should and nothing else, whatever the number of workers."""
 
+import json
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.plain_rules import plain_clean
 
 from data_prep import clean
-from data_prep.clean import median_length_ratio
+from data_prep.rules.length_ratio import median_length_ratio
+from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -39,7 +44,13 @@ def corpus_of(directory: Path, pairs: dict[str, Texts]) -> Artifact:
     return open_artifact(directory, kind="corpus")
 
 
-def cleaned(corpus: Artifact, *, processes: int = 1, **settings: Any) -> Artifact:
+def cleaned(
+    corpus: Artifact,
+    *,
+    processes: int = 1,
+    tests: Any = None,
+    **settings: Any,
+) -> Artifact:
     recipe = Recipe(name="test", clean=CleanConfig(**settings))
     stage = STAGES["clean"]
     out_dir = corpus.directory.with_name(f"clean{processes}")
@@ -47,7 +58,10 @@ def cleaned(corpus: Artifact, *, processes: int = 1, **settings: Any) -> Artifac
         StageCall(
             stage=stage,
             recipe=recipe,
-            artifacts={"corpus": corpus},
+            artifacts={
+                "corpus": corpus,
+                **{f"tests/{name}": one for name, one in (tests or {}).items()},
+            },
             raw={},
             out_dir=out_dir,
             records={},
@@ -180,6 +194,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
     corpus = corpus_of(tmp_path / "corpus", pairs)
     one, two = cleaned(corpus), cleaned(corpus, processes=2)
     assert one.digest == two.digest
+    assert samples_of(one) == samples_of(two) != []
     assert one.statistics == two.statistics
     assert one.manifest.summary == two.manifest.summary
     assert one.statistics["dropped"]["de-en"] == {
@@ -189,7 +204,9 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
         "copy": 0,
         "swapped": 0,
         "length_ratio": 0,
+        "wrong_language": 0,
         "duplicate": 4,
+        "near_duplicate": 0,
         "held_out_overlap": 1,
     }
 
@@ -354,3 +371,209 @@ def test_characters_are_those_of_the_lines_that_are_left(tmp_path: Path) -> None
 def test_the_median_ratio_is_that_of_lines_with_two_sides() -> None:
     assert median_length_ratio([("ab", "a"), ("abc", "a"), ("aaaaaaaa", "a"), ("", "a")]) == 3.0
     assert median_length_ratio([("", "a")]) == 1.0
+
+
+ODD = ["\u00ad", "\u200b", "\ufe0f", "\u0301", "\x07", "\x85", "\u2028", "\t", "é", "ﬁ", "２", "ſ"]
+
+
+def odd_lines(alphabets: tuple[str, str], *, seed: int, count: int) -> list[tuple[str, str]]:
+    """Lines that repeat, copy, exchange and end in all manners, from few words."""
+    generator = random.Random(seed)
+    words = [
+        ["".join(generator.choices(letters, k=generator.randint(1, 7))) for _ in range(12)]
+        for letters in alphabets
+    ]
+    lines = []
+    for _ in range(count):
+        sides = [" ".join(generator.choices(side, k=generator.randint(0, 6))) for side in words]
+        if generator.random() < 0.4:
+            place = generator.randint(0, len(sides[0]))
+            sides[0] = sides[0][:place] + generator.choice(ODD) + sides[0][place:]
+        if generator.random() < 0.1:
+            sides.reverse()
+        if generator.random() < 0.1:
+            sides[1] = sides[0]
+        lines.append((sides[0].capitalize(), sides[1] + generator.choice(["", ".", " !"])))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("pair", "alphabets", "scripts"),
+    [
+        ("de-en", ("aäbß", "abc"), ({"Latn"}, {"Latn"})),
+        ("en-ru", ("abc", "бяй"), ({"Latn"}, {"Cyrl"})),
+        ("en-hi", ("abc", "कखिु\u094d"), ({"Latn"}, {"Deva"})),
+        ("en-he", ("abc", "אבש\u05b8"), ({"Latn"}, {"Hebr"})),
+        ("en-ko", ("abc", "가\u1112\u1161한"), ({"Latn"}, {"Hang", "Hani"})),
+    ],
+)
+def test_every_line_is_judged_as_the_rules_say_one_character_at_a_time(
+    tmp_path: Path, pair: str, alphabets: tuple[str, str], scripts: tuple[set[str], set[str]]
+) -> None:
+    first, second = sorted(pair.split("-"))
+    if (first, second) != tuple(pair.split("-")):
+        alphabets, scripts = (alphabets[1], alphabets[0]), (scripts[1], scripts[0])
+    lines = odd_lines(alphabets, seed=3, count=3000)
+    held_out = odd_lines(alphabets, seed=3, count=40)
+    corpus = corpus_of(tmp_path / "corpus", {pair: {"train": lines, "test": held_out}})
+    config = CleanConfig(max_characters=30)
+    broken = plain_clean(
+        lines,
+        held_out=([line[0] for line in held_out], [line[1] for line in held_out]),
+        scripts=scripts,
+        config=config,
+    )
+    result = cleaned(corpus, max_characters=30)
+    kept = [line for line, rule in zip(lines, broken, strict=True) if rule is None]
+    assert train_lines(result, pair) == kept
+    dropped = result.statistics["dropped"][pair]
+    counts = Counter(rule for rule in broken if rule is not None)
+    assert {rule: number for rule, number in dropped.items() if number} == counts
+    assert len(counts) >= 6
+
+
+def samples_of(corpus: Artifact) -> list[dict[str, Any]]:
+    text = corpus.file("dropped_samples.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_ten_lines_of_each_rule_are_kept_with_their_places(
+    tmp_path: Path,
+) -> None:
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {"train": [*GOOD, *[(f"gleich {n}", f"gleich {n}") for n in range(50)]]},
+            "de-fr": {"train": [*GOOD, ("", "vide"), *[("même", "même")] * 30, ("x" * 900, "y")]},
+        },
+    )
+    result = cleaned(corpus, max_characters=800)
+    found = samples_of(result)
+    assert Counter(row["rule"] for row in found) == {"copy": 10, "empty": 1, "too_long": 1}
+    for row in found:
+        first, second = row["pair"].split("-")
+        line = [
+            read_lines(corpus, "train", row["pair"], code)[row["line"] - 1]
+            for code in (first, second)
+        ]
+        assert [row["text"][first], row["text"][second]] == [side[:300] for side in line]
+    assert [row["sides"] for row in found if row["rule"] == "empty"] == [["de"]]
+    assert [row["sides"] for row in found if row["rule"] == "copy"] == [[]] * 10
+
+
+def test_samples_are_drawn_evenly_from_all_that_a_rule_dropped(tmp_path: Path) -> None:
+    """Not the first ten: each tenth of the corpus is drawn from about as often as the others."""
+    tenths: Counter[int] = Counter()
+    for number in range(20):
+        pair = f"d{chr(ord('a') + number)}-en"
+        lines = [(f"gleich {line}", f"gleich {line}") for line in range(400)]
+        corpus = corpus_of(tmp_path / f"{number}" / "corpus", {pair: {"train": [*lines, GOOD[0]]}})
+        tenths.update((row["line"] - 1) // 40 for row in samples_of(cleaned(corpus)))
+    assert tenths.total() == 200
+    assert max(tenths.values()) < 40
+    assert min(tenths.values()) > 5
+
+
+def leaks_of(corpus: Artifact) -> Any:
+    return json.loads(corpus.file("held_out_leaks.json").read_text("utf-8"))
+
+
+def test_leaks_are_counted_per_pair_and_held_out_set_of_every_pair_and_corpus(
+    tmp_path: Path,
+) -> None:
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {
+                "train": [*GOOD, ("der Rat", "council"), ("Dorf", "A village")],
+                "test": [("der Rat!", "the council")],
+            },
+            "de-fr": {"train": [("Der Rat", "conseil"), ("oui", "si")], "valid": [("Haus", "m")]},
+        },
+    )
+    flores = corpus_of(
+        tmp_path / "flores",
+        {"en-sw": {"test": [("a village", "kijiji"), ("house", "nyumba")]}},
+    )
+    result = cleaned(corpus, tests={"flores": flores})
+    assert leaks_of(result) == {
+        "sets": {"de-fr/valid": 1, "de-en/test": 1, "flores:en-sw/test": 2},
+        "pairs": {
+            "de-en": {"de-fr/valid": 1, "de-en/test": 1, "flores:en-sw/test": 2},
+            "de-fr": {"de-en/test": 1},
+        },
+    }
+    assert train_lines(result, "de-en") == GOOD[1:]
+    assert train_lines(result, "de-fr") == [("oui", "si")]
+
+
+def test_lines_held_out_in_other_pairs_stay_where_the_scope_is_the_own_pair(tmp_path: Path) -> None:
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {"train": [*GOOD, ("Rat", "council")], "test": [("Rat", "x")]},
+            "de-fr": {"test": [("Haus", "maison"), ("Rat", "conseil")]},
+        },
+    )
+    tests = {"more": corpus_of(tmp_path / "more", {"de-en": {"test": [("y", "tree")]}})}
+    result = cleaned(corpus, tests=tests, held_out_scope="own_pair")
+    assert train_lines(result, "de-en") == [line for line in GOOD if line != ("Baum", "tree")]
+    found = leaks_of(result)["pairs"]["de-en"]
+    assert found == {"de-en/test": 1, "de-fr/test": 2, "more:de-en/test": 1}
+
+
+def test_leaks_are_counted_where_they_are_not_dropped(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": GOOD, "test": [("Haus", "x")]}})
+    result = cleaned(corpus, drop_held_out_overlap=False)
+    assert train_lines(result, "de-en") == GOOD
+    assert leaks_of(result)["pairs"] == {"de-en": {"de-en/test": 1}}
+    said = "held-out lines in training text, most: de-en 1 of de-en/test"
+    assert result.manifest.summary[-1] == said
+
+
+def test_the_command_takes_further_corpora_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": GOOD}})
+    more = corpus_of(tmp_path / "more", {"en-fr": {"test": [("HOUSE", "maison")]}})
+    out = tmp_path / "clean"
+    arguments = ["clean", "--recipe", "smoke", "--corpus", str(corpus.directory)]
+    arguments += ["--out", str(out), "--tests", f"flores={more.directory}"]
+    assert cli.main(arguments) == 0
+    result = open_artifact(out, kind="corpus")
+    assert train_lines(result, "de-en") == GOOD[1:]
+    assert leaks_of(result)["sets"] == {"flores:en-fr/test": 1}
+    assert result.manifest.inputs["tests/flores"].digest == more.digest
+    assert "de-en 1 of flores:en-fr/test" in capsys.readouterr().out
+
+
+def test_near_duplicates_and_wrong_languages_are_dropped_where_asked_for_and_counted(
+    tmp_path: Path,
+) -> None:
+    sentence = (
+        "Der Rat hat gestern beschlossen, die 3 Schulen neu zu bauen.",
+        "The council decided yesterday to build the 3 schools anew.",
+    )
+    near = (sentence[0].replace("3", "4"), sentence[1].upper())
+    wrong = (sentence[1].replace("council", "board"), "The board has decided to build them again.")
+    cherokee = ("ᏣᎳᎩ ᎦᏬᏂᎯᏍᏗ", "quite another language than that of the others")
+    corpus = corpus_of(
+        tmp_path / "corpus",
+        {
+            "de-en": {"train": [*GOOD, sentence, wrong, near, ("Rat", "council"), sentence]},
+            "chr-en": {"train": [cherokee, GOOD[0]]},
+        },
+    )
+    assert len(train_lines(cleaned(corpus), "de-en")) == 8
+    result = cleaned(
+        corpus, processes=2, drop_near_duplicates=True, identify_languages="langdetect"
+    )
+    assert train_lines(result, "de-en") == [*GOOD, sentence, ("Rat", "council")]
+    dropped = result.statistics["dropped"]["de-en"]
+    assert {name: number for name, number in dropped.items() if number} == {
+        "duplicate": 1,
+        "near_duplicate": 1,
+        "wrong_language": 1,
+    }
+    assert result.statistics["dropped_sides"]["de-en"]["wrong_language"] == {"de": 1, "en": 0}
+    assert result.statistics["language_not_known"] == {"chr-en": {"chr": 2}, "de-en": {}}

@@ -5,8 +5,9 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plain_rules import plain_fold, plain_visible
 
-from data_prep.folding import fold, visible
+from data_prep.folding import fold, head, visible
 
 INVISIBLE = "\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\u2064\u2066\u2069\ufeff"
 
@@ -63,3 +64,21 @@ def test_points_that_most_text_leaves_out_do_not_tell_lines_apart(pointed: str, 
 def test_the_visible_line_keeps_all_that_is_seen() -> None:
     text = "Größe: ܫܠܳܡܳܐ, 日本 𑄇𑄨 🙂 \t"
     assert visible(text) == text
+
+
+MIXED = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \u0301\u200b\u06e5é가ᅡ\u1112אָ"))
+)
+
+
+@given(MIXED)
+def test_keys_are_those_that_their_definition_gives(text: str) -> None:
+    assert visible(text) == plain_visible(text)
+    assert fold(text) == plain_fold(text)
+
+
+@given(MIXED, MIXED, MIXED)
+def test_the_key_of_a_line_begins_with_that_of_its_head(one: str, other: str, last: str) -> None:
+    for line in (one, f"{one} {other} {last}", f"{one * 9} {other * 9}"):
+        assert line.startswith(head(line))
+        assert fold(line).startswith(fold(head(line)))

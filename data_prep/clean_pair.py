@@ -1,0 +1,143 @@
+"""The work of clean on one pair, in whatever process: its training lines, but those that break a
+rule.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from data_prep.dropped_samples import DroppedSamples
+from data_prep.rules.judge import Judge, PairFacts
+from data_prep.rules.length_ratio import median_length_ratio
+from data_prep.rules.line_language import LanguageRule, line_identifier
+from data_prep.rules.near_duplicates import NearDuplicates, sketches
+from data_prep.rules.rule import Rule
+from pipeline.artifacts.corpus import aligned_lines
+from pipeline.config import CleanConfig
+
+BLOCK_LINES = 2048
+
+Lines = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class PairTask:
+    """What a worker needs to clean the training lines of one pair."""
+
+    pair: str
+    sources: tuple[Path, Path]
+    outputs: tuple[Path, Path]
+    facts: PairFacts
+    config: CleanConfig
+
+
+@dataclass
+class PairResult:
+    """What is left of a pair, and why the rest is not."""
+
+    pair: str
+    lines: int = 0
+    characters: list[int] = field(default_factory=lambda: [0, 0])
+    dropped: Counter[Rule] = field(default_factory=Counter)
+    dropped_sides: Counter[tuple[Rule, int]] = field(default_factory=Counter)
+    """(Rule, side) → lines whose side breaks it; a line can count for both."""
+    samples: DroppedSamples = field(default_factory=DroppedSamples)
+    leaks: Counter[int] = field(default_factory=Counter)
+    """Number of a held-out set → lines with a side in it."""
+    language_not_known: dict[str, int] = field(default_factory=dict)
+    """Language → lines that were not judged for it, since the identifier does not know it."""
+
+    @property
+    def read(self) -> int:
+        """Training lines that came in."""
+        return self.lines + self.dropped.total()
+
+
+def clean_pair(task: PairTask) -> PairResult:
+    """Write the training lines of a pair that break no rule; there may be none."""
+    result = PairResult(task.pair)
+    with ExitStack() as stack:
+        judge = _judge(task, stack)
+        first, second = (
+            stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+            for path in task.outputs
+        )
+        number = 0
+        for block in _blocks(task):
+            kept = []
+            for lines, broken in zip(block, judge.judge(block), strict=True):
+                number += 1
+                if broken is None:
+                    kept.append(lines)
+                    continue
+                rule, sides = broken
+                result.dropped[rule] += 1
+                result.dropped_sides.update((rule, side) for side in (0, 1) if sides[side])
+                result.samples.offer(rule, pair=task.pair, line=number, sides=sides, text=lines)
+            for side, stream in enumerate((first, second)):
+                text = "".join([lines[side] + "\n" for lines in kept])
+                stream.write(text)
+                result.characters[side] += len(text) - len(kept)
+            result.lines += len(kept)
+    result.leaks = judge.leaks
+    if judge.language_rule is not None:
+        result.language_not_known = judge.language_rule.not_known
+    return result
+
+
+def _judge(task: PairTask, stack: ExitStack) -> Judge:
+    """The rules, with what only all lines of the pair say."""
+    judge = Judge(
+        task.config,
+        task.facts,
+        median_ratio=median_length_ratio(aligned_lines(*task.sources)),
+    )
+    identifier = line_identifier(task.config)
+    if identifier is not None:
+        first, second = task.pair.split("-")
+        judge.language_rule = LanguageRule(
+            identifier, (first, second), min_characters=task.config.language_min_characters
+        )
+    if task.config.drop_near_duplicates:
+        streams = [stack.enter_context(path.open("rb")) for path in task.sources]
+        judge.near_duplicates = NearDuplicates(
+            [sketches(block) for block in _blocks(task)],
+            threshold=task.config.near_duplicate_similarity,
+            line_at=StoredLines(streams[0], streams[1]).line_at,
+        )
+    return judge
+
+
+class StoredLines:
+    """The lines of two files by their number; keeps 16 bytes of each."""
+
+    def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
+        self._streams = first, second
+        self._starts = [array("q", _starts(stream)) for stream in self._streams]
+
+    def line_at(self, number: int) -> tuple[str, str]:
+        first, second = (self._read(side, number) for side in (0, 1))
+        return first, second
+
+    def _read(self, side: int, number: int) -> str:
+        self._streams[side].seek(self._starts[side][number])
+        return self._streams[side].readline().decode("utf-8").removesuffix("\n")
+
+
+def _starts(stream: BinaryIO) -> Iterator[int]:
+    """Where the lines of a file begin."""
+    start = 0
+    for line in stream:
+        yield start
+        start += len(line)
+
+
+def _blocks(task: PairTask) -> Iterator[Lines]:
+    lines = aligned_lines(*task.sources)
+    while block := list(islice(lines, BLOCK_LINES)):
+        yield block

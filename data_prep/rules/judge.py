@@ -1,0 +1,146 @@
+"""All rules, tried in their order on the training lines of one pair.
+
+Rules that look at one line alone come first; then, for a block of lines at once, the language; then
+those that compare a line with others: the kept ones of its pair, and the held-out ones.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from data_prep.folding import visible
+from data_prep.rules.held_out import HeldOutLines, digest_of
+from data_prep.rules.line_language import LanguageRule
+from data_prep.rules.near_duplicates import NearDuplicates
+from data_prep.rules.rule import NO_SIDE, Rule, Sides
+from pipeline.config import CleanConfig
+from pipeline.scripts import has_letter_of
+
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
+"""Control characters but the tab, and the two separators other tools take for line ends. None of
+them is printable."""
+
+Broken = tuple[Rule, Sides]
+"""The first rule that a line breaks, and the sides that do."""
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """What is known of a pair before its training lines are judged."""
+
+    letters: tuple[frozenset[str], frozenset[str]]
+    """Scripts of the letters of either language; none where they are not known."""
+    held_out: tuple[HeldOutLines, HeldOutLines]
+    """Of either language, over all pairs."""
+    own_sets: frozenset[int] | None
+    """Numbers of the held-out sets whose lines are dropped; None: those of all sets."""
+
+    @property
+    def scripts_differ(self) -> bool:
+        first, second = self.letters
+        return bool(first and second and not first & second)
+
+
+@dataclass
+class Judge:
+    """The rules for one pair; it remembers the lines that it has let pass the earlier rules."""
+
+    config: CleanConfig
+    facts: PairFacts
+    median_ratio: float
+    language_rule: LanguageRule | None = None
+    near_duplicates: NearDuplicates | None = None
+    leaks: Counter[int] = field(default_factory=Counter)
+    """Held-out set → lines that break no earlier rule and have a side in it."""
+    _seen: set[bytes] = field(default_factory=set)
+    _judged: int = 0
+
+    def __post_init__(self) -> None:
+        self._scripts_differ = self.facts.scripts_differ
+
+    def judge(self, lines: Sequence[tuple[str, str]]) -> list[Broken | None]:
+        """Of each line of the next block, the first rule that it breaks; None if it is good."""
+        seen = [(visible(first).strip(), visible(second).strip()) for first, second in lines]
+        found = [self._by_itself(*line, *shown) for line, shown in zip(lines, seen, strict=True)]
+        if self.language_rule is not None:
+            self._judge_languages(self.language_rule, lines, found)
+        config = self.config
+        for place, (first, second) in enumerate(lines):
+            if found[place] is None:
+                found[place] = (
+                    ("duplicate", NO_SIDE)
+                    if config.drop_duplicates and self._is_repeated(*seen[place])
+                    else self._among_others(self._judged + place, first, second)
+                )
+            if self.near_duplicates is not None:
+                self.near_duplicates.settle(self._judged + place, kept=found[place] is None)
+        self._judged += len(lines)
+        return found
+
+    def _by_itself(self, first: str, second: str, one: str, other: str) -> Broken | None:
+        """``one`` and ``other``: what is seen of the two sides."""
+        config = self.config
+        if not one or not other:
+            return "empty", (not one, not other)
+        limit = config.max_characters
+        if len(first) > limit or len(second) > limit:
+            return "too_long", (len(first) > limit, len(second) > limit)
+        if config.drop_control_characters and not (first.isprintable() and second.isprintable()):
+            sides = _CONTROL.search(first) is not None, _CONTROL.search(second) is not None
+            if any(sides):
+                return "control_characters", sides
+        if config.drop_copies and one == other:
+            return "copy", NO_SIDE
+        if config.drop_swapped and self._scripts_differ and self._is_swapped(first, second):
+            return "swapped", NO_SIDE
+        ratio = len(first) / len(second) / self.median_ratio
+        if ratio > config.max_length_ratio or 1 / ratio > config.max_length_ratio:
+            return "length_ratio", NO_SIDE
+        return None
+
+    def _is_swapped(self, first: str, second: str) -> bool:
+        """Each side has letters of the other's script and none of its own."""
+        ours, theirs = self.facts.letters
+        return (
+            not has_letter_of(first, ours)
+            and has_letter_of(first, theirs)
+            and has_letter_of(second, ours)
+            and not has_letter_of(second, theirs)
+        )
+
+    def _judge_languages(
+        self,
+        rule: LanguageRule,
+        lines: Sequence[tuple[str, str]],
+        found: list[Broken | None],
+    ) -> None:
+        """Fill in the lines that are good so far, but in another language."""
+        places = [place for place, broken in enumerate(found) if broken is None]
+        wrong = rule.wrong_sides([lines[place] for place in places])
+        for place, sides in zip(places, wrong, strict=True):
+            if any(sides):
+                found[place] = "wrong_language", sides
+
+    def _among_others(self, number: int, first: str, second: str) -> Broken | None:
+        config = self.config
+        near = self.near_duplicates
+        if near is not None and near.is_repeated(number, first, second):
+            return "near_duplicate", NO_SIDE
+        one, other = self.facts.held_out
+        sets = [one.find(first), other.find(second)]
+        if not any(sets):
+            return None
+        self.leaks.update({*sets[0], *sets[1]})
+        if not config.drop_held_out_overlap:
+            return None
+        own = self.facts.own_sets
+        if own is not None:
+            sets = [tuple(number for number in side if number in own) for side in sets]
+        return ("held_out_overlap", (bool(sets[0]), bool(sets[1]))) if any(sets) else None
+
+    def _is_repeated(self, one: str, other: str) -> bool:
+        digest = digest_of(f"{one}\n{other}")
+        repeated = digest in self._seen
+        self._seen.add(digest)
+        return repeated

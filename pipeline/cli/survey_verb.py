@@ -1,0 +1,50 @@
+"""A page about a corpus, from the command line."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.cli.verb import Verb
+from pipeline.documents import unfinished_path
+from pipeline.errors import ArtifactError
+
+
+def _survey(options: argparse.Namespace) -> int:
+    from pipeline.survey.page import survey_page
+    from pipeline.survey.survey import survey_corpus
+
+    if options.out.is_dir():
+        raise ArtifactError(f"--out {options.out} is a folder: name a file, as in survey.html.")
+    survey = survey_corpus(
+        open_artifact(options.corpus, kind="corpus"),
+        shards=options.shards and open_artifact(options.shards, kind="shards"),
+        mixture=options.mixture and open_artifact(options.mixture, kind="mixture"),
+    )
+    unfinished = unfinished_path(options.out)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(survey_page(survey), encoding="utf-8")
+        unfinished.replace(options.out)
+    except OSError as error:
+        raise ArtifactError(
+            f"{options.out} cannot be written ({error.strerror}): name another --out."
+        ) from error
+    print(f"{options.out}: {len(survey.sizes):,} pairs of {survey.origin}")
+    return 0
+
+
+def _add_survey_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="imported or clean corpus")
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="made of it: for fertility")
+    parser.add_argument("--mixture", type=Path, metavar="DIR", help="made of the shards: epochs")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, HTML")
+
+
+SURVEY_VERBS = (
+    Verb(
+        "survey",
+        "a page about a corpus: sizes, lengths, ratios, fertility, epochs, what was dropped",
+        _add_survey_options,
+        _survey,
+    ),
+)

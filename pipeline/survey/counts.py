@@ -1,0 +1,71 @@
+"""What is counted of the training text of a pair: lengths, words, and the ratio of its sides."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+LENGTH_BIN = 10
+"""Characters in one column of a histogram of lengths."""
+RATIO_BIN = 0.02
+"""Of the natural logarithm of a ratio: 2 % of it."""
+
+
+@dataclass
+class LanguageCounts:
+    """Of the training lines of one language in one pair, or in several."""
+
+    lines: int = 0
+    characters: int = 0
+    words: int = 0
+    """What spaces divide the lines into."""
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Length in bins of ``LENGTH_BIN`` characters → lines."""
+
+    def add(self, other: "LanguageCounts") -> None:
+        """Count the lines of another one in."""
+        self.lines += other.lines
+        self.characters += other.characters
+        self.words += other.words
+        self.lengths.update(other.lengths)
+
+
+@dataclass
+class PairCounts:
+    """Of the training lines of one pair."""
+
+    sides: tuple[LanguageCounts, LanguageCounts] = field(
+        default_factory=lambda: (LanguageCounts(), LanguageCounts())
+    )
+    ratios: Counter[int] = field(default_factory=Counter)
+    """Logarithm of first by second side's characters in bins of ``RATIO_BIN`` → lines."""
+
+    def ratio(self, share: float) -> float | None:
+        """The ratio of characters that a share of the lines is below; None where there is none."""
+        place = quantile(self.ratios, share)
+        return None if place is None else math.exp(place * RATIO_BIN)
+
+
+def count_pair(lines: Iterable[tuple[str, str]]) -> PairCounts:
+    """Count the training lines of a pair in one pass."""
+    counts = PairCounts()
+    for line in lines:
+        for side, text in zip(counts.sides, line, strict=True):
+            side.lines += 1
+            side.characters += len(text)
+            side.words += len(text.split())
+            side.lengths[len(text) // LENGTH_BIN] += 1
+        if line[0] and line[1]:
+            counts.ratios[round(math.log(len(line[0]) / len(line[1])) / RATIO_BIN)] += 1
+    return counts
+
+
+def quantile(histogram: Counter[int], share: float) -> int | None:
+    """The lowest value that at least this share of what was counted does not exceed."""
+    wanted = share * histogram.total()
+    reached = 0
+    for value in sorted(histogram):
+        reached += histogram[value]
+        if reached >= wanted:
+            return value
+    return None

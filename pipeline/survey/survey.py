@@ -1,0 +1,193 @@
+"""What is known of a corpus, from its artifact and from those that were made of it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import (
+    aligned_lines,
+    emptied_pairs,
+    imported_lines,
+    line_counts,
+    pair_counts,
+    text_name,
+)
+from pipeline.documents import read_json_lines
+from pipeline.errors import ArtifactError
+from pipeline.survey.counts import LanguageCounts, PairCounts, count_pair
+from pipeline.terminal import track
+
+SAMPLES_NAME, LEAKS_NAME = "dropped_samples.jsonl", "held_out_leaks.json"
+
+
+@dataclass(frozen=True)
+class Fertility:
+    """Tokens of a language's training text as it was encoded, and what they stand for."""
+
+    tokens: int
+    counts: LanguageCounts
+    """Of the pairs that were encoded."""
+
+    @property
+    def per_word(self) -> float:
+        return self.tokens / max(self.counts.words, 1)
+
+    @property
+    def per_character(self) -> float:
+        return self.tokens / max(self.counts.characters, 1)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that the page shows."""
+
+    origin: str
+    """The corpus's folder."""
+    sizes: Mapping[str, Mapping[str, int]]
+    """Pair → split → lines."""
+    imported: Mapping[str, int]
+    """Pair → training lines before any were dropped."""
+    emptied: frozenset[str]
+    counts: Mapping[str, PairCounts]
+    """Pair → of its training lines."""
+    dropped: Mapping[str, int]
+    """Rule → training lines that it dropped."""
+    samples: tuple[Mapping[str, Any], ...]
+    """Some of them: rule, pair, line, text."""
+    leaks: Mapping[str, Mapping[str, int]]
+    """Pair → held-out set → training lines with a side in it."""
+    fertility: Mapping[str, Fertility]
+    """Language → of its tokens; empty without shards."""
+    epochs: Mapping[str, float]
+    """Pair → how often training would see each line; empty without a mixture."""
+    sampling_temperature: float | None
+    updates: int | None
+
+    @property
+    def languages(self) -> Mapping[str, LanguageCounts]:
+        """Language → of its training lines in all pairs."""
+        found: dict[str, LanguageCounts] = defaultdict(LanguageCounts)
+        for pair, counts in self.counts.items():
+            for code, side in zip(pair.split("-"), counts.sides, strict=True):
+                found[code].add(side)
+        return dict(sorted(found.items()))
+
+
+def survey_corpus(corpus: Artifact, *, shards: Artifact | None, mixture: Artifact | None) -> Survey:
+    """Read a corpus once; memory holds one line and the counts.
+
+    Raises:
+        ArtifactError: the shards are not of this corpus, or the mixture not of these shards.
+    """
+    refuse_others(corpus, shards, mixture)
+    corpus.check(corpus.names("train/"))
+    counts = {
+        pair: count_pair(
+            aligned_lines(*(corpus.file(text_name("train", pair, one)) for one in pair.split("-")))
+        )
+        for pair in track(line_counts(corpus, "train"), label="pairs")
+    }
+    dropped: dict[str, int] = {}
+    table = corpus.statistics.get("dropped")
+    for rules in pair_counts(corpus, "dropped").values() if isinstance(table, dict) else ():
+        for rule, number in rules.items():
+            dropped[rule] = dropped.get(rule, 0) + number
+    return Survey(
+        origin=corpus.directory.name,
+        sizes=pair_counts(corpus),
+        imported=imported_lines(corpus),
+        emptied=frozenset(emptied_pairs(corpus)),
+        counts=counts,
+        dropped=dropped,
+        samples=_samples(corpus),
+        leaks=_leaks(corpus),
+        fertility={} if shards is None else _fertility(shards, counts),
+        epochs={} if mixture is None else _epochs(mixture),
+        sampling_temperature=None if mixture is None else _temperature(mixture),
+        updates=None if mixture is None else _updates(mixture),
+    )
+
+
+def refuse_others(corpus: Artifact, shards: Artifact | None, mixture: Artifact | None) -> None:
+    """Raises ArtifactError where an artifact was made of something else than the one before."""
+    if shards is None:
+        if mixture is not None:
+            raise ArtifactError(
+                f"Its shards alone say what {mixture.directory} was made of: name them, too."
+            )
+        return
+    _refuse_other("corpus", corpus, made=shards)
+    if mixture is not None:
+        _refuse_other("shards", shards, made=mixture)
+
+
+def _refuse_other(name: str, source: Artifact, *, made: Artifact) -> None:
+    record = made.manifest.inputs.get(name)
+    if record is None or record.digest != source.digest:
+        raise ArtifactError(
+            f"{made.directory} was not made of {source.directory}: name those that belong together."
+        )
+
+
+def _fertility(shards: Artifact, counts: Mapping[str, PairCounts]) -> dict[str, Fertility]:
+    tokens: dict[str, int] = defaultdict(int)
+    text: dict[str, LanguageCounts] = defaultdict(LanguageCounts)
+    for pair, of_pair in pair_counts(shards, "tokens").items():
+        for code, side in zip(pair.split("-"), counts[pair].sides, strict=True):
+            tokens[code] += of_pair.get(code, 0)
+            text[code].add(side)
+    return {code: Fertility(tokens[code], text[code]) for code in sorted(tokens)}
+
+
+def _samples(corpus: Artifact) -> tuple[Mapping[str, Any], ...]:
+    if SAMPLES_NAME not in corpus.names():
+        return ()
+    rows = tuple(read_json_lines(corpus.file(SAMPLES_NAME)))
+    wanted = {"rule": str, "pair": str, "line": int, "text": dict}
+    for row in rows:
+        if not all(isinstance(row.get(name), kind) for name, kind in wanted.items()):
+            _refuse(corpus, SAMPLES_NAME)
+    return rows
+
+
+def _leaks(corpus: Artifact) -> dict[str, dict[str, int]]:
+    if LEAKS_NAME not in corpus.names():
+        return {}
+    document = corpus.read_json(LEAKS_NAME)
+    pairs = document.get("pairs") if isinstance(document, dict) else None
+    if not isinstance(pairs, dict):
+        _refuse(corpus, LEAKS_NAME)
+    for sets in pairs.values():
+        if not isinstance(sets, dict) or not all(isinstance(one, int) for one in sets.values()):
+            _refuse(corpus, LEAKS_NAME)
+    return pairs
+
+
+def _epochs(mixture: Artifact) -> dict[str, float]:
+    epochs = mixture.statistics.get("expected_epochs")
+    if not isinstance(epochs, dict) or not all(
+        isinstance(one, int | float) and math.isfinite(one) for one in epochs.values()
+    ):
+        _refuse(mixture, "statistics")
+    return {pair: float(one) for pair, one in epochs.items()}
+
+
+def _temperature(mixture: Artifact) -> float | None:
+    section = mixture.manifest.config.get("mixture")
+    found = section.get("sampling_temperature") if isinstance(section, dict) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _updates(mixture: Artifact) -> int | None:
+    found = mixture.statistics.get("updates")
+    return found if isinstance(found, int) else None
+
+
+def _refuse(artifact: Artifact, name: str) -> NoReturn:
+    raise ArtifactError(
+        f"The {name} of {artifact.directory} hold something else than they should: run stage "
+        f"{artifact.manifest.stage!r} again."
+    )

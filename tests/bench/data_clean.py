@@ -1,0 +1,123 @@
+"""Pairs of lines per second that clean judges and writes in one process, by the pair's scripts.
+
+Lines of about 118 characters a side, all of which stay: each meets every rule. Another program to
+set beside it there is none, so that a pass over the same lines that does nothing but write them is
+timed in the same rounds.
+
+    python tests/bench/data_clean.py [--lines N] [--rounds N]
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.clean_pair import PairTask, clean_pair
+from data_prep.rules.held_out import HeldOutLines
+from data_prep.rules.judge import PairFacts
+from pipeline.artifacts.corpus import aligned_lines
+from pipeline.config import CleanConfig
+
+LETTERS = {
+    "de": ("abcdefghijklmnopqrstuvwxyz" * 2 + "äöüß", "Latn"),
+    "en": ("abcdefghijklmnopqrstuvwxyz", "Latn"),
+    "hi": ("कखगघचछजझटठडढतथदधनपफबभमयरलवशषसहािीुूेैोौं्", "Deva"),
+    "ru": ("абвгдежзийклмнопрстуфхцчшщъыьэюя", "Cyrl"),
+}
+PAIRS = ("de-en", "en-ru", "en-hi")
+VOCABULARY, HELD_OUT = 20_000, 4000
+SEED = 1
+
+
+@dataclass(frozen=True)
+class CleanRate:
+    """What was measured of one pair: medians over rounds, in seconds of this process's CPU."""
+
+    pair: str
+    pairs_per_second: float
+    copies_per_second: float
+    """Of the pass that only reads and writes the lines."""
+
+
+def clean_rates(*, lines: int = 40_000, rounds: int = 5) -> list[CleanRate]:
+    """Clean each of the pairs some times, and copy it in between."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [_rate(_task(Path(folder), pair, lines), lines, rounds) for pair in PAIRS]
+
+
+def _rate(task: PairTask, lines: int, rounds: int) -> CleanRate:
+    cleaned: list[float] = []
+    copied: list[float] = []
+    for _ in range(rounds):
+        cleaned.append(_seconds(lambda: clean_pair(task).lines, expected=lines))
+        copied.append(_seconds(lambda: _copy(task), expected=lines))
+    return CleanRate(
+        task.pair, lines / statistics.median(cleaned), lines / statistics.median(copied)
+    )
+
+
+def _seconds(work: Callable[[], int], *, expected: int) -> float:
+    begin = time.process_time()
+    done = work()
+    seconds = time.process_time() - begin
+    assert done == expected
+    return seconds
+
+
+def _copy(task: PairTask) -> int:
+    written = 0
+    with task.outputs[0].open("w") as one, task.outputs[1].open("w") as other:
+        for first, second in aligned_lines(*task.sources):
+            one.write(first + "\n")
+            other.write(second + "\n")
+            written += 1
+    return written
+
+
+def _task(folder: Path, pair: str, lines: int) -> PairTask:
+    generator = random.Random(SEED)
+    codes = pair.split("-")
+    vocabularies = [
+        ["".join(generator.choices(LETTERS[code][0], k=generator.randint(2, 9)))
+         for _ in range(VOCABULARY)]
+        for code in codes
+    ]  # fmt: skip
+    text: list[list[str]] = [[], []]
+    for _ in range(lines + HELD_OUT):
+        words = generator.randint(9, 27)
+        for side, vocabulary in enumerate(vocabularies):
+            text[side].append(" ".join(generator.choices(vocabulary, k=words)).capitalize() + ".")
+    sources, held_out = [], []
+    for side, code in enumerate(codes):
+        sources.append(folder / f"{pair}.{code}")
+        sources[side].write_text("".join(f"{line}\n" for line in text[side][:lines]), "utf-8")
+        held_out.append(HeldOutLines())
+        held_out[side].add(text[side][lines:], 0)
+    first, second = (frozenset({LETTERS[code][1]}) for code in codes)
+    return PairTask(
+        pair=pair,
+        sources=(sources[0], sources[1]),
+        outputs=(folder / "first", folder / "second"),
+        facts=PairFacts((first, second), (held_out[0], held_out[1]), own_sets=None),
+        config=CleanConfig(),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", type=int, default=40_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    for rate in clean_rates(lines=given.lines, rounds=given.rounds):
+        print(
+            f"{rate.pair}: {rate.pairs_per_second:,.0f} pairs/s, "
+            f"{rate.pairs_per_second / rate.copies_per_second:.2f} of copying the lines"
+        )
+
+
+if __name__ == "__main__":
+    main()
