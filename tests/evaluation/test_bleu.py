@@ -9,6 +9,7 @@ import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
+from support.bible_lines import bible_lines
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
@@ -60,6 +61,36 @@ def test_any_selection_of_lines_can_be_scored_from_its_statistics(
     references = [pairs[line][1] for line in chosen]
     expected = sacrebleu.corpus_bleu(hypotheses, [references])
     assert corpus_bleu(LineStatistics(rows.rows[chosen])) == expected.score
+
+
+def peers_statistics(
+    hypotheses: list[str], references: list[str], *, tokenizer: str
+) -> list[list[int]]:
+    """sacreBLEU's own, line by line."""
+    peer = BLEU(tokenize=tokenizer)
+    found: list[list[int]] = peer._extract_corpus_statistics(hypotheses, [references])
+    return found
+
+
+def test_line_statistics_and_signature_are_sacrebleus_in_24_languages() -> None:
+    """Each line is scored against the next one of its language, which shares words with it."""
+    for code, texts in bible_lines(60).items():
+        references = texts[1:] + texts[:1]
+        tokenizer = bleu_tokenizer(code, option="per-language")
+        found = line_statistics(texts, references, tokenizer=tokenizer)
+        assert found.rows.tolist() == peers_statistics(texts, references, tokenizer=tokenizer), code
+        peer = BLEU(tokenize=tokenizer)
+        peer.corpus_score(texts, [references])
+        assert found.signature == str(peer.get_signature())
+
+
+@pytest.mark.parametrize("tokenizer", ["13a", "zh", "char"])
+def test_line_statistics_are_sacrebleus_of_odd_lines(tokenizer: str) -> None:
+    odd = ["", " ", "a", "a a a a a", "\u00a0a\u2028b \r", "&quot;x&amp;", "12,5 1.000-2", "我我我"]
+    hypotheses = [one for one in odd for _ in odd]
+    references = [one for _ in odd for one in odd]
+    found = line_statistics(hypotheses, references, tokenizer=tokenizer)
+    assert found.rows.tolist() == peers_statistics(hypotheses, references, tokenizer=tokenizer)
 
 
 def test_the_signature_names_the_tokenizer() -> None:
