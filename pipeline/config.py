@@ -509,6 +509,7 @@ class DecodingConfig(Settings):
 ScoreName = Literal[
     "bleu",
     "chrf",
+    "comet",
     "language",
     "language_restricted",
     "length_ratio",

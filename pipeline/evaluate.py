@@ -20,6 +20,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import numpy as np
@@ -35,6 +37,7 @@ from pipeline.evaluation.chosen_scores import (
     chosen_scores,
     undetectable,
 )
+from pipeline.evaluation.comet_score import CometScores, ask_comet
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.language_averages import average_by_language
@@ -85,9 +88,13 @@ def run(call: StageCall) -> None:
         training=call.artifacts.get("training"),
     )
     profiles = shared_directions(systems, corpus=corpus, profiles=every)
-    with call.new_artifact() as writer:
+    with call.new_artifact() as writer, TemporaryDirectory(prefix="mmnmt-evaluate-") as work:
         evaluation = score_systems(
-            call, profiles=profiles, left_out=len(every) - len(profiles), writer=writer
+            call,
+            profiles=profiles,
+            left_out=len(every) - len(profiles),
+            writer=writer,
+            work_dir=Path(work),
         )
         history = trace_history(systems)
         samples = choose_samples(
@@ -236,17 +243,25 @@ def _check_line_counts(
 
 
 def score_systems(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int, writer: ArtifactWriter
+    call: StageCall,
+    *,
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    writer: ArtifactWriter,
+    work_dir: Path,
 ) -> Evaluation:
     """Score all systems in parallel; line statistics are written as they come.
 
     Args:
         left_out: number of directions that not every system's model knows.
+        work_dir: for what is of no use afterwards.
     """
     corpus = call.artifacts["corpus"]
     targets = sorted({profile.direction.target for profile in profiles})
+    comet = _comet_scores(call, profiles=profiles, work_dir=work_dir)
     scores = chosen_scores(
-        call.recipe.evaluation, scored=Scored(targets=targets, languages=_languages(call))
+        call.recipe.evaluation,
+        scored=Scored(targets=targets, languages=_languages(call), comet=comet),
     )
     tasks = [
         ScoringTask(
@@ -287,6 +302,32 @@ def score_systems(
             profiles=profiles,
         ),
         language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
+    )
+
+
+def _comet_scores(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], work_dir: Path
+) -> CometScores | None:
+    """Of all lines by the model that the call names, if any.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or no score asks for it.
+    """
+    if "comet" not in call.raw:
+        return None
+    model_dir = call.raw["comet"].only_path()
+    if "comet" not in call.recipe.evaluation.computed_scores:
+        raise ConfigError(
+            f"--comet names {model_dir}, but evaluation.scores asks for no comet: add it there, or "
+            "leave the option out."
+        )
+    return ask_comet(
+        model_dir,
+        digest=call.records["comet"].digest,
+        corpus=call.artifacts["corpus"],
+        systems=call.many("systems"),
+        directions=[profile.direction for profile in profiles],
+        work_dir=work_dir,
     )
 
 

@@ -1,7 +1,8 @@
 """The evaluate stage, from translations artifacts to scores and reports."""
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
+from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation import scoring
+from pipeline.evaluation import comet_score, scoring
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.stages import STAGES, StageCall
@@ -131,6 +133,7 @@ def stage_call(
     processes: int = 1,
     settings: EvaluationConfig | None = None,
     training: Artifact | None = None,
+    comet: Path | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -141,13 +144,15 @@ def stage_call(
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
     if training is not None:
         inputs["training"] = training
+    raw = {} if comet is None else {"comet": RawPaths((comet,))}
+    of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
         stage=stage,
         recipe=recipe,
         artifacts=inputs,
-        raw={},
+        raw=raw,
         out_dir=out_dir,
-        records=records(inputs),
+        records={**records(inputs), **of_raw},
         config=recipe.sections(stage.sections),
         processes=processes,
     )
@@ -318,6 +323,51 @@ def test_outputs_are_scored_and_every_system_held_against_the_baseline_that_is_n
     assert tests["de-en"]["copies"]["copied"]["difference"] == 100.0
     assert document["significance"]["directions"]["de-en"]["length_ratio"]["best"] is None
     assert "## Directions won against perfect" in made.file("report.md").read_text("utf-8")
+
+
+def scored_by_overlap(_: Path, work: Path) -> Iterator[str]:
+    """In place of COMET's process: a tenth where a translation is its reference, less elsewhere."""
+    (work / "version.txt").write_text("9.9", encoding="utf-8")
+    for path in sorted((work / "lines").rglob("*.json")):
+        samples = json.loads(path.read_text("utf-8"))
+        assert all(one.keys() == {"src", "mt", "ref"} for one in samples)
+        place = work / "scores" / path.relative_to(work / "lines")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scores = [0.1 if one["mt"] == one["ref"] else -0.25 for one in samples]
+        place.write_text(json.dumps(scores), encoding="utf-8")
+        yield path.name
+
+
+def test_comet_stands_beside_the_other_scores_with_its_models_digest(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comet_score, "_run", scored_by_overlap)
+    systems = {
+        "copied": translations(tmp_path / "a", corpus, copied),
+        "perfect": translations(tmp_path / "b", corpus, perfect),
+    }
+    model = tmp_path / "wmt-da"
+    model.mkdir()
+    (model / "hparams.yaml").write_text("class_identifier: x", encoding="utf-8")
+    settings = EvaluationConfig(scores=("comet", "bleu"))
+    call = stage_call(tmp_path / "out", corpus, systems, settings=settings, comet=model)
+    made = evaluated(call)
+    found = system_scores(made, "perfect")["directions"]["de-en"]
+    assert found["scores"]["comet"] == pytest.approx(10.0)
+    digest = call.records["comet"].digest[:12]
+    assert found["comet_signature"] == f"model:wmt-da|digest:{digest}|version:9.9"
+    assert system_scores(made, "copied")["averages"]["zero_shot"]["all"]["comet"] == -25.0
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert f"COMET|model:wmt-da|digest:{digest}|version:9.9" in text
+    assert made.manifest.inputs["comet"].digest == call.records["comet"].digest
+
+
+def test_a_comet_model_that_no_score_asks_for_is_refused(tmp_path: Path, corpus: Artifact) -> None:
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    (tmp_path / "model").mkdir()
+    call = stage_call(tmp_path / "out", corpus, systems, comet=tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"scores asks for no comet: add it there, or leave"):
+        evaluate.run(call)
 
 
 def test_sources_are_not_read_where_no_score_asks_for_them(

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import EvaluationConfig, ScoreName
+from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.comet_score import Comet, CometScores
 from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, Loops
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.length_ratio import LengthRatio
@@ -20,6 +22,8 @@ class Scored:
     """Target languages of the directions, sorted."""
     languages: Sequence[str]
     """All languages of the corpus and of the one that was trained on."""
+    comet: CometScores | None = None
+    """What a COMET model gave to the lines; None: no model was named."""
 
 
 def chosen_scores(settings: EvaluationConfig, *, scored: Scored) -> tuple[Score, ...]:
@@ -37,6 +41,8 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return Bleu.into(scored.targets, option=settings.bleu_tokenizer)
         case "chrf":
             return Chrf()
+        case "comet":
+            return Comet(_given(scored.comet))
         case "language":
             return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
         case "language_restricted":
@@ -49,6 +55,15 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return EmptyOutputs()
         case "loops":
             return Loops()
+
+
+def _given(comet: CometScores | None) -> CometScores:
+    if comet is None:
+        raise ConfigError(
+            "evaluation.scores names comet, but no model: name its folder with --comet, or leave "
+            "comet out."
+        )
+    return comet
 
 
 def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:
