@@ -531,6 +531,11 @@ class EvaluationConfig(Settings):
     """False: without the language accuracies among the scores."""
     baseline: str = ""
     """The system that the others are held against, direction by direction; empty: the first."""
+    word_accuracy: bool = False
+    """Whether words are scored by how often they were trained on, by their length and, where
+    evaluate is given a tokenizer, by the number of their subwords."""
+    word_lines: Annotated[int, whole(1, 10**12)] = 100_000
+    """Training lines of a pair that are read for it at most, the first ones."""
     seed: Seed = 1
     """Seed of langdetect."""
 

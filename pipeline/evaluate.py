@@ -30,6 +30,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import average_scores
+from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.caveats import caveats, skipped_directions
 from pipeline.evaluation.chosen_scores import (
     Scored,
@@ -57,6 +58,7 @@ from pipeline.evaluation.scores import (
     ReferenceScores,
     Significance,
     SystemScores,
+    WordAccuracy,
     scores_document,
 )
 from pipeline.evaluation.scoring import (
@@ -68,6 +70,7 @@ from pipeline.evaluation.scoring import (
 from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
 from pipeline.evaluation.wins import win_ratios
+from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_target
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -81,6 +84,7 @@ Result = TypeVar("Result")
 
 def run(call: StageCall) -> None:
     """Score every system in every direction; write scores, line statistics and reports."""
+    check_inputs(call)
     corpus, systems = call.artifacts["corpus"], call.many("systems")
     every = describe_directions(
         corpus,
@@ -159,6 +163,30 @@ def summary_lines(evaluation: Evaluation) -> list[str]:
 
 
 # Checks
+
+
+def check_inputs(call: StageCall) -> None:
+    """Every input is of use.
+
+    Raises:
+        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse.
+    """
+    settings = call.recipe.evaluation
+    if "comet" in call.raw and "comet" not in settings.computed_scores:
+        raise ConfigError(
+            "--comet names a model, but evaluation.scores asks for no comet: add it there, or "
+            "leave the option out."
+        )
+    if "comet" in settings.computed_scores and "comet" not in call.raw:
+        raise ConfigError(
+            "evaluation.scores names comet, but no model: name its folder with --comet, or leave "
+            "comet out."
+        )
+    if "tokenizer" in call.artifacts and not settings.word_accuracy:
+        raise ConfigError(
+            "--tokenizer is for word accuracy, which evaluation.word_accuracy leaves out: set it "
+            "to true, or leave the option out."
+        )
 
 
 def shared_directions(
@@ -302,6 +330,7 @@ def score_systems(
             profiles=profiles,
         ),
         language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
+        words=_word_accuracy(call, profiles=profiles),
     )
 
 
@@ -311,16 +340,11 @@ def _comet_scores(
     """Of all lines by the model that the call names, if any.
 
     Raises:
-        ConfigError: the model cannot be loaded, or no score asks for it.
+        ConfigError: the model cannot be loaded.
     """
     if "comet" not in call.raw:
         return None
     model_dir = call.raw["comet"].only_path()
-    if "comet" not in call.recipe.evaluation.computed_scores:
-        raise ConfigError(
-            f"--comet names {model_dir}, but evaluation.scores asks for no comet: add it there, or "
-            "leave the option out."
-        )
     return ask_comet(
         model_dir,
         digest=call.records["comet"].digest,
@@ -329,6 +353,25 @@ def _comet_scores(
         directions=[profile.direction for profile in profiles],
         work_dir=work_dir,
     )
+
+
+def _word_accuracy(call: StageCall, *, profiles: Sequence[DirectionProfile]) -> WordAccuracy | None:
+    """Where the recipe asks for it."""
+    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
+    if not settings.word_accuracy:
+        return None
+    targets = {profile.direction.target for profile in profiles}
+    tasks = word_tasks(
+        corpus,
+        call.many("systems"),
+        profiles=profiles,
+        training=call.artifacts.get("training", corpus),
+        tokenizer=call.artifacts.get("tokenizer"),
+        tokenizers=Bleu.into(targets, option=settings.bleu_tokenizer).tokenizers,
+        max_lines=settings.word_lines,
+    )
+    found = in_parallel(words_of_target, tasks, processes=call.processes, label="words")
+    return join_words([*found], tasks, profiles=profiles)
 
 
 def baseline_place(names: Sequence[str], baseline: str) -> int:

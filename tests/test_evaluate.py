@@ -30,6 +30,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation import comet_score, scoring
@@ -134,6 +135,7 @@ def stage_call(
     settings: EvaluationConfig | None = None,
     training: Artifact | None = None,
     comet: Path | None = None,
+    tokenizer: Artifact | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -144,6 +146,8 @@ def stage_call(
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
     if training is not None:
         inputs["training"] = training
+    if tokenizer is not None:
+        inputs["tokenizer"] = tokenizer
     raw = {} if comet is None else {"comet": RawPaths((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
@@ -362,12 +366,85 @@ def test_comet_stands_beside_the_other_scores_with_its_models_digest(
     assert made.manifest.inputs["comet"].digest == call.records["comet"].digest
 
 
-def test_a_comet_model_that_no_score_asks_for_is_refused(tmp_path: Path, corpus: Artifact) -> None:
+def write_byte_tokenizer(writer: ArtifactWriter) -> None:
+    given = {"kind": "bytes", "languages": ["de", "en", "fr"], "language_token_scheme": "angle"}
+    description = TokenizerDescription.model_validate(given)
+    write_tokenizer(writer.directory, description=description, model=None)
+
+
+def write_training_lines(writer: ArtifactWriter) -> None:
+    lines = {"de-en": ("Wo ist das?", "Where is the"), "en-fr": ("The end", "La fin")}
+    for pair, texts in lines.items():
+        for language, line in zip(pair.split("-"), texts, strict=True):
+            writer.path(text_name("train", pair, language)).write_text(f"{line}\n", "utf-8")
+    writer.statistics["pairs"] = {pair: {"train": 1} for pair in lines}
+
+
+def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    systems = {
+        "shuffled": translations(tmp_path / "a", corpus, shuffled),
+        "copied": translations(tmp_path / "b", corpus, copied),
+    }
+    training = artifact(tmp_path / "trained", "corpus", "clean", write_training_lines)
+    tokenizer = artifact(
+        tmp_path / "tokenizer", "tokenizer", "train_tokenizer", write_byte_tokenizer
+    )
+    made = evaluated(
+        stage_call(
+            tmp_path / "out",
+            corpus,
+            systems,
+            settings=EvaluationConfig(word_accuracy=True, scores=("bleu",)),
+            training=training,
+            tokenizer=tokenizer,
+        )
+    )
+    words = made.read_json("scores.json")["words"]
+    assert words["training_lines"] == {"de": 1, "en": 2, "fr": 1}
+    assert words["families"].keys() == {"into_pivot", "zero_shot", "out_of_pivot"}
+    of_english = words["directions"]["de-en"]
+    assert of_english.keys() == {"seen", "frequency", "fertility", "length"}
+    english = " ".join(TEST_LINES["de-en"]["en"]).replace(".", " .").replace("?", " ?").split()
+    seen = sum(word in {"Where", "is", "the", "The", "end"} for word in english)
+    assert of_english["seen"]["seen"]["copied"]["reference"] == seen
+    assert of_english["seen"]["unseen"]["copied"]["shared"] == 3, "the marks that end the lines"
+    short = sum(len(word) < 4 for word in english)
+    assert of_english["length"]["1–3"]["shuffled"]["reference"] == short
+    three = sum(len(word.encode()) == 3 for word in english)
+    assert of_english["fertility"]["3"]["copied"]["reference"] == three
+    section = made.file("report.md").read_text(encoding="utf-8").split("## Word accuracy")[1]
+    assert "1 to 2 per language" in section
+    for title in ("whether the training lines", "how often", "number of subwords", "characters"):
+        assert title in section
+    assert "<h2>Word accuracy</h2>" in made.file("report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "finding"),
+    [
+        ({}, "comet", "scores asks for no comet: add it there, or leave the option out"),
+        ({"scores": ["comet"]}, None, "no model: name its folder with --comet, or leave comet out"),
+        ({}, "tokenizer", "word_accuracy leaves out: set it to true, or leave the option out"),
+    ],
+)
+def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
+    tmp_path: Path, corpus: Artifact, settings: dict[str, Any], given: str | None, finding: str
+) -> None:
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
     (tmp_path / "model").mkdir()
-    call = stage_call(tmp_path / "out", corpus, systems, comet=tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"scores asks for no comet: add it there, or leave"):
+    call = stage_call(
+        tmp_path / "out",
+        corpus,
+        systems,
+        settings=EvaluationConfig.model_validate(settings),
+        comet=tmp_path / "model" if given == "comet" else None,
+        tokenizer=corpus if given == "tokenizer" else None,
+    )
+    with pytest.raises(ConfigError, match=finding):
         evaluate.run(call)
+    assert not call.out_dir.exists()
 
 
 def test_sources_are_not_read_where_no_score_asks_for_them(

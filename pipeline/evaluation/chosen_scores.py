@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.config import EvaluationConfig, ScoreName
-from pipeline.errors import ConfigError
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet_score import Comet, CometScores
@@ -42,7 +41,8 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
         case "chrf":
             return Chrf()
         case "comet":
-            return Comet(_given(scored.comet))
+            assert scored.comet is not None, "checked before anything is scored"
+            return Comet(scored.comet)
         case "language":
             return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
         case "language_restricted":
@@ -55,15 +55,6 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return EmptyOutputs()
         case "loops":
             return Loops()
-
-
-def _given(comet: CometScores | None) -> CometScores:
-    if comet is None:
-        raise ConfigError(
-            "evaluation.scores names comet, but no model: name its folder with --comet, or leave "
-            "comet out."
-        )
-    return comet
 
 
 def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.evaluation.directions import Family
 from pipeline.evaluation.paired_tests import LEVEL
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, PairedTest, SystemScores
@@ -46,6 +47,7 @@ def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
         _against_baseline(evaluation),
         _language_averages(evaluation),
         _found_languages(evaluation),
+        _word_accuracy(evaluation),
     ]
     return [section for section in found if section is not None]
 
@@ -186,6 +188,56 @@ def _found_languages(evaluation: Evaluation) -> TableSection | None:
         "instead; every direction's counts stand in scores.json.",
         (TextTable("By target language", head, tuple(rows)),),
     )
+
+
+WORD_TITLES = {
+    "seen": "By whether the training lines have them",
+    "frequency": "By how often the training lines have them",
+    "fertility": "By number of subwords",
+    "length": "By number of characters",
+}
+
+
+def _word_accuracy(evaluation: Evaluation) -> TableSection | None:
+    if evaluation.words is None:
+        return None
+    tables = []
+    for trait, title in WORD_TITLES.items():
+        rows = [
+            row
+            for family in directions_by_family(evaluation)
+            for row in _word_rows(evaluation, family, trait)
+        ]
+        if rows:
+            names = [one.name for one in evaluation.systems]
+            tables.append(TextTable(title, ("Words", "Kind", "Share, %", *names), tuple(rows)))
+    read = evaluation.words.training_lines
+    lines = f" Training lines read: {min(read.values()):,} to {max(read.values()):,} per language."
+    return TableSection(
+        "Word accuracy",
+        "F-measure, in percent, of words of the target language: a word of a translation is right "
+        "where the reference of its line has it too. The share is that of the references' words."
+        + (lines if read else ""),
+        tuple(tables),
+    )
+
+
+def _word_rows(evaluation: Evaluation, family: Family, trait: str) -> list[tuple[str, ...]]:
+    """Kinds of words that any reference or translation has."""
+    assert evaluation.words is not None
+    kinds = evaluation.words.families.get(family, {}).get(trait, {})
+    first = evaluation.systems[0].name
+    total = sum(systems[first].reference for systems in kinds.values())
+    return [
+        (
+            kind,
+            family_title(evaluation, family),
+            format_score(100.0 * systems[first].reference / max(total, 1), decimals=1),
+            *(format_score(systems[one.name].f_measure, decimals=1) for one in evaluation.systems),
+        )
+        for kind, systems in kinds.items()
+        if any(one.f_measure is not None for one in systems.values())
+    ]
 
 
 def _outcomes(system: SystemScores, directions: Sequence[str], column: str) -> Counter[str]:

@@ -16,10 +16,8 @@ import yaml
 from support.comet_models import settings, write_checkpoint, write_encoder, write_model
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.config import EvaluationConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation import comet_process
-from pipeline.evaluation.chosen_scores import Scored, chosen_scores
 from pipeline.evaluation.comet_process import load_model, scores_of
 from pipeline.evaluation.comet_score import Comet, CometScores, _run
 from pipeline.evaluation.score_slot import TranslatedLines
@@ -196,12 +194,6 @@ def test_what_the_process_refuses_is_an_error_in_its_words(tmp_path: Path) -> No
     (tmp_path / "work").mkdir()
     with pytest.raises(ConfigError, match=r"^/.*/hparams.yaml cannot be read as a COMET model's"):
         list(_run(tmp_path / "nothing", tmp_path / "work"))
-
-
-def test_comet_without_a_model_is_refused() -> None:
-    wanted = EvaluationConfig(scores=("bleu", "comet"))
-    with pytest.raises(ConfigError, match="names comet, but no model: name its folder with"):
-        chosen_scores(wanted, scored=Scored(targets=["en"], languages=["en"]))
 
 
 def test_comet_that_is_not_installed_is_asked_for(
