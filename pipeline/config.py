@@ -526,7 +526,7 @@ class EvaluationConfig(Settings):
 
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
     """What is computed, in the order of the reports."""
-    bleu_tokenizer: Literal["per-language", "13a", "flores200"] = "per-language"
+    bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
     language_accuracy: bool = True
     """False: without the language accuracies among the scores."""
     baseline: str = ""

@@ -39,6 +39,7 @@ from pipeline.evaluation.chosen_scores import (
     undetectable,
 )
 from pipeline.evaluation.comet_score import CometScores, ask_comet
+from pipeline.evaluation.confusion import confuse_languages
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.language_averages import average_by_language
@@ -331,6 +332,7 @@ def score_systems(
         ),
         language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
         words=_word_accuracy(call, profiles=profiles),
+        confusion=confuse_languages(systems, profiles=profiles),
     )
 
 

@@ -23,7 +23,7 @@ from pipeline.evaluation.score_slot import (
 )
 from pipeline.evaluation.shared_ngrams import shared_words
 
-BleuTokenizerOption = Literal["per-language", "13a", "flores200"]
+BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
 LANGUAGE_TOKENIZERS = {
     "zh": ("zh",),

@@ -4,7 +4,7 @@ Pure functions from an evaluation to text cells; ``markdown`` and ``page`` lay t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.directions import Family
@@ -19,6 +19,8 @@ from pipeline.evaluation.tables import (
     measures,
 )
 
+MATRIX_LANGUAGES = 16
+"""Columns of a confusion matrix; the languages found less often are summed up in one more."""
 SHOWN_LANGUAGES = 3
 """So many of the languages that came out instead are named."""
 
@@ -185,9 +187,48 @@ def _found_languages(evaluation: Evaluation) -> TableSection | None:
     return TableSection(
         "Languages that came out",
         "Share of lines in the language that was asked for, and the languages most often found "
-        "instead; every direction's counts stand in scores.json.",
-        (TextTable("By target language", head, tuple(rows)),),
+        "instead; then, for every system, the languages found most often where it missed any. "
+        "Counts of every direction and family stand in scores.json.",
+        (TextTable("By target language", head, tuple(rows)), *_matrices(evaluation, column)),
     )
+
+
+def _matrices(evaluation: Evaluation, column: str) -> list[TextTable]:
+    """One per system and family that has lines in a wrong language."""
+    tables = []
+    for system, families in evaluation.confusion.get(column, {}).items():
+        for family, targets in families.items():
+            wrong = {
+                target: counts
+                for target, counts in sorted(targets.items())
+                if any(code != target for code in counts)
+            }
+            if wrong:
+                title = f"{system}, {family_title(evaluation, family)}: languages found, % of lines"
+                tables.append(_matrix(title, wrong))
+    return tables
+
+
+def _matrix(title: str, targets: Mapping[str, Mapping[str, int]]) -> TextTable:
+    """Rows are languages asked for, columns the languages found most often; shares of a row."""
+    totals: Counter[str] = Counter()
+    for counts in targets.values():
+        totals.update(counts)
+    often = sorted(totals, key=lambda code: (-totals[code], code))
+    shown, others = sorted(often[:MATRIX_LANGUAGES]), often[MATRIX_LANGUAGES:]
+    rows = []
+    for target, counts in targets.items():
+        lines = sum(counts.values())
+        cells = [counts.get(code, 0) for code in shown]
+        if others:
+            cells.append(sum(counts.get(code, 0) for code in others))
+        rows.append((target, *(_cell(100 * cell / lines) for cell in cells)))
+    return TextTable(title, ("Asked for", *shown, *(["others"] if others else [])), tuple(rows))
+
+
+def _cell(share: float) -> str:
+    """Nothing where there are no lines, so that the others stand out."""
+    return f"{share:.1f}" if share else ""
 
 
 WORD_TITLES = {

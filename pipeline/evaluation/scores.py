@@ -151,6 +151,10 @@ class WordAccuracy:
     """Sums over the directions."""
 
 
+Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, int]]]]]
+"""Name of a column → system → family → target language → language found → lines."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
@@ -174,6 +178,7 @@ class Evaluation:
     wins: Wins | None = None
     language_averages: tuple[LanguageAverage, ...] = ()
     words: WordAccuracy | None = None
+    confusion: Confusion = field(default_factory=dict)
 
     @property
     def main_columns(self) -> tuple[Column, ...]:

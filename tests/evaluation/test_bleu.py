@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
@@ -14,7 +15,7 @@ from support.bible_lines import bible_lines
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluation import bleu
-from pipeline.evaluation.bleu import Bleu, bleu_tokenizer
+from pipeline.evaluation.bleu import Bleu, BleuTokenizerOption, bleu_tokenizer
 from pipeline.evaluation.score_slot import LineStatistics, TranslatedLines
 
 TEXTS = {
@@ -124,6 +125,27 @@ def test_a_missing_korean_tokenizer_is_replaced_by_characters(
     assert found.caveats() == [
         "BLEU into ko: tokenizer char stands in for ko-mecab, which cannot be loaded here."
     ]
+
+
+@pytest.mark.parametrize("option", ["flores101", "flores200"])
+def test_a_flores_tokenizer_that_is_at_hand_is_used_and_not_fetched(
+    option: BleuTokenizerOption, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of our own in its place: what counts is which file is read."""
+    name = Path(sacrebleu_models.SPM_MODELS[option]["url"]).name
+    texts = [line for lines in TEXTS["13a"] for line in lines if line]
+    stored = tmp_path / "models" / name
+    stored.parent.mkdir()
+    with stored.open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=stream, vocab_size=32, minloglevel=2
+        )
+    monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(sacrebleu_models, "download_file", None)
+    assert bleu_tokenizer("zh", option=option) == option
+    found = line_statistics(texts, texts[::-1], tokenizer=option)
+    assert found.rows.tolist() == peers_statistics(texts, texts[::-1], tokenizer=option)
+    assert f"|tok:{option}|" in found.signature
 
 
 def test_an_unavailable_flores_tokenizer_is_a_config_error(
