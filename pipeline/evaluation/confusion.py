@@ -14,12 +14,14 @@ def confuse_languages(
 
     Of every score that tells languages apart; directions that it does not cover have no lines.
     """
-    found: dict[str, dict[str, dict[Family, dict[str, Counter[str]]]]] = {}
+    found: dict[str, dict[str, dict[Family, dict[str, dict[str, int]]]]] = {}
     for system in systems:
         for profile in profiles:
             outcomes = system.directions[str(profile.direction)].outcomes
             for column, counts in outcomes.items():
                 families = found.setdefault(column, {}).setdefault(system.name, {})
                 targets = families.setdefault(profile.family, {})
-                targets.setdefault(profile.direction.target, Counter()).update(counts)
+                target = profile.direction.target
+                sums = Counter(targets.get(target, {})) + Counter(counts)
+                targets[target] = dict(sorted(sums.items()))
     return found
