@@ -635,6 +635,7 @@ class DecodingConfig(Settings):
 ScoreName = Literal[
     "bleu",
     "chrf",
+    "comet",
     "language",
     "language_restricted",
     "length_ratio",
@@ -651,11 +652,16 @@ class EvaluationConfig(Settings):
 
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
     """What is computed, in the order of the reports."""
-    bleu_tokenizer: Literal["per-language", "13a", "flores200"] = "per-language"
+    bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
     language_accuracy: bool = True
     """False: without the language accuracies among the scores."""
     baseline: str = ""
     """The system that the others are held against, direction by direction; empty: the first."""
+    word_accuracy: bool = False
+    """Whether words are scored by how often they were trained on, by their length and, where
+    evaluate is given a tokenizer, by the number of their subwords."""
+    word_lines: Annotated[int, whole(1, 10**12)] = 100_000
+    """Training lines of a pair that are read for it at most, the first ones."""
     seed: Seed = 1
     """Seed of langdetect."""
 

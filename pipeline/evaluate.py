@@ -20,6 +20,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +30,7 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import average_scores
+from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.caveats import caveats, skipped_directions
 from pipeline.evaluation.chosen_scores import (
     Scored,
@@ -35,6 +38,8 @@ from pipeline.evaluation.chosen_scores import (
     chosen_scores,
     undetectable,
 )
+from pipeline.evaluation.comet_score import CometScores, ask_comet
+from pipeline.evaluation.confusion import confuse_languages
 from pipeline.evaluation.directions import DirectionProfile, describe_directions, find_pivot
 from pipeline.evaluation.history import trace_history
 from pipeline.evaluation.language_averages import average_by_language
@@ -54,6 +59,7 @@ from pipeline.evaluation.scores import (
     ReferenceScores,
     Significance,
     SystemScores,
+    WordAccuracy,
     scores_document,
 )
 from pipeline.evaluation.scoring import (
@@ -65,6 +71,7 @@ from pipeline.evaluation.scoring import (
 from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
 from pipeline.evaluation.wins import win_ratios
+from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_target
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -78,6 +85,7 @@ Result = TypeVar("Result")
 
 def run(call: StageCall) -> None:
     """Score every system in every direction; write scores, line statistics and reports."""
+    check_inputs(call)
     corpus, systems = call.artifacts["corpus"], call.many("systems")
     every = describe_directions(
         corpus,
@@ -85,9 +93,13 @@ def run(call: StageCall) -> None:
         training=call.artifacts.get("training"),
     )
     profiles = shared_directions(systems, corpus=corpus, profiles=every)
-    with call.new_artifact() as writer:
+    with call.new_artifact() as writer, TemporaryDirectory(prefix="mmnmt-evaluate-") as work:
         evaluation = score_systems(
-            call, profiles=profiles, left_out=len(every) - len(profiles), writer=writer
+            call,
+            profiles=profiles,
+            left_out=len(every) - len(profiles),
+            writer=writer,
+            work_dir=Path(work),
         )
         history = trace_history(systems)
         samples = choose_samples(
@@ -152,6 +164,30 @@ def summary_lines(evaluation: Evaluation) -> list[str]:
 
 
 # Checks
+
+
+def check_inputs(call: StageCall) -> None:
+    """Every input is of use.
+
+    Raises:
+        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse.
+    """
+    settings = call.recipe.evaluation
+    if "comet" in call.raw and "comet" not in settings.computed_scores:
+        raise ConfigError(
+            "--comet names a model, but evaluation.scores asks for no comet: add it there, or "
+            "leave the option out."
+        )
+    if "comet" in settings.computed_scores and "comet" not in call.raw:
+        raise ConfigError(
+            "evaluation.scores names comet, but no model: name its folder with --comet, or leave "
+            "comet out."
+        )
+    if "tokenizer" in call.artifacts and not settings.word_accuracy:
+        raise ConfigError(
+            "--tokenizer is for word accuracy, which evaluation.word_accuracy leaves out: set it "
+            "to true, or leave the option out."
+        )
 
 
 def shared_directions(
@@ -236,17 +272,25 @@ def _check_line_counts(
 
 
 def score_systems(
-    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int, writer: ArtifactWriter
+    call: StageCall,
+    *,
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    writer: ArtifactWriter,
+    work_dir: Path,
 ) -> Evaluation:
     """Score all systems in parallel; line statistics are written as they come.
 
     Args:
         left_out: number of directions that not every system's model knows.
+        work_dir: for what is of no use afterwards.
     """
     corpus = call.artifacts["corpus"]
     targets = sorted({profile.direction.target for profile in profiles})
+    comet = _comet_scores(call, profiles=profiles, work_dir=work_dir)
     scores = chosen_scores(
-        call.recipe.evaluation, scored=Scored(targets=targets, languages=_languages(call))
+        call.recipe.evaluation,
+        scored=Scored(targets=targets, languages=_languages(call), comet=comet),
     )
     tasks = [
         ScoringTask(
@@ -287,7 +331,49 @@ def score_systems(
             profiles=profiles,
         ),
         language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
+        words=_word_accuracy(call, profiles=profiles),
+        confusion=confuse_languages(systems, profiles=profiles),
     )
+
+
+def _comet_scores(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], work_dir: Path
+) -> CometScores | None:
+    """Of all lines by the model that the call names, if any.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+    if "comet" not in call.raw:
+        return None
+    model_dir = call.raw["comet"].only_path()
+    return ask_comet(
+        model_dir,
+        digest=call.records["comet"].digest,
+        corpus=call.artifacts["corpus"],
+        systems=call.many("systems"),
+        directions=[profile.direction for profile in profiles],
+        work_dir=work_dir,
+    )
+
+
+def _word_accuracy(call: StageCall, *, profiles: Sequence[DirectionProfile]) -> WordAccuracy | None:
+    """Where the recipe asks for it."""
+    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
+    if not settings.word_accuracy:
+        return None
+    targets = {profile.direction.target for profile in profiles}
+    tasks = word_tasks(
+        corpus,
+        call.many("systems"),
+        profiles=profiles,
+        training=call.artifacts.get("training", corpus),
+        tokenizer=call.artifacts.get("tokenizer"),
+        tokenizers=Bleu.into(targets, option=settings.bleu_tokenizer).tokenizers,
+        max_lines=settings.word_lines,
+    )
+    found = in_parallel(words_of_target, tasks, processes=call.processes, label="words")
+    return join_words([*found], tasks, profiles=profiles)
 
 
 def baseline_place(names: Sequence[str], baseline: str) -> int:

@@ -310,6 +310,12 @@ STAGES: dict[str, Stage] = {
                     "what the systems were trained on, where the references' has test sets alone",
                     required=False,
                 ),
+                "tokenizer": Input(
+                    "tokenizer", "for word accuracy by number of subwords", required=False
+                ),
+                "comet": Input(
+                    "raw", "folder of a COMET model, for the score comet", required=False
+                ),
             },
             parallel="workers",
         ),

@@ -1,7 +1,8 @@
 """The evaluate stage, from translations artifacts to scores and reports."""
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from pipeline.artifacts.corpus import (
     text_name,
     write_hypotheses,
 )
+from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation import scoring
+from pipeline.evaluation import comet_score, scoring
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.stages import STAGES, StageCall
@@ -131,6 +134,8 @@ def stage_call(
     processes: int = 1,
     settings: EvaluationConfig | None = None,
     training: Artifact | None = None,
+    comet: Path | None = None,
+    tokenizer: Artifact | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -141,13 +146,17 @@ def stage_call(
     inputs = {"corpus": corpus, **{f"systems/{name}": one for name, one in systems.items()}}
     if training is not None:
         inputs["training"] = training
+    if tokenizer is not None:
+        inputs["tokenizer"] = tokenizer
+    raw = {} if comet is None else {"comet": RawPaths((comet,))}
+    of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
         stage=stage,
         recipe=recipe,
         artifacts=inputs,
-        raw={},
+        raw=raw,
         out_dir=out_dir,
-        records=records(inputs),
+        records={**records(inputs), **of_raw},
         config=recipe.sections(stage.sections),
         processes=processes,
     )
@@ -238,6 +247,9 @@ def test_copied_sources_are_in_the_wrong_language_and_references_in_the_right_on
         for group, scores in groups.items():
             assert scores["language_accuracy"] == ceiling[family][group]
     assert ceiling["into_pivot"]["all"]["restricted"] == 100.0
+    confusion = made.read_json("scores.json")["confusion"]["language_restricted"]
+    assert confusion["copied"]["zero_shot"] == {"de": {"fr": 1}, "fr": {"de": 1}}
+    assert confusion["perfect"]["into_pivot"] == {"en": {"en": 5}}
 
 
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, corpus: Artifact) -> None:
@@ -318,6 +330,124 @@ def test_outputs_are_scored_and_every_system_held_against_the_baseline_that_is_n
     assert tests["de-en"]["copies"]["copied"]["difference"] == 100.0
     assert document["significance"]["directions"]["de-en"]["length_ratio"]["best"] is None
     assert "## Directions won against perfect" in made.file("report.md").read_text("utf-8")
+
+
+def scored_by_overlap(_: Path, work: Path) -> Iterator[str]:
+    """In place of COMET's process: a tenth where a translation is its reference, less elsewhere."""
+    (work / "version.txt").write_text("9.9", encoding="utf-8")
+    for path in sorted((work / "lines").rglob("*.json")):
+        samples = json.loads(path.read_text("utf-8"))
+        assert all(one.keys() == {"src", "mt", "ref"} for one in samples)
+        place = work / "scores" / path.relative_to(work / "lines")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        scores = [0.1 if one["mt"] == one["ref"] else -0.25 for one in samples]
+        place.write_text(json.dumps(scores), encoding="utf-8")
+        yield path.name
+
+
+def test_comet_stands_beside_the_other_scores_with_its_models_digest(
+    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comet_score, "_run", scored_by_overlap)
+    systems = {
+        "copied": translations(tmp_path / "a", corpus, copied),
+        "perfect": translations(tmp_path / "b", corpus, perfect),
+    }
+    model = tmp_path / "wmt-da"
+    model.mkdir()
+    (model / "hparams.yaml").write_text("class_identifier: x", encoding="utf-8")
+    settings = EvaluationConfig(scores=("comet", "bleu"))
+    call = stage_call(tmp_path / "out", corpus, systems, settings=settings, comet=model)
+    made = evaluated(call)
+    found = system_scores(made, "perfect")["directions"]["de-en"]
+    assert found["scores"]["comet"] == pytest.approx(10.0)
+    digest = call.records["comet"].digest[:12]
+    assert found["comet_signature"] == f"model:wmt-da|digest:{digest}|version:9.9"
+    assert system_scores(made, "copied")["averages"]["zero_shot"]["all"]["comet"] == -25.0
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert f"COMET|model:wmt-da|digest:{digest}|version:9.9" in text
+    assert made.manifest.inputs["comet"].digest == call.records["comet"].digest
+
+
+def write_byte_tokenizer(writer: ArtifactWriter) -> None:
+    given = {"kind": "bytes", "languages": ["de", "en", "fr"], "language_token_scheme": "angle"}
+    description = TokenizerDescription.model_validate(given)
+    write_tokenizer(writer.directory, description=description, model=None)
+
+
+def write_training_lines(writer: ArtifactWriter) -> None:
+    lines = {"de-en": ("Wo ist das?", "Where is the"), "en-fr": ("The end", "La fin")}
+    for pair, texts in lines.items():
+        for language, line in zip(pair.split("-"), texts, strict=True):
+            writer.path(text_name("train", pair, language)).write_text(f"{line}\n", "utf-8")
+    writer.statistics["pairs"] = {pair: {"train": 1} for pair in lines}
+
+
+def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    systems = {
+        "shuffled": translations(tmp_path / "a", corpus, shuffled),
+        "copied": translations(tmp_path / "b", corpus, copied),
+    }
+    training = artifact(tmp_path / "trained", "corpus", "clean", write_training_lines)
+    tokenizer = artifact(
+        tmp_path / "tokenizer", "tokenizer", "train_tokenizer", write_byte_tokenizer
+    )
+    made = evaluated(
+        stage_call(
+            tmp_path / "out",
+            corpus,
+            systems,
+            settings=EvaluationConfig(word_accuracy=True, scores=("bleu",)),
+            training=training,
+            tokenizer=tokenizer,
+        )
+    )
+    words = made.read_json("scores.json")["words"]
+    assert words["training_lines"] == {"de": 1, "en": 2, "fr": 1}
+    assert words["families"].keys() == {"into_pivot", "zero_shot", "out_of_pivot"}
+    of_english = words["directions"]["de-en"]
+    assert of_english.keys() == {"seen", "frequency", "fertility", "length"}
+    english = " ".join(TEST_LINES["de-en"]["en"]).replace(".", " .").replace("?", " ?").split()
+    seen = sum(word in {"Where", "is", "the", "The", "end"} for word in english)
+    assert of_english["seen"]["seen"]["copied"]["reference"] == seen
+    assert of_english["seen"]["unseen"]["copied"]["shared"] == 3, "the marks that end the lines"
+    short = sum(len(word) < 4 for word in english)
+    assert of_english["length"]["1–3"]["shuffled"]["reference"] == short
+    three = sum(len(word.encode()) == 3 for word in english)
+    assert of_english["fertility"]["3"]["copied"]["reference"] == three
+    section = made.file("report.md").read_text(encoding="utf-8").split("## Word accuracy")[1]
+    assert "1 to 2 per language" in section
+    for title in ("whether the training lines", "how often", "number of subwords", "characters"):
+        assert title in section
+    assert "<h2>Word accuracy</h2>" in made.file("report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "finding"),
+    [
+        ({}, "comet", "scores asks for no comet: add it there, or leave the option out"),
+        ({"scores": ["comet"]}, None, "no model: name its folder with --comet, or leave comet out"),
+        ({}, "tokenizer", "word_accuracy leaves out: set it to true, or leave the option out"),
+    ],
+)
+def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
+    tmp_path: Path, corpus: Artifact, settings: dict[str, Any], given: str | None, finding: str
+) -> None:
+    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
+    (tmp_path / "model").mkdir()
+    call = stage_call(
+        tmp_path / "out",
+        corpus,
+        systems,
+        settings=EvaluationConfig.model_validate(settings),
+        comet=tmp_path / "model" if given == "comet" else None,
+        tokenizer=corpus if given == "tokenizer" else None,
+    )
+    with pytest.raises(ConfigError, match=finding):
+        evaluate.run(call)
+    assert not call.out_dir.exists()
 
 
 def test_sources_are_not_read_where_no_score_asks_for_them(

@@ -82,7 +82,10 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "retrieve": {},
     "evaluate": {
-        "evaluation": {"baseline", "bleu_tokenizer", "language_accuracy", "scores", "seed"},
+        "evaluation": {
+            *("baseline", "bleu_tokenizer", "language_accuracy", "scores", "seed"),
+            *("word_accuracy", "word_lines"),
+        },
         "training": {"resource_thresholds"},
     },
 }

@@ -1,8 +1,8 @@
-"""BLEU, which is sacreBLEU's own.
+"""BLEU, from sufficient statistics that are kept per line.
 
-Its sufficient statistics are kept per line, and the score of a corpus is what sacreBLEU computes
-from their sum. The tokenizer follows the target language; one that cannot be loaded has a named
-fallback.
+They are sacreBLEU's own, of its own tokens, counted of many lines at once, and the score of a
+corpus is what sacreBLEU computes from their sum. The tokenizer follows the target language; one
+that cannot be loaded has a named fallback.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,8 +21,9 @@ from pipeline.evaluation.score_slot import (
     Score,
     TranslatedLines,
 )
+from pipeline.evaluation.shared_ngrams import shared_words
 
-BleuTokenizerOption = Literal["per-language", "13a", "flores200"]
+BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
 LANGUAGE_TOKENIZERS = {
     "zh": ("zh",),
@@ -55,6 +56,12 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
     ) from failure
 
 
+def words(bleu: BLEU, text: str) -> list[str]:
+    """A line as sacreBLEU's tokenizer splits it."""
+    tokenized: str = bleu.tokenizer(text.rstrip())
+    return tokenized.split()
+
+
 def _usual_tokenizers(language: str) -> tuple[str, ...]:
     return LANGUAGE_TOKENIZERS.get(language.split("_")[0], ("13a",))
 
@@ -76,11 +83,14 @@ class Bleu(Score):
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """(lines, 10): lengths of hypothesis and reference, matches of order 1–4, totals of 1–4."""
-        # The per-sentence statistics have no public name in sacreBLEU 2.x; its own significance
-        # tests call the same method.
         bleu = BLEU(tokenize=self.tokenizers[lines.direction.target], force=True)
-        rows = bleu._extract_corpus_statistics(lines.hypotheses, [lines.references])
-        return LineStatistics(np.array(rows, dtype=np.int32), str(bleu.get_signature()))
+        sides = (lines.hypotheses, lines.references)
+        hypotheses, references = ([words(bleu, text) for text in side] for side in sides)
+        counts = shared_words(hypotheses, references, orders=bleu.max_ngram_order)
+        lengths = [list(map(len, side)) for side in (hypotheses, references)]
+        rows = np.concatenate([np.array(lengths).T, counts[:, :, 2], counts[:, :, 0]], axis=1)
+        bleu.num_refs = 1
+        return LineStatistics(rows.astype(np.int32), str(bleu.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
         """As sacreBLEU computes it, to the last digit."""

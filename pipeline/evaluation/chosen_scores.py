@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pipeline.config import EvaluationConfig, ScoreName
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.comet_score import Comet, CometScores
 from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, Loops
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.length_ratio import LengthRatio
@@ -20,6 +21,8 @@ class Scored:
     """Target languages of the directions, sorted."""
     languages: Sequence[str]
     """All languages of the corpus and of the one that was trained on."""
+    comet: CometScores | None = None
+    """What a COMET model gave to the lines; None: no model was named."""
 
 
 def chosen_scores(settings: EvaluationConfig, *, scored: Scored) -> tuple[Score, ...]:
@@ -37,6 +40,9 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return Bleu.into(scored.targets, option=settings.bleu_tokenizer)
         case "chrf":
             return Chrf()
+        case "comet":
+            assert scored.comet is not None, "checked before anything is scored"
+            return Comet(scored.comet)
         case "language":
             return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
         case "language_restricted":

@@ -1,6 +1,11 @@
-"""chrF++, which is sacreBLEU's own, from sufficient statistics that are kept per line."""
+"""chrF++, from sufficient statistics that are kept per line.
+
+They are sacreBLEU's own, counted as integers of many lines at once, and so is the score of a
+corpus, which sacreBLEU computes from their sum.
+"""
 
 from dataclasses import dataclass
+from string import punctuation
 from typing import Any
 
 import numpy as np
@@ -15,9 +20,12 @@ from pipeline.evaluation.score_slot import (
     Score,
     TranslatedLines,
 )
+from pipeline.evaluation.shared_ngrams import shared_characters, shared_words
 
+CHARACTER_ORDERS, WORD_ORDERS = 6, 2
 BETA = 2.0
 """How much more recall weighs than precision."""
+_MARKS = frozenset(punctuation)
 
 
 @dataclass(frozen=True)
@@ -28,9 +36,16 @@ class Chrf(Score):
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """(lines, 24): n-grams of hypothesis, of reference, in both; characters, then words."""
-        chrf = _chrf()
-        rows = chrf._extract_corpus_statistics(lines.hypotheses, [lines.references])
-        return LineStatistics(np.array(rows, dtype=np.int32), str(chrf.get_signature()))
+        chrf, sides = _chrf(), (lines.hypotheses, lines.references)
+        hypotheses, references = (["".join(text.split()) for text in side] for side in sides)
+        characters = shared_characters(hypotheses, references, orders=CHARACTER_ORDERS)
+        hypothesis_words, reference_words = (map(words, side) for side in sides)
+        of_words = shared_words(hypothesis_words, reference_words, orders=WORD_ORDERS)
+        counts = np.concatenate([characters, of_words], axis=1)
+        # What the reference has no n-gram of is not counted against the hypothesis.
+        counts[:, :, 0] *= counts[:, :, 1] > 0
+        chrf.num_refs = 1
+        return LineStatistics(counts.reshape(len(counts), -1), str(chrf.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
         """As sacreBLEU computes it, to the last digit."""
@@ -55,5 +70,23 @@ def _sum_where(known: npt.NDArray[np.bool_], values: Floats) -> Floats:
     return summed
 
 
+def words(text: str) -> list[str]:
+    """Split at white space; a mark that ends a longer word, or else begins it, is one of its own.
+
+    As sacreBLEU's chrF splits off ASCII punctuation: ``(hi)`` is ``(hi`` and ``)``.
+    """
+    found = []
+    for word in text.split():
+        if len(word) == 1:
+            found.append(word)
+        elif word[-1] in _MARKS:
+            found += [word[:-1], word[-1]]
+        elif word[0] in _MARKS:
+            found += [word[0], word[1:]]
+        else:
+            found.append(word)
+    return found
+
+
 def _chrf() -> Any:
-    return CHRF(word_order=2)
+    return CHRF(char_order=CHARACTER_ORDERS, word_order=WORD_ORDERS)

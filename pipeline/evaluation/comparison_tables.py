@@ -4,9 +4,10 @@ Pure functions from an evaluation to text cells; ``markdown`` and ``page`` lay t
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipeline.evaluation.directions import Family
 from pipeline.evaluation.paired_tests import LEVEL
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, PairedTest, SystemScores
@@ -18,6 +19,8 @@ from pipeline.evaluation.tables import (
     measures,
 )
 
+MATRIX_LANGUAGES = 16
+"""Columns of a confusion matrix; the languages found less often are summed up in one more."""
 SHOWN_LANGUAGES = 3
 """So many of the languages that came out instead are named."""
 
@@ -46,6 +49,7 @@ def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
         _against_baseline(evaluation),
         _language_averages(evaluation),
         _found_languages(evaluation),
+        _word_accuracy(evaluation),
     ]
     return [section for section in found if section is not None]
 
@@ -183,9 +187,98 @@ def _found_languages(evaluation: Evaluation) -> TableSection | None:
     return TableSection(
         "Languages that came out",
         "Share of lines in the language that was asked for, and the languages most often found "
-        "instead; every direction's counts stand in scores.json.",
-        (TextTable("By target language", head, tuple(rows)),),
+        "instead; then, for every system, the languages found most often where it missed any. "
+        "Counts of every direction and family stand in scores.json.",
+        (TextTable("By target language", head, tuple(rows)), *_matrices(evaluation, column)),
     )
+
+
+def _matrices(evaluation: Evaluation, column: str) -> list[TextTable]:
+    """One per system and family that has lines in a wrong language."""
+    tables = []
+    for system, families in evaluation.confusion.get(column, {}).items():
+        for family, targets in families.items():
+            wrong = {
+                target: counts
+                for target, counts in sorted(targets.items())
+                if any(code != target for code in counts)
+            }
+            if wrong:
+                title = f"{system}, {family_title(evaluation, family)}: languages found, % of lines"
+                tables.append(_matrix(title, wrong))
+    return tables
+
+
+def _matrix(title: str, targets: Mapping[str, Mapping[str, int]]) -> TextTable:
+    """Rows are languages asked for, columns the languages found most often; shares of a row."""
+    totals: Counter[str] = Counter()
+    for counts in targets.values():
+        totals.update(counts)
+    often = sorted(totals, key=lambda code: (-totals[code], code))
+    shown, others = sorted(often[:MATRIX_LANGUAGES]), often[MATRIX_LANGUAGES:]
+    rows = []
+    for target, counts in targets.items():
+        lines = sum(counts.values())
+        cells = [counts.get(code, 0) for code in shown]
+        if others:
+            cells.append(sum(counts.get(code, 0) for code in others))
+        rows.append((target, *(_cell(100 * cell / lines) for cell in cells)))
+    return TextTable(title, ("Asked for", *shown, *(["others"] if others else [])), tuple(rows))
+
+
+def _cell(share: float) -> str:
+    """Nothing where there are no lines, so that the others stand out."""
+    return f"{share:.1f}" if share else ""
+
+
+WORD_TITLES = {
+    "seen": "By whether the training lines have them",
+    "frequency": "By how often the training lines have them",
+    "fertility": "By number of subwords",
+    "length": "By number of characters",
+}
+
+
+def _word_accuracy(evaluation: Evaluation) -> TableSection | None:
+    if evaluation.words is None:
+        return None
+    tables = []
+    for trait, title in WORD_TITLES.items():
+        rows = [
+            row
+            for family in directions_by_family(evaluation)
+            for row in _word_rows(evaluation, family, trait)
+        ]
+        if rows:
+            names = [one.name for one in evaluation.systems]
+            tables.append(TextTable(title, ("Words", "Kind", "Share, %", *names), tuple(rows)))
+    read = evaluation.words.training_lines
+    lines = f" Training lines read: {min(read.values()):,} to {max(read.values()):,} per language."
+    return TableSection(
+        "Word accuracy",
+        "F-measure, in percent, of words of the target language: a word of a translation is right "
+        "where the reference of its line has it too. The share is that of the references' words."
+        + (lines if read else ""),
+        tuple(tables),
+    )
+
+
+def _word_rows(evaluation: Evaluation, family: Family, trait: str) -> list[tuple[str, ...]]:
+    """Kinds of words that any reference or translation has."""
+    assert evaluation.words is not None
+    kinds = evaluation.words.families.get(family, {}).get(trait, {})
+    first = evaluation.systems[0].name
+    total = sum(systems[first].reference for systems in kinds.values())
+    return [
+        (
+            kind,
+            family_title(evaluation, family),
+            format_score(100.0 * systems[first].reference / max(total, 1), decimals=1),
+            *(format_score(systems[one.name].f_measure, decimals=1) for one in evaluation.systems),
+        )
+        for kind, systems in kinds.items()
+        if any(one.f_measure is not None for one in systems.values())
+    ]
 
 
 def _outcomes(system: SystemScores, directions: Sequence[str], column: str) -> Counter[str]:

@@ -224,5 +224,5 @@ def _method(evaluation: Evaluation, history: History) -> str:
         (f"<code>{escape_html(text)}</code>", escape_html(where))
         for text, where in signatures(evaluation)
     ]
-    shown = two_columns(("sacreBLEU signature", "Applies to"), found) if found else ""
+    shown = two_columns(("Signature", "Applies to"), found) if found else ""
     return section("How to read this", listed + shown)

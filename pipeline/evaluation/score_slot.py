@@ -75,6 +75,8 @@ class TranslatedLines:
     hypotheses: Sequence[str]
     references: Sequence[str]
     read_sources: Callable[[], Sequence[str]]
+    system: str = ""
+    """Whose translations they are; empty: the references' own."""
 
     @cached_property
     def sources(self) -> Sequence[str]:

@@ -118,6 +118,44 @@ class LanguageAverage:
 
 
 @dataclass(frozen=True)
+class WordCounts:
+    """Words of one kind: in both translation and reference of a line, in references, in
+    translations."""
+
+    shared: int
+    reference: int
+    hypothesis: int
+
+    def __add__(self, other: "WordCounts") -> "WordCounts":
+        return WordCounts(
+            self.shared + other.shared,
+            self.reference + other.reference,
+            self.hypothesis + other.hypothesis,
+        )
+
+    @property
+    def f_measure(self) -> float | None:
+        """In percent; None where neither side has such a word."""
+        both = self.reference + self.hypothesis
+        return 200.0 * self.shared / both if both else None
+
+
+@dataclass(frozen=True)
+class WordAccuracy:
+    """Words by what is known of them: name of a trait → kind of words → system → counts."""
+
+    training_lines: Mapping[str, int]
+    """Target language → training lines that were read to know how often words are in them."""
+    directions: Mapping[str, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
+    families: Mapping[Family, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
+    """Sums over the directions."""
+
+
+Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, int]]]]]
+"""Name of a column → system → family → target language → language found → lines."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """All scores of an evaluation, systems in the order they were given."""
 
@@ -139,6 +177,8 @@ class Evaluation:
     baseline_tests: BaselineTests | None = None
     wins: Wins | None = None
     language_averages: tuple[LanguageAverage, ...] = ()
+    words: WordAccuracy | None = None
+    confusion: Confusion = field(default_factory=dict)
 
     @property
     def main_columns(self) -> tuple[Column, ...]:

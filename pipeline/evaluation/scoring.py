@@ -42,13 +42,7 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
     """Score one direction of one system."""
     hypotheses = read_hypotheses(task.translations, task.direction)
     texts = [hypothesis.text for hypothesis in hypotheses]
-    references = _read_side(task.corpus, task.direction, task.direction.target)
-    lines = TranslatedLines(
-        task.direction,
-        texts,
-        references,
-        lambda: _read_side(task.corpus, task.direction, task.direction.source),
-    )
+    lines = _beside_references(task.system, task.corpus, texts, task.direction)
     found = _statistics(task.scores, lines)
     scores = DirectionScores(
         scores=_values(task.scores, found),
@@ -59,6 +53,26 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
         outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
     return ScoredDirection(scores, {name: one.rows for name, one in found.items()})
+
+
+def read_translated(
+    system: str, corpus: Artifact, translations: Artifact, direction: Direction
+) -> TranslatedLines:
+    """A system's translations of a direction, with their references and sources."""
+    texts = [hypothesis.text for hypothesis in read_hypotheses(translations, direction)]
+    return _beside_references(system, corpus, texts, direction)
+
+
+def _beside_references(
+    system: str, corpus: Artifact, texts: list[str], direction: Direction
+) -> TranslatedLines:
+    return TranslatedLines(
+        direction,
+        texts,
+        _read_side(corpus, direction, direction.target),
+        lambda: _read_side(corpus, direction, direction.source),
+        system,
+    )
 
 
 def score_references(task: ReferenceTask) -> Scores:

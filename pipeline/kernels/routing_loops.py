@@ -19,7 +19,7 @@ import numpy.typing as npt
 from numba import types
 from numba.extending import overload
 
-Loop = TypeVar("Loop", bound=Callable[..., None])
+Loop = TypeVar("Loop", bound=Callable[..., Any])
 Floats = npt.NDArray[np.floating[Any]]
 Integers = npt.NDArray[np.int64]
 States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]

@@ -139,7 +139,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
         "retrieve": "--corpus --out --overwrite",
-        "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
+        "evaluate": "--comet --corpus --out --overwrite --processes --recipe --systems --tokenizer "
+        "--training",
     }
     found = {
         name: " ".join(

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import sacrebleu.tokenizers.tokenizer_spm as sacrebleu_models
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sacrebleu.metrics.bleu import BLEU
+from support.bible_lines import bible_lines
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluation import bleu
-from pipeline.evaluation.bleu import Bleu, bleu_tokenizer
+from pipeline.evaluation.bleu import Bleu, BleuTokenizerOption, bleu_tokenizer
 from pipeline.evaluation.score_slot import LineStatistics, TranslatedLines
 
 TEXTS = {
@@ -62,6 +64,36 @@ def test_any_selection_of_lines_can_be_scored_from_its_statistics(
     assert corpus_bleu(LineStatistics(rows.rows[chosen])) == expected.score
 
 
+def peers_statistics(
+    hypotheses: list[str], references: list[str], *, tokenizer: str
+) -> list[list[int]]:
+    """sacreBLEU's own, line by line."""
+    peer = BLEU(tokenize=tokenizer)
+    found: list[list[int]] = peer._extract_corpus_statistics(hypotheses, [references])
+    return found
+
+
+def test_line_statistics_and_signature_are_sacrebleus_in_24_languages() -> None:
+    """Each line is scored against the next one of its language, which shares words with it."""
+    for code, texts in bible_lines(60).items():
+        references = texts[1:] + texts[:1]
+        tokenizer = bleu_tokenizer(code, option="per-language")
+        found = line_statistics(texts, references, tokenizer=tokenizer)
+        assert found.rows.tolist() == peers_statistics(texts, references, tokenizer=tokenizer), code
+        peer = BLEU(tokenize=tokenizer)
+        peer.corpus_score(texts, [references])
+        assert found.signature == str(peer.get_signature())
+
+
+@pytest.mark.parametrize("tokenizer", ["13a", "zh", "char"])
+def test_line_statistics_are_sacrebleus_of_odd_lines(tokenizer: str) -> None:
+    odd = ["", " ", "a", "a a a a a", "\u00a0a\u2028b \r", "&quot;x&amp;", "12,5 1.000-2", "我我我"]
+    hypotheses = [one for one in odd for _ in odd]
+    references = [one for _ in odd for one in odd]
+    found = line_statistics(hypotheses, references, tokenizer=tokenizer)
+    assert found.rows.tolist() == peers_statistics(hypotheses, references, tokenizer=tokenizer)
+
+
 def test_the_signature_names_the_tokenizer() -> None:
     assert "|tok:zh|" in line_statistics(["a"], ["a"], tokenizer="zh").signature
 
@@ -93,6 +125,27 @@ def test_a_missing_korean_tokenizer_is_replaced_by_characters(
     assert found.caveats() == [
         "BLEU into ko: tokenizer char stands in for ko-mecab, which cannot be loaded here."
     ]
+
+
+@pytest.mark.parametrize("option", ["flores101", "flores200"])
+def test_a_flores_tokenizer_that_is_at_hand_is_used_and_not_fetched(
+    option: BleuTokenizerOption, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model of our own in its place: what counts is which file is read."""
+    name = Path(sacrebleu_models.SPM_MODELS[option]["url"]).name
+    texts = [line for lines in TEXTS["13a"] for line in lines if line]
+    stored = tmp_path / "models" / name
+    stored.parent.mkdir()
+    with stored.open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=stream, vocab_size=32, minloglevel=2
+        )
+    monkeypatch.setattr(sacrebleu_models, "SACREBLEU_DIR", str(tmp_path))
+    monkeypatch.setattr(sacrebleu_models, "download_file", None)
+    assert bleu_tokenizer("zh", option=option) == option
+    found = line_statistics(texts, texts[::-1], tokenizer=option)
+    assert found.rows.tolist() == peers_statistics(texts, texts[::-1], tokenizer=option)
+    assert f"|tok:{option}|" in found.signature
 
 
 def test_an_unavailable_flores_tokenizer_is_a_config_error(

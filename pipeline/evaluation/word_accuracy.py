@@ -1,0 +1,257 @@
+"""Word accuracy: how well words are translated that are rare, long, split into many pieces, or new.
+
+A word of a translation is right where the reference of its line has it too, as often as the
+reference has it. Words of the target language are told apart by
+
+- how often the training lines have them, and whether at all;
+- their fertility, the number of subwords that a tokenizer makes of one when it stands alone;
+- their length in characters.
+
+Precision, recall and F-measure of a kind of words are those of compare-mt (Neubig et al. 2019,
+``calc_bucketed_matches`` of its ``bucketers.py``), which LOBEF's Figures 3 and 4 come from; there
+the kinds are of source words, which takes alignments. Words are sacreBLEU's tokens, as BLEU has
+them.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from sacrebleu.metrics.bleu import BLEU
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, iterate_lines, line_counts, text_name
+from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
+from pipeline.evaluation.bleu import words
+from pipeline.evaluation.directions import DirectionProfile, Family
+from pipeline.evaluation.scores import WordAccuracy, WordCounts
+from pipeline.evaluation.scoring import read_translated
+
+Values = Callable[[str], int]
+WORD_START = "\u2581"
+"""How SentencePiece spells the space before a word: alone it is no part of the word."""
+
+
+@dataclass(frozen=True)
+class Trait:
+    """What words are told apart by: a number of each, and where one kind ends and the next begins.
+
+    Attributes:
+        cutoffs: the smallest value of every kind but the first.
+        least: the smallest value there is.
+    """
+
+    name: str
+    cutoffs: tuple[int, ...]
+    least: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of words, in the order of values."""
+        if self.names:
+            return self.names
+        lows = (self.least, *self.cutoffs)
+        between = [
+            str(low) if high == low + 1 else f"{low}–{high - 1}"
+            for low, high in zip(lows, self.cutoffs, strict=False)
+        ]
+        return (*between, f"{lows[-1]} and more")
+
+    def kind(self, value: int) -> str:
+        """Of a word with this value."""
+        return self.kinds[bisect_right(self.cutoffs, value)]
+
+
+SEEN = Trait("seen", (1,), 0, names=("unseen", "seen"))
+FREQUENCY = Trait("frequency", (1, 2, 3, 4, 5, 10, 100, 1000), 0)
+FERTILITY = Trait("fertility", (2, 3, 4, 5), 1)
+LENGTH = Trait("length", (4, 8, 12, 16), 1)
+TRAITS = (SEEN, FREQUENCY, FERTILITY, LENGTH)
+
+Kinds = dict[str, dict[str, dict[str, WordCounts]]]
+"""Name of a trait → kind of words → system → counts."""
+
+
+@dataclass(frozen=True)
+class WordTask:
+    """All directions into one language."""
+
+    target: str
+    directions: Sequence[Direction]
+    corpus: Artifact
+    systems: Mapping[str, Artifact]
+    training: Artifact | None
+    """None: it is not known which words were trained on."""
+    tokenizer: Artifact | None
+    """None: words have no fertility."""
+    bleu_tokenizer: str
+    max_lines: int
+    """Training lines of a pair that are read at most."""
+
+
+@dataclass(frozen=True)
+class WordsOfTarget:
+    """What a worker sends back."""
+
+    directions: Mapping[str, Kinds]
+    training_lines: int
+
+
+def word_tasks(
+    corpus: Artifact,
+    systems: Mapping[str, Artifact],
+    *,
+    profiles: Sequence[DirectionProfile],
+    training: Artifact | None,
+    tokenizer: Artifact | None,
+    tokenizers: Mapping[str, str],
+    max_lines: int,
+) -> list[WordTask]:
+    """One per target language.
+
+    Args:
+        training: what the systems were trained on; of no use where it has no training lines.
+        tokenizers: target language → sacreBLEU's tokenizer.
+    """
+    known = training if training is not None and line_counts(training, "train") else None
+    by_target: dict[str, list[Direction]] = {}
+    for profile in profiles:
+        by_target.setdefault(profile.direction.target, []).append(profile.direction)
+    return [
+        WordTask(
+            target, directions, corpus, systems, known, tokenizer, tokenizers[target], max_lines
+        )
+        for target, directions in sorted(by_target.items())
+    ]
+
+
+@dataclass(frozen=True)
+class _Matches:
+    """Words of one direction of one system."""
+
+    shared: Counter[str]
+    reference: Counter[str]
+    hypothesis: Counter[str]
+
+
+def words_of_target(task: WordTask) -> WordsOfTarget:
+    """Count the words of every direction and system by kind."""
+    split = partial(words, BLEU(tokenize=task.bleu_tokenizer))
+    found = {
+        str(direction): {
+            system: count_words(lines.hypotheses, lines.references, split=split)
+            for system, translations in task.systems.items()
+            for lines in [read_translated(system, task.corpus, translations, direction)]
+        }
+        for direction in task.directions
+    }
+    every = {
+        word
+        for systems in found.values()
+        for one in systems.values()
+        for word in (*one.reference, *one.hypothesis)
+    }
+    values: dict[Trait, Values] = {LENGTH: len}
+    lines = 0
+    if task.training is not None:
+        lines, trained = training_counts(task, wanted=every, split=split)
+        values[SEEN] = values[FREQUENCY] = trained.__getitem__
+    if task.tokenizer is not None:
+        tokenizer = load_tokenizer(tokenizer_folder(task.tokenizer))
+        values[FERTILITY] = fertilities(tokenizer, every).__getitem__
+    return WordsOfTarget({name: by_kind(systems, values) for name, systems in found.items()}, lines)
+
+
+def count_words(
+    hypotheses: Sequence[str], references: Sequence[str], *, split: Callable[[str], list[str]]
+) -> _Matches:
+    """Of a line's words those are shared that both sides have, as often as both do."""
+    found = _Matches(Counter(), Counter(), Counter())
+    for hypothesis, reference in zip(hypotheses, references, strict=True):
+        ours, theirs = Counter(split(hypothesis)), Counter(split(reference))
+        found.shared.update(ours & theirs)
+        found.reference.update(theirs)
+        found.hypothesis.update(ours)
+    return found
+
+
+def training_counts(
+    task: WordTask, *, wanted: set[str], split: Callable[[str], list[str]]
+) -> tuple[int, Counter[str]]:
+    """Lines read, and how often they have each of the wanted words."""
+    assert task.training is not None
+    lines, counts = 0, Counter[str]()
+    for pair in line_counts(task.training, "train"):
+        if task.target not in pair.split("-"):
+            continue
+        path = task.training.file(text_name("train", pair, task.target))
+        for line in islice(iterate_lines(path), task.max_lines):
+            counts.update(word for word in split(line) if word in wanted)
+            lines += 1
+    return lines, counts
+
+
+def fertilities(tokenizer: Tokenizer, every: Iterable[str]) -> dict[str, int]:
+    """Word → number of subwords when it stands alone, at least one."""
+    listed = sorted(every)
+    encoded = tokenizer.encode_batch(listed)
+    return {
+        word: max(len(ids) - (tokenizer.piece(ids[0]) == WORD_START if ids else 0), 1)
+        for word, ids in zip(listed, encoded, strict=True)
+    }
+
+
+def by_kind(systems: Mapping[str, _Matches], values: Mapping[Trait, Values]) -> Kinds:
+    """Every kind of every trait that has values, empty kinds included."""
+    return {
+        trait.name: {
+            kind: {system: counted[kind] for system, counted in of_systems.items()}
+            for kind in trait.kinds
+        }
+        for trait in TRAITS
+        if trait in values
+        for of_systems in [
+            {name: _summed(one, trait, values[trait]) for name, one in systems.items()}
+        ]
+    }
+
+
+def _summed(matches: _Matches, trait: Trait, value: Values) -> dict[str, WordCounts]:
+    sums = [dict.fromkeys(trait.kinds, 0) for _ in range(3)]
+    for side, counts in zip(
+        sums, (matches.shared, matches.reference, matches.hypothesis), strict=True
+    ):
+        for word, count in counts.items():
+            side[trait.kind(value(word))] += count
+    return {kind: WordCounts(*(side[kind] for side in sums)) for kind in trait.kinds}
+
+
+def join_words(
+    found: Sequence[WordsOfTarget],
+    tasks: Sequence[WordTask],
+    *,
+    profiles: Sequence[DirectionProfile],
+) -> WordAccuracy:
+    """All directions, and the sums of every family."""
+    directions = {name: kinds for one in found for name, kinds in one.directions.items()}
+    families: dict[Family, Kinds] = {}
+    for profile in profiles:
+        total = families.setdefault(profile.family, {})
+        for trait, kinds in directions[str(profile.direction)].items():
+            for kind, systems in kinds.items():
+                into = total.setdefault(trait, {}).setdefault(kind, {})
+                for system, counts in systems.items():
+                    into[system] = into.get(system, WordCounts(0, 0, 0)) + counts
+    return WordAccuracy(
+        training_lines={
+            task.target: one.training_lines
+            for task, one in zip(tasks, found, strict=True)
+            if task.training is not None
+        },
+        directions={str(one.direction): directions[str(one.direction)] for one in profiles},
+        families=families,
+    )

@@ -1,0 +1,232 @@
+"""Words are counted by kind as compare-mt does, spelled out position by position."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.corpus import (
+    Direction,
+    Hypothesis,
+    hypotheses_name,
+    text_name,
+    write_hypotheses,
+)
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.scores import WordAccuracy, WordCounts
+from pipeline.evaluation.word_accuracy import (
+    FERTILITY,
+    FREQUENCY,
+    LENGTH,
+    SEEN,
+    Trait,
+    by_kind,
+    count_words,
+    fertilities,
+    join_words,
+    word_tasks,
+    words_of_target,
+)
+
+TRAINING = ["the cat sat", "the cat ran", "the end"]
+REFERENCES = ["the cat sat on the mat", "a dog ran", "", "extraordinarily the"]
+SYSTEMS = {
+    "ours": ["the the the cat", "a dog", "surplus", "extraordinarily"],
+    "theirs": ["", "a dog ran ran", "", "the the"],
+}
+EVERY_KIND = {
+    SEEN: ("unseen", "seen"),
+    FREQUENCY: ("0", "1", "2", "3", "4", "5–9", "10–99", "100–999", "1000 and more"),
+    FERTILITY: ("1", "2", "3", "4", "5 and more"),
+    LENGTH: ("1–3", "4–7", "8–11", "12–15", "16 and more"),
+}
+
+
+@pytest.mark.parametrize("trait", EVERY_KIND, ids=lambda trait: trait.name)
+def test_kinds_are_named_by_their_values_and_meet_at_the_cutoffs(trait: Trait) -> None:
+    assert trait.kinds == EVERY_KIND[trait]
+    for place, cutoff in enumerate(trait.cutoffs):
+        assert trait.kind(cutoff - 1) == trait.kinds[place]
+        assert trait.kind(cutoff) == trait.kinds[place + 1]
+
+
+def position_by_position(
+    hypothesis: Sequence[str], reference: Sequence[str]
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """compare-mt's loop: a word of the output takes the first of the reference's that is free."""
+    free = list(reference)
+    shared: Counter[str] = Counter()
+    for word in hypothesis:
+        if word in free:
+            free.remove(word)
+            shared[word] += 1
+    return shared, Counter(reference), Counter(hypothesis)
+
+
+texts = st.lists(st.sampled_from(["a", "b", "cc", "ddddd"]), max_size=8).map(" ".join)
+
+
+@given(st.lists(st.tuples(texts, texts), max_size=4))
+def test_words_are_shared_as_they_are_when_matched_one_by_one(
+    pairs: list[tuple[str, str]],
+) -> None:
+    expected = [Counter[str](), Counter[str](), Counter[str]()]
+    for pair in pairs:
+        for total, counts in zip(
+            expected, position_by_position(*map(str.split, pair)), strict=True
+        ):
+            total.update(counts)
+    found = count_words([one for one, _ in pairs], [two for _, two in pairs], split=str.split)
+    assert [found.shared, found.reference, found.hypothesis] == expected
+
+
+def test_the_f_measure_is_of_precision_and_recall() -> None:
+    counts = WordCounts(shared=3, reference=4, hypothesis=10)
+    precision, recall = 3 / 10, 3 / 4
+    assert counts.f_measure == pytest.approx(200 * precision * recall / (precision + recall))
+    assert WordCounts(0, 4, 0).f_measure == 0.0
+    assert WordCounts(0, 0, 0).f_measure is None
+
+
+def test_every_kind_has_the_words_with_its_values() -> None:
+    matches = count_words(["a bb ccc ccc"], ["a bb bb dddd"], split=str.split)
+    found = by_kind({"x": matches}, {LENGTH: len})
+    assert found["length"]["1–3"] == {"x": WordCounts(2, 3, 4)}
+    assert found["length"]["4–7"] == {"x": WordCounts(0, 1, 0)}
+    assert found["length"]["16 and more"] == {"x": WordCounts(0, 0, 0)}
+    assert found.keys() == {"length"}
+
+
+class Halves:
+    """Pieces of two characters, each word begun by a mark of its own where it is odd."""
+
+    size, pad_id, bos_id, eos_id, unk_id = 6, 0, 1, 2, 3
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        mark = {0: [], 1: [4]}
+        return [[*mark[len(line) % 2], *[5] * ((len(line) + 1) // 2)] for line in lines]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(str(index) for index in ids)
+
+    def piece(self, index: int) -> str | None:
+        return "\u2581" if index == 4 else "xx"
+
+
+def test_fertility_is_the_number_of_pieces_without_the_mark_of_a_space() -> None:
+    tokenizer = Tokenizer(Halves(), language_ids={}, size=6, fingerprint="")
+    found = fertilities(tokenizer, ["abcd", "abc", "a", "ab"])
+    assert found == {"abcd": 2, "abc": 2, "a": 1, "ab": 1}
+
+
+# Of artifacts
+
+
+def corpus(path: Path, *, training: Sequence[str]) -> Artifact:
+    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        texts = {("test", "de-en"): REFERENCES, ("train", "de-en"): training}
+        for (split, pair), lines in texts.items():
+            for code in pair.split("-"):
+                text = "".join(f"{line}\n" for line in lines)
+                writer.path(text_name(split, pair, code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
+        writer.statistics["pairs"] = {"de-en": {"train": len(training), "test": len(REFERENCES)}}
+    return open_artifact(path, kind="corpus")
+
+
+def translations(path: Path, lines: Sequence[str]) -> Artifact:
+    with new_artifact(path, kind="translations", stage="translate", config={}, inputs={}) as one:
+        found = [Hypothesis(line) for line in lines]
+        write_hypotheses(one.path(hypotheses_name(Direction("de", "en"))), found)
+    return open_artifact(path, kind="translations")
+
+
+def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> WordAccuracy:
+    systems = {name: translations(tmp_path / name, lines) for name, lines in SYSTEMS.items()}
+    given = corpus(tmp_path / "corpus", training=training)
+    profile = DirectionProfile(
+        Direction("de", "en"), "into_pivot", "low", len(training), len(REFERENCES)
+    )
+    tasks = word_tasks(
+        given,
+        systems,
+        profiles=[profile],
+        training=given,
+        tokenizer=None,
+        tokenizers={"en": "13a"},
+        max_lines=max_lines,
+    )
+    return join_words([words_of_target(one) for one in tasks], tasks, profiles=[profile])
+
+
+def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -> WordCounts:
+    """Of the words that the training lines have at least ``low`` and less than ``high`` times."""
+    trained = Counter(word for line in training for word in line.split())
+    sums = [0, 0, 0]
+    for hypothesis, reference in zip(SYSTEMS[name], REFERENCES, strict=True):
+        counted = position_by_position(hypothesis.split(), reference.split())
+        for place, counts in enumerate(counted):
+            sums[place] += sum(n for word, n in counts.items() if low <= trained[word] < high)
+    return WordCounts(*sums)
+
+
+RANGES: Mapping[str, tuple[str, int, int]] = {
+    "0": ("frequency", 0, 1),
+    "1": ("frequency", 1, 2),
+    "2": ("frequency", 2, 3),
+    "3": ("frequency", 3, 4),
+    "5–9": ("frequency", 5, 10),
+    "unseen": ("seen", 0, 1),
+    "seen": ("seen", 1, 10**9),
+}
+
+
+@pytest.mark.parametrize("max_lines", [100, 3, 1])
+def test_words_by_training_frequency_are_those_that_brute_force_finds(
+    tmp_path: Path, max_lines: int
+) -> None:
+    found = scored(tmp_path, training=TRAINING, max_lines=max_lines)
+    read = TRAINING[:max_lines]
+    assert found.training_lines == {"en": len(read)}
+    assert found.families["into_pivot"] == found.directions["de-en"]
+    for kind, (trait, low, high) in RANGES.items():
+        for name in SYSTEMS:
+            expected = by_brute_force(name, low=low, high=high, training=read)
+            assert found.directions["de-en"][trait][kind][name] == expected, (kind, name)
+    assert by_brute_force("ours", low=0, high=1, training=read).shared > 0
+
+
+def test_without_training_lines_words_are_told_apart_by_length_alone(tmp_path: Path) -> None:
+    found = scored(tmp_path, training=[])
+    assert found.training_lines == {}
+    assert found.directions["de-en"].keys() == {"length"}
+    assert found.directions["de-en"]["length"]["12–15"]["ours"] == WordCounts(1, 1, 1)
+
+
+def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
+    path = tmp_path / "corpus"
+    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split, pair, count in (("test", "de-en", 4), ("train", "de-fr", 1)):
+            for code in pair.split("-"):
+                text = "\n".join(REFERENCES[:count]) + "\n"
+                writer.path(text_name(split, pair, code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
+        writer.statistics["pairs"] = {"de-en": {"test": 4}, "de-fr": {"train": 1}}
+    given = open_artifact(path, kind="corpus")
+    systems = {"ours": translations(tmp_path / "ours", SYSTEMS["ours"])}
+    profile = DirectionProfile(Direction("de", "en"), "zero_shot", None, 0, 4)
+    (task,) = word_tasks(
+        given,
+        systems,
+        profiles=[profile],
+        training=given,
+        tokenizer=None,
+        tokenizers={"en": "13a"},
+        max_lines=9,
+    )
+    found = words_of_target(task)
+    assert found.training_lines == 0
+    assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)
