@@ -132,18 +132,35 @@ class CleanConfig(Settings):
 class TokenizerConfig(Settings):
     """train_tokenizer."""
 
-    kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
+    kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
+    """``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown; ``bytes``: its bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
-    """Pieces, specials included, language tokens not."""
+    """Pieces, specials included, language tokens not; of ``characters`` the most there may be."""
     model_type: Literal["unigram", "bpe"] = "unigram"
+    """Of ``sentencepiece``."""
+    byte_fallback: bool = False
+    """Of ``sentencepiece`` and ``characters``: 256 of the pieces are bytes, for characters that
+    the vocabulary lacks."""
     character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
     """Less garbles Chinese."""
     sampling_temperature: Temperature = 5.0
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
-    """Lines drawn for training, over all languages."""
+    """Lines drawn for training, over all languages, as far as ``memory_bytes`` has room."""
+    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 6 * 2**30
+    """What training may take by prediction, which bounds the sample. A machine with 8 GB has as
+    much as the default beside its system; about 300 MB of text then are drawn."""
     seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
+            raise ValueError(
+                f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
+                "lacks none: leave it out"
+            )
+        return self
 
 
 class ShardsConfig(Settings):

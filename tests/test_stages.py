@@ -49,7 +49,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "train_tokenizer": {
         "tokenizer": {
-            *("character_coverage", "kind", "language_token_scheme", "model_type"),
+            *("byte_fallback", "character_coverage", "kind", "language_token_scheme"),
+            *("memory_bytes", "model_type"),
             *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
         }
     },
