@@ -169,6 +169,22 @@ class ShardsConfig(Settings):
     max_tokens: BatchTokens = 1000
     """Longer training sentences (either side, in tokens) are left out and counted; with tags and
     end-of-sentence they must fit model.max_positions and batches.tokens."""
+    segmentations: Annotated[int, whole(1, 1000)] = 1
+    """1: the best one. More: every training line stands in the shards so many times, each time
+    by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
+    of the text, and disk and time grow with it."""
+    segmentation_alpha: Annotated[float, number(least=0, most=10)] = 0.1
+    """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
+    segmentation_nbest: Annotated[int, whole(-1, 1000)] = -1
+    """Unigram draws from so many best segmentations; -1: from all."""
+    seed: Seed = 1
+    """Of the segmentations."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.segmentation_nbest in (0, 1):
+            raise ValueError("segmentation_nbest must be -1, or at least 2 to have a choice")
+        return self
 
 
 class MixtureConfig(Settings):

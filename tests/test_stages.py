@@ -54,7 +54,12 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
         }
     },
-    "make_shards": {"shards": {"max_tokens"}},
+    "make_shards": {
+        "shards": {
+            *("max_tokens", "seed", "segmentation_alpha", "segmentation_nbest"),
+            "segmentations",
+        }
+    },
     "mix": {"mixture": {"sampling_temperature"}},
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},
