@@ -350,8 +350,5 @@ def _read_bytes(written: str) -> bytes:
 
 def _byte_pieces(processor: SentencePieceProcessor) -> dict[int, int]:
     """Id → byte, of the pieces for what no other piece is of; none where a model has no such."""
-    return {
-        index: int(processor.id_to_piece(index)[3:5], 16)
-        for index in range(processor.get_piece_size())
-        if processor.is_byte(index)
-    }
+    pieces = {byte: processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return {index: byte for byte, index in pieces.items() if processor.is_byte(index)}
