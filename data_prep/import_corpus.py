@@ -3,14 +3,19 @@
 Files used: what the reader of ``corpus.source`` reads; each is a file of ``readers/``, and one case
 of ``read_raw``. Files built: the corpus layout of ``pipeline/artifacts/corpus.py``, and
 ``quarantine.jsonl`` with every line that is no text. Text is read in constant memory. Characters
-that some tools take for line ends become spaces.
+that some tools take for line ends become spaces. Where the raw text is pairs of files, sections of
+different pairs and splits are spread over worker processes; the result does not depend on their
+number. Other sources are read by one process.
 """
 
 import os
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +26,7 @@ from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
 from data_prep.readers.moses import read_moses
 from data_prep.readers.section import SPLITS, RawText, Section
+from data_prep.readers.text_files import FilesInStep
 from data_prep.readers.tmx import read_tmx
 from data_prep.readers.tree import read_trees
 from data_prep.readers.tsv import read_tsv
@@ -75,6 +81,24 @@ class Tally:
         """Pairs that came with training text of which no line is left."""
         return {pair for pair in self.trained if not self.pairs[pair]["train"]}
 
+    def include(self, other: "Tally") -> None:
+        """Record what another one has of other splits and pairs."""
+        for pair, counts in other.pairs.items():
+            known = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
+            for split, number in counts.items():
+                known[split] += number
+        for pair, splits in other.characters.items():
+            self.characters.setdefault(pair, {}).update(splits)
+        self.counts.update(other.counts)
+        self.trained |= other.trained
+        self.empty_sides |= other.empty_sides
+        self.no_text.update(other.no_text)
+        self.swapped += other.swapped
+        for code, letters in other.scripts.items():
+            self.scripts.setdefault(code, Counter()).update(letters)
+        for code, spellings in other.spellings.items():
+            self.spellings.setdefault(code, set()).update(spellings)
+
     def lines(self, split: Split, languages: Sequence[str]) -> int:
         """How many lines there are of a split of a pair so far."""
         return self.pairs.get(pair_name(*languages), {}).get(split, 0)
@@ -110,23 +134,101 @@ class Tally:
             letters.update(count_scripts("".join(sample.side(side))))
 
 
+@dataclass(frozen=True)
+class SectionGroup:
+    """What a worker needs to import all that there is of one split of one pair."""
+
+    sections: list[Section]
+    writer: ArtifactWriter
+    config: CorpusConfig
+    quarantine_path: Path
+
+
 def run(call: StageCall) -> None:
     """Bring raw text into the layout that all later stages read."""
     config = call.recipe.corpus
     with call.new_artifact() as writer:
         raw = read_raw(call)
-        tally = Tally()
+        can_spread = all(isinstance(section.lines, FilesInStep) for section in raw.sections)
         with _quarantine_path(writer, raw).open("w", encoding="utf-8", newline="\n") as stream:
-            quarantine = Quarantine(stream)
-            for section in track(raw.sections, label="import"):
-                sample = import_section(
-                    section, writer, config=config, quarantine=quarantine, tally=tally
-                )
-                if raw.is_found:
-                    look_at_sides(section, sample, config=config, tally=tally)
+            if call.processes > 1 and can_spread:
+                tally = import_spread(raw, writer, stream, config=config, processes=call.processes)
+            else:
+                tally = Tally()
+                for section in track(raw.sections, label="import"):
+                    import_one(section, writer, stream, config=config, tally=tally, raw=raw)
         tally.counts += raw.left_out
         writer.statistics |= statistics(tally)
         writer.summary += summary(tally)
+
+
+def import_spread(
+    raw: RawText,
+    writer: ArtifactWriter,
+    quarantine: TextIO,
+    *,
+    config: CorpusConfig,
+    processes: int,
+) -> Tally:
+    """Import pairs of files over worker processes, the quarantine in the order of the sections."""
+    groups = section_groups(raw.sections, writer, config=config)
+    tally = Tally()
+    with ProcessPoolExecutor(
+        min(processes, max(len(groups), 1)), mp_context=get_context("spawn")
+    ) as pool:
+        found = [pool.submit(import_group, group) for group in groups]
+        try:
+            for group, future in track(
+                zip(groups, found, strict=True), label="import", total=len(groups)
+            ):
+                tally.include(future.result())
+                with group.quarantine_path.open(encoding="utf-8") as part:
+                    shutil.copyfileobj(part, quarantine)
+                group.quarantine_path.unlink()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return tally
+
+
+def section_groups(
+    sections: Iterable[Section], writer: ArtifactWriter, *, config: CorpusConfig
+) -> list[SectionGroup]:
+    """Sections of one split and pair together, in their order: they are written to one file."""
+    found: dict[tuple[str, Split], list[Section]] = {}
+    for section in sections:
+        found.setdefault((section.pair, section.split), []).append(section)
+    return [
+        SectionGroup(group, writer, config, writer.path(f"{QUARANTINE_NAME}.{number}"))
+        for number, group in enumerate(found.values())
+    ]
+
+
+def import_group(group: SectionGroup) -> Tally:
+    """Import the sections of a group in order."""
+    tally = Tally()
+    raw = RawText(group.sections)
+    with group.quarantine_path.open("w", encoding="utf-8", newline="\n") as stream:
+        for section in group.sections:
+            import_one(section, group.writer, stream, config=group.config, tally=tally, raw=raw)
+    return tally
+
+
+def import_one(
+    section: Section,
+    writer: ArtifactWriter,
+    quarantine: TextIO,
+    *,
+    config: CorpusConfig,
+    tally: Tally,
+    raw: RawText,
+) -> None:
+    """Import a section, and look at its sides unless the text was made here."""
+    sample = import_section(
+        section, writer, config=config, quarantine=Quarantine(quarantine), tally=tally
+    )
+    if raw.is_found:
+        look_at_sides(section, sample, config=config, tally=tally)
 
 
 def read_raw(call: StageCall) -> RawText:

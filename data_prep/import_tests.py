@@ -19,7 +19,7 @@ from data_prep.import_corpus import QUARANTINE_NAME
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
 from data_prep.readers.section import SPLITS
-from data_prep.readers.text_files import in_step, source_of
+from data_prep.readers.text_files import FilesInStep, source_of
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError
@@ -85,7 +85,7 @@ def import_aligned(
         with ExitStack() as stack:
             streams = [stack.enter_context(_open_text(folder / code)) for code in languages]
             for texts in good_lines(
-                in_step(paths, max_line_bytes=max_line_bytes),
+                FilesInStep(tuple(paths), max_line_bytes),
                 [source_of(path, root) for path in paths],
                 limit=None,
                 max_line_bytes=max_line_bytes,

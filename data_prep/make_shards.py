@@ -1,73 +1,49 @@
 """make_shards: text into memory-mapped token ids, training and validation lines.
 
-Reads a corpus and a tokenizer, makes shards. Pairs are spread over worker processes, each of which
-streams its pair in chunks of bounded size; the result does not depend on their number. A pair whose
-training sentences are all too long is left without training data, which the statistics say
-(``emptied``).
+Reads a corpus and a tokenizer, makes shards. Pairs are spread over worker processes
+(``pair_shards`` is what each of them does), or over ranks that see the same folders:
+``mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …``. The result does not
+depend on their number. Pairs that are finished stay in the output's run folder when the stage is
+interrupted, and are not made again. A pair whose training sentences are all too long is left
+without training data, which the statistics say (``emptied``).
 """
 
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
 
-import numpy as np
-
-from pipeline.artifacts.artifact import Artifact
+from data_prep.pair_shards import (
+    SPLITS,
+    FinishedPair,
+    PairCounts,
+    PairJob,
+    claim_work,
+    pair_folder,
+    read_finished,
+    remove_work,
+    shard_pair,
+)
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
     imported_statistics,
-    iterate_lines,
     languages,
     line_counts,
     pair_counts,
-    text_name,
 )
-from pipeline.artifacts.shards import TOKENIZER_FOLDER, ShardWriter
+from pipeline.artifacts.places import link_or_copy, run_dir
+from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
+from pipeline.config import ShardsConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
 from pipeline.terminal import track
 
-CHUNK_LINES = 4096
-CHUNK_CHARACTERS = 2**22
-"""Of both sides; a chunk ends with the line that reaches either number."""
-
-ShardSplit = Literal["train", "valid"]
-SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
-
-
-@dataclass(frozen=True)
-class PairJob:
-    """All that a worker needs to make the shards of one pair."""
-
-    pair: str
-    lines: dict[ShardSplit, int]
-    corpus: Artifact
-    out_dir: Path
-    tokenizer: Tokenizer
-    max_tokens: int
-
-
-@dataclass
-class PairCounts:
-    """What became of one pair's sentences; both splits count into ``too_long``."""
-
-    pair: str
-    kept: dict[ShardSplit, int]
-    tokens: dict[str, int]
-    """Language → tokens of the training sentences."""
-    unknown: dict[str, int]
-    """Language → those of them that are unknown."""
-    too_long: int = 0
-    too_long_sides: dict[str, int] = field(default_factory=dict)
-    """Language → sentences of it that are; a sentence pair can count for both."""
+MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …"
 
 
 def run(call: StageCall) -> None:
@@ -75,18 +51,37 @@ def run(call: StageCall) -> None:
     corpus, tokenizer_dir = call.artifacts["corpus"], tokenizer_folder(call.artifacts["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
+    config, work_dir = call.recipe.shards, run_dir(call.out_dir)
     with call.new_artifact() as writer:
-        jobs = pair_jobs(
-            corpus,
-            tokenizer=tokenizer,
-            out_dir=writer.directory,
-            max_tokens=call.recipe.shards.max_tokens,
-        )
-        results = sorted(run_jobs(jobs, processes=call.processes), key=lambda counts: counts.pair)
+        jobs = pair_jobs(corpus, tokenizer=tokenizer, work_dir=work_dir, config=config)
+        claim_work(work_dir, key=call.key)
+        finished = make_pairs(jobs, processes=call.processes, mpi=call.mpi)
+        results = [pair.counts for pair in finished]
         check_training_lines(corpus, results)
+        take_files(finished, writer, work_dir=work_dir)
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
-        writer.summary += summary(corpus, results, max_tokens=call.recipe.shards.max_tokens)
+        writer.summary += summary(corpus, results, config=config)
+        remove_work(work_dir)
+
+
+def make_pairs(jobs: list[PairJob], *, processes: int, mpi: bool) -> list[FinishedPair]:
+    """The shards of every pair, by name; those that an earlier attempt finished are not made."""
+    known = {job.pair: read_finished(job.out_dir) for job in jobs}
+    missing = [job for job in jobs if known[job.pair] is None]
+    made = {pair.counts.pair: pair for pair in run_jobs(missing, processes=processes, mpi=mpi)}
+    made |= {name: pair for name, pair in known.items() if pair is not None}
+    return [made[name] for name in sorted(made)]
+
+
+def take_files(finished: list[FinishedPair], writer: ArtifactWriter, *, work_dir: Path) -> None:
+    """Move the shards of all pairs into the artifact; what is linked was hashed by its worker."""
+    for pair in finished:
+        folder = pair_folder(work_dir, pair.counts.pair)
+        for name, record in pair.files.items():
+            target = writer.path(name)
+            if link_or_copy(folder / name, target):
+                writer.settled[target] = record
 
 
 def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Path) -> None:
@@ -111,7 +106,7 @@ def check_training_lines(corpus: Artifact, results: list[PairCounts]) -> None:
 
 
 def pair_jobs(
-    corpus: Artifact, *, tokenizer: Tokenizer, out_dir: Path, max_tokens: int
+    corpus: Artifact, *, tokenizer: Tokenizer, work_dir: Path, config: ShardsConfig
 ) -> list[PairJob]:
     """One job per pair, the largest first, so that no worker begins with it last."""
     for split in SPLITS:
@@ -122,21 +117,21 @@ def pair_jobs(
             pair=pair,
             lines={split: counts[pair] for split, counts in lines.items() if pair in counts},
             corpus=corpus,
-            out_dir=out_dir,
+            out_dir=pair_folder(work_dir, pair),
             tokenizer=tokenizer,
-            max_tokens=max_tokens,
+            config=config,
         )
         for pair in pair_counts(corpus)
     ]
     return sorted(jobs, key=lambda job: (-sum(job.lines.values()), job.pair))
 
 
-def run_jobs(jobs: list[PairJob], *, processes: int) -> Iterator[PairCounts]:
+def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[FinishedPair]:
     """Results in the order in which they are ready; after a failure no pair is begun."""
-    if processes == 1:
+    if processes == 1 and not mpi:
         yield from map(shard_pair, track(jobs, label="pairs", total=len(jobs)))
         return
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with _executor(processes, mpi=mpi) as pool:
         futures = [pool.submit(shard_pair, job) for job in jobs]
         try:
             for future in track(as_completed(futures), label="pairs", total=len(jobs)):
@@ -146,77 +141,23 @@ def run_jobs(jobs: list[PairJob], *, processes: int) -> Iterator[PairCounts]:
             raise
 
 
-def shard_pair(job: PairJob) -> PairCounts:
-    """Make the shards of all splits of one pair."""
-    codes = job.pair.split("-")
-    counts = PairCounts(
-        job.pair,
-        kept=dict.fromkeys(SPLITS, 0),
-        tokens=dict.fromkeys(codes, 0),
-        unknown=dict.fromkeys(codes, 0),
-        too_long_sides=dict.fromkeys(codes, 0),
-    )
-    for split in job.lines:
-        shard_split(job, split, counts)
-    return counts
-
-
-def shard_split(job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
-    """Encode one split, both sides in step, and add to the pair's counts.
+def _executor(processes: int, *, mpi: bool) -> Executor:
+    """Worker processes, or the other ranks that ``mpi4py.futures`` was started with.
 
     Raises:
-        DataError: the sides differ in their number of lines.
+        ConfigError: there are no such ranks.
     """
-    with ExitStack() as stack:
-        writers = {
-            code: stack.enter_context(closing(_shard_writer(job, split=split, language=code)))
-            for code in job.pair.split("-")
-        }
-        for chunk in line_pairs(job, split):
-            encoded = [job.tokenizer.encode_batch(side) for side in zip(*chunk, strict=True)]
-            kept = [
-                sentences
-                for sentences in zip(*encoded, strict=True)
-                if max(map(len, sentences)) <= job.max_tokens
-            ]
-            counts.too_long += len(chunk) - len(kept)
-            counts.kept[split] += len(kept)
-            for side, (code, writer) in enumerate(writers.items()):
-                counts.too_long_sides[code] += sum(
-                    len(ids) > job.max_tokens for ids in encoded[side]
-                )
-                tokens = writer.append([sentences[side] for sentences in kept])
-                if split == "train":
-                    counts.tokens[code] += len(tokens)
-                    counts.unknown[code] += int(np.count_nonzero(tokens == job.tokenizer.unk_id))
+    if not mpi:
+        return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    if "mpi4py.futures" not in sys.orig_argv:
+        raise ConfigError(f"--mpi is for the ranks of a launcher: start {MPI_COMMAND}.")
+    from mpi4py import MPI
+    from mpi4py.futures import MPIPoolExecutor
 
-
-def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[list[tuple[str, str]]]:
-    """Chunks of lines that stand beside each other.
-
-    Raises:
-        DataError: one side ends before the other.
-    """
-    first, second = (
-        iterate_lines(job.corpus.file(text_name(split, job.pair, code)))
-        for code in job.pair.split("-")
-    )
-    chunk: list[tuple[str, str]] = []
-    characters = 0
-    try:
-        for lines in zip(first, second, strict=True):
-            chunk.append(lines)
-            characters += len(lines[0]) + len(lines[1])
-            if len(chunk) >= CHUNK_LINES or characters >= CHUNK_CHARACTERS:
-                yield chunk
-                chunk, characters = [], 0
-        if chunk:
-            yield chunk
-    except ValueError as error:
-        raise DataError(
-            f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
-            "of lines: run the stage that made this corpus again."
-        ) from error
+    if MPI.COMM_WORLD.Get_size() < 2:
+        raise ConfigError(f"--mpi needs a rank beside the one that leads: start {MPI_COMMAND}.")
+    pool: Executor = MPIPoolExecutor()
+    return pool
 
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:
@@ -249,7 +190,7 @@ def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
     }
 
 
-def summary(corpus: Artifact, results: list[PairCounts], *, max_tokens: int) -> list[str]:
+def summary(corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig) -> list[str]:
     """Lines read and kept per split, those too long, unknown tokens, pairs without training."""
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}
@@ -261,21 +202,19 @@ def summary(corpus: Artifact, results: list[PairCounts], *, max_tokens: int) -> 
         f"read {counted(read['train'], 'training line')} and {read['valid']:,} of validation, kept "
         f"{kept['train']:,} and {kept['valid']:,}: {counted(tokens.total(), 'training token')}"
     ]
+    if config.segmentations > 1:
+        lines.append(f"every training line by {config.segmentations} drawn segmentations")
     if too_long := sum(counts.too_long for counts in results):
         languages_of = listed(f"{code} {count:,}" for code, count in sides.most_common() if count)
-        lines.append(f"left out {too_long:,} of more than {max_tokens:,} tokens ({languages_of})")
+        lines.append(
+            f"left out {too_long:,} of more than {config.max_tokens:,} tokens ({languages_of})"
+        )
     shares = sorted(unknown_shares(results).items(), key=lambda item: (-item[1], item[0]))
     if unknown := [f"{code} {share:.2%}" for code, share in shares if share > 0]:
         lines.append(f"tokens not in the vocabulary: {listed(unknown)}")
     if emptied := sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)):
         lines.append(f"no training data left: {listed(emptied)}")
     return lines
-
-
-def _shard_writer(job: PairJob, *, split: ShardSplit, language: str) -> ShardWriter:
-    return ShardWriter(
-        job.out_dir, split=split, pair=job.pair, language=language, size=job.tokenizer.size
-    )
 
 
 if __name__ == "__main__":

@@ -2,18 +2,22 @@
 
 Reads a corpus, makes a tokenizer. SentencePiece sees training lines only, drawn without replacement
 so that small languages weigh more than their share; text is not normalised. SentencePiece holds the
-sample in memory: ``tokenizer.sample_lines`` bounds it, import bounds each line.
+sample in memory, many times its size: as many lines are drawn as ``tokenizer.memory_bytes`` has
+room for by prediction, ``tokenizer.sample_lines`` at most. The default, 6 GiB, fits into a machine
+of 8 GB. What was predicted and what was taken stand in the summary. Import bounds each line.
 """
 
 import io
+import math
 import random
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceTrainer
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import (
@@ -26,13 +30,16 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
+    Tokenizer,
     TokenizerDescription,
     build_tokenizer,
     language_token,
     write_tokenizer,
 )
+from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
 from pipeline.config import TokenizerConfig
 from pipeline.errors import ConfigError, DataError
+from pipeline.peak_memory import peak_memory
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
@@ -40,6 +47,9 @@ from pipeline.terminal import track
 
 MAX_LINE_BYTES = 2**20
 """SentencePiece leaves out longer lines; its own limit would lose letters of long Indic lines."""
+
+MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
+"""Of text, in bytes of memory, while SentencePiece 0.2.3 trains."""
 
 
 @dataclass
@@ -50,6 +60,8 @@ class Sample:
     quotas: Mapping[str, int]
     """Language → lines to draw."""
     seed: int
+    predicted_bytes: int = 0
+    """Of memory that training on it takes."""
     characters: set[str] = field(default_factory=set)
     """What the lines given so far consist of."""
 
@@ -68,16 +80,23 @@ def run(call: StageCall) -> None:
     config = call.recipe.tokenizer
     corpus = call.artifacts["corpus"]
     description = TokenizerDescription(
-        kind=config.kind,
+        # Characters are a kind of SentencePiece model: nothing else is to be known to read them.
+        kind="sentencepiece" if config.kind == "characters" else config.kind,
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
     )
     with call.new_artifact() as writer:
         model = None
-        if config.kind == "sentencepiece":
+        if config.kind != "bytes":
             sample = draw_sample(corpus, config=config)
-            model = train_sentencepiece(sample, config=config)
-            writer.statistics |= sample_statistics(sample, model)
+            with peak_memory() as taken:
+                model = train_sentencepiece(sample, config=config)
+            writer.statistics |= sample_statistics(sample, build_tokenizer(description, model))
+            writer.statistics["memory"] = {
+                "allowed": config.memory_bytes,
+                "predicted": sample.predicted_bytes,
+                "measured": taken.num_bytes,
+            }
         write_tokenizer(writer.directory, description=description, model=model)
         writer.statistics |= vocabulary_statistics(description, model)
         writer.summary += summary(writer.statistics, description, corpus)
@@ -87,15 +106,57 @@ def draw_sample(corpus: Artifact, *, config: TokenizerConfig) -> Sample:
     """The sample the settings ask for; lines are read when it is iterated over.
 
     Raises:
+        ConfigError: there is no memory for any line.
         DataError: the corpus has no training lines.
     """
     totals = lines_per_language(corpus)
-    quotas = sample_quotas(
-        totals,
-        sampling_temperature=config.sampling_temperature,
-        sample_lines=config.sample_lines,
+    line_bytes = bytes_per_line(corpus, totals)
+    most = min(config.sample_lines, sum(totals.values()))
+    # The largest number of lines that there is room for.
+    fits = bisect_right(
+        range(1, most + 1),
+        config.memory_bytes,
+        key=lambda lines: predicted_memory(_quotas(totals, lines, config), line_bytes),
     )
-    return Sample(corpus, quotas=quotas, seed=config.seed)
+    quotas = _quotas(totals, fits or config.sample_lines, config)
+    if fits < most and (not fits or not any(quotas.values())):
+        raise ConfigError(
+            f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
+            "language: raise it."
+        )
+    predicted = predicted_memory(quotas, line_bytes)
+    return Sample(corpus, quotas, config.seed, predicted_bytes=predicted)
+
+
+def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float]) -> int:
+    """What SentencePiece takes for training on a sample, in bytes.
+
+    Args:
+        quotas: language → lines.
+        line_bytes: language → mean size of a line in UTF-8.
+    """
+    text = sum(quota * line_bytes[code] for code, quota in quotas.items())
+    lines = sum(quotas.values())
+    return math.ceil(MEMORY_AT_LEAST + lines * MEMORY_PER_LINE + text * MEMORY_PER_BYTE)
+
+
+def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, float]:
+    """Language → mean size of a training line in UTF-8, of those that have any.
+
+    Args:
+        totals: language → training lines.
+    """
+    sizes = dict.fromkeys(totals, 0)
+    for pair in line_counts(corpus, "train"):
+        for code in pair.split("-"):
+            sizes[code] += corpus.manifest.files[text_name("train", pair, code)].size
+    return {code: sizes[code] / total for code, total in totals.items() if total}
+
+
+def _quotas(totals: Mapping[str, int], lines: int, config: TokenizerConfig) -> dict[str, int]:
+    return sample_quotas(
+        totals, sampling_temperature=config.sampling_temperature, sample_lines=lines
+    )
 
 
 def sample_quotas(
@@ -150,13 +211,11 @@ def train_sentencepiece(sample: Sample, *, config: TokenizerConfig) -> bytes:
     lines = remember_failure(tracked, failures)
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=_written_bytes(lines) if config.kind == "byte_bpe" else lines,
             model_writer=model,
-            model_type=config.model_type,
             vocab_size=config.vocabulary_size,
-            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
-            byte_fallback=False,
             max_sentence_length=MAX_LINE_BYTES,
             pad_id=SPECIALS["pad"],
             bos_id=SPECIALS["bos"],
@@ -165,12 +224,40 @@ def train_sentencepiece(sample: Sample, *, config: TokenizerConfig) -> bytes:
             # With more threads the unigram trainer adds in another order, and learns other pieces.
             num_threads=1,
             minloglevel=2,
+            **_options_of_kind(config),
         )
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
         raise explain_failure(error, config=config) from error
     return model.getvalue()
+
+
+def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
+    """What SentencePiece is told of the kind of pieces."""
+    match config.kind:
+        case "characters":
+            # As many as there are, if that is less than the vocabulary may have.
+            kind: dict[str, Any] = {"model_type": "char", "hard_vocab_limit": False}
+        case "byte_bpe":
+            # A byte is no letter or digit; spaces are kept as they are.
+            return {
+                "model_type": "bpe",
+                "character_coverage": 1.0,
+                "split_by_unicode_script": False,
+                "split_by_number": False,
+                "add_dummy_prefix": False,
+                "remove_extra_whitespaces": False,
+            }
+        case _:
+            kind = {"model_type": config.model_type}
+    return {**kind, "character_coverage": config.character_coverage}
+
+
+def _written_bytes(lines: Iterator[str]) -> Iterator[str]:
+    """The lines as a model of bytes sees them, and every byte, so that each has a piece."""
+    yield BYTE_LINE
+    yield from map(write_bytes, lines)
 
 
 def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
@@ -207,14 +294,11 @@ def explain_failure(error: RuntimeError, *, config: TokenizerConfig) -> ConfigEr
     )
 
 
-def sample_statistics(sample: Sample, model: bytes) -> dict[str, object]:
+def sample_statistics(sample: Sample, tokenizer: Tokenizer) -> dict[str, object]:
     """Lines per language, and how many of the sample's characters the vocabulary has."""
-    processor = SentencePieceProcessor(model_proto=model)
-    # SentencePiece writes a space as U+2581.
+    # SentencePiece takes a space for the mark of a word.
     found = sorted(sample.characters - {" "})
-    covered = [
-        character for character in found if processor.piece_to_id(character) != processor.unk_id()
-    ]
+    covered = [ids for ids in tokenizer.encode_batch(found) if tokenizer.unk_id not in ids]
     return {
         "train_lines": lines_per_language(sample.corpus),
         "sampled_lines": dict(sample.quotas),
@@ -255,11 +339,20 @@ def summary(
         f"{counted(len(sampled), 'language')}; the vocabulary has {characters['covered']:,} of "
         f"their {counted(characters['sample'], 'different character')}"
     )
+    lines.append(_memory_line(statistics["memory"]))
     if unseen := [code for code in languages if not sampled.get(code)]:
         lines.append(f"no text was sampled of: {listed(unseen)}")
     if emptied := sorted(emptied_pairs(corpus)):
         lines.append(f"no training data left: {listed(emptied)}")
     return lines
+
+
+def _memory_line(memory: Mapping[str, int | None]) -> str:
+    allowed, predicted, measured = (
+        "unknown" if number is None else f"{number / 2**20:,.0f} MiB"
+        for number in (memory["allowed"], memory["predicted"], memory["measured"])
+    )
+    return f"training was to take {predicted} of memory ({allowed} allowed), and took {measured}"
 
 
 def _lines_of(corpus: Artifact, code: str) -> Iterator[str]:

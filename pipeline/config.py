@@ -146,18 +146,35 @@ class CleanConfig(Settings):
 class TokenizerConfig(Settings):
     """train_tokenizer."""
 
-    kind: Literal["sentencepiece", "bytes"] = "sentencepiece"
+    kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
+    """``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown; ``bytes``: its bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
-    """Pieces, specials included, language tokens not."""
+    """Pieces, specials included, language tokens not; of ``characters`` the most there may be."""
     model_type: Literal["unigram", "bpe"] = "unigram"
+    """Of ``sentencepiece``."""
+    byte_fallback: bool = False
+    """Of ``sentencepiece`` and ``characters``: 256 of the pieces are bytes, for characters that
+    the vocabulary lacks."""
     character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
     """Less garbles Chinese."""
     sampling_temperature: Temperature = 5.0
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
-    """Lines drawn for training, over all languages."""
+    """Lines drawn for training, over all languages, as far as ``memory_bytes`` has room."""
+    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 6 * 2**30
+    """What training may take by prediction, which bounds the sample. A machine with 8 GB has as
+    much as the default beside its system; about 300 MB of text then are drawn."""
     seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
+            raise ValueError(
+                f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
+                "lacks none: leave it out"
+            )
+        return self
 
 
 class ShardsConfig(Settings):
@@ -166,6 +183,22 @@ class ShardsConfig(Settings):
     max_tokens: BatchTokens = 1000
     """Longer training sentences (either side, in tokens) are left out and counted; with tags and
     end-of-sentence they must fit model.max_positions and batches.tokens."""
+    segmentations: Annotated[int, whole(1, 1000)] = 1
+    """1: the best one. More: every training line stands in the shards so many times, each time
+    by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
+    of the text, and disk and time grow with it."""
+    segmentation_alpha: Annotated[float, number(least=0, most=10)] = 0.1
+    """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
+    segmentation_nbest: Annotated[int, whole(-1, 1000)] = -1
+    """Unigram draws from so many best segmentations; -1: from all."""
+    seed: Seed = 1
+    """Of the segmentations."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.segmentation_nbest in (0, 1):
+            raise ValueError("segmentation_nbest must be -1, or at least 2 to have a choice")
+        return self
 
 
 class MixtureConfig(Settings):

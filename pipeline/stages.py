@@ -64,6 +64,8 @@ class Stage:
         """What it keeps in ``OUT.run`` of an interrupted run, where it does."""
         if self.name == "upcycle":
             return "assembly"
+        if self.name == "make_shards":
+            return "sharding"
         if self.parallel == "ranks":
             return "training" if self.trains else "translation"
         return None
@@ -96,6 +98,8 @@ class StageCall:
     config: Mapping[str, object]
     """The recipe's sections (and ds_config) as they stand in the manifest."""
     processes: int = 1
+    mpi: bool = False
+    """Whether the workers are the ranks of a launcher, where the stage has such."""
     overwrite: bool = False
     clock: float = field(default_factory=time.monotonic, compare=False)
     """When the stage began, in seconds of the monotonic clock."""
@@ -169,6 +173,7 @@ STAGES: dict[str, Stage] = {
                     required=False,
                 )
             },
+            parallel="workers",
         ),
         Stage(
             name="import_tests",

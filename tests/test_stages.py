@@ -51,11 +51,17 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "train_tokenizer": {
         "tokenizer": {
-            *("character_coverage", "kind", "language_token_scheme", "model_type"),
+            *("byte_fallback", "character_coverage", "kind", "language_token_scheme"),
+            *("memory_bytes", "model_type"),
             *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
         }
     },
-    "make_shards": {"shards": {"max_tokens"}},
+    "make_shards": {
+        "shards": {
+            *("max_tokens", "seed", "segmentation_alpha", "segmentation_nbest"),
+            "segmentations",
+        }
+    },
     "mix": {"mixture": {"sampling_temperature"}},
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},

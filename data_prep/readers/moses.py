@@ -20,7 +20,7 @@ from data_prep.readers.pair_names import (
 )
 from data_prep.readers.raw_files import RawFile, list_files
 from data_prep.readers.section import RawText, Section
-from data_prep.readers.text_files import in_step, plain_name
+from data_prep.readers.text_files import FilesInStep, plain_name
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import CorpusConfig
@@ -90,7 +90,7 @@ def section_of(pair: FilePair, config: CorpusConfig) -> Section:
         languages=codes,
         spellings=spellings,
         sources=(one.source(), other.source()),
-        lines=in_step((one.path, other.path), max_line_bytes=config.max_line_bytes),
+        lines=FilesInStep((one.path, other.path), config.max_line_bytes),
     )
 
 

@@ -6,8 +6,9 @@ skipped to its end, a compressed file is unpacked block by block.
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -97,21 +98,30 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
 
 
-def in_step(paths: Sequence[Path], *, max_line_bytes: int) -> Iterator[RawLine]:
-    """Lines of all files; DataError with the counts of two of them where one is longer."""
-    sides = [iterate_raw_lines(path, max_line_bytes=max_line_bytes) for path in paths]
-    for number, raws in enumerate(zip_longest(*sides), start=1):
-        if None in raws:
-            short = raws.index(None)
-            long = next(side for side, raw in enumerate(raws) if raw is not None)
-            found = {short: number - 1, long: number + sum(1 for _ in sides[long])}
-            first, second = sorted(found)
-            raise DataError(
-                f"{paths[first]} has {found[first]} lines and {paths[second]} has "
-                f"{found[second]}: line n of one must translate line n of the other, so fetch or "
-                "align them again."
-            )
-        yield RawLine(number, raws)
+@dataclass(frozen=True)
+class FilesInStep:
+    """Lines of all files; DataError with the counts of two of them where one is longer.
+
+    Nothing is opened until the lines are asked for, so that another process can do it.
+    """
+
+    paths: tuple[Path, ...]
+    max_line_bytes: int
+
+    def __iter__(self) -> Iterator[RawLine]:
+        sides = [iterate_raw_lines(path, max_line_bytes=self.max_line_bytes) for path in self.paths]
+        for number, raws in enumerate(zip_longest(*sides), start=1):
+            if None in raws:
+                short = raws.index(None)
+                long = next(side for side, raw in enumerate(raws) if raw is not None)
+                found = {short: number - 1, long: number + sum(1 for _ in sides[long])}
+                first, second = sorted(found)
+                raise DataError(
+                    f"{self.paths[first]} has {found[first]} lines and {self.paths[second]} has "
+                    f"{found[second]}: line n of one must translate line n of the other, so fetch "
+                    "or align them again."
+                )
+            yield RawLine(number, raws)
 
 
 class _Frame(Protocol):

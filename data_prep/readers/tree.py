@@ -23,7 +23,7 @@ from data_prep.readers.pair_names import (
     select_pairs,
 )
 from data_prep.readers.section import SPLITS, RawText, Section, Source
-from data_prep.readers.text_files import PACKED, in_step, iterate_raw_lines, source_of
+from data_prep.readers.text_files import PACKED, FilesInStep, iterate_raw_lines, source_of
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config import CorpusConfig
@@ -148,7 +148,7 @@ def _section(
         languages=folder.languages,
         spellings=folder.spellings,
         sources=(first, second),
-        lines=in_step(folder.files[split], max_line_bytes=max_line_bytes),
+        lines=FilesInStep(folder.files[split], max_line_bytes),
     )
 
 

@@ -31,12 +31,13 @@ from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifes
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
 
-Work = Literal["training", "translation", "assembly"]
+Work = Literal["training", "translation", "assembly", "sharding"]
 
 RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "training": ("states", "best", "metrics.jsonl"),
     "translation": ("identity.json",),
     "assembly": ("assembly.json",),
+    "sharding": ("sharding.json",),
 }
 """What tells the run folder of one kind of stage from the other's."""
 

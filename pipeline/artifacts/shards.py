@@ -113,33 +113,38 @@ def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
 
 
 class ShardWriter:
-    """Writes one side of a pair, batch by batch; keeps 4 bytes per sentence in memory."""
+    """Writes one side of a pair, batch by batch; nothing of what is written stays in memory."""
 
     def __init__(self, directory: Path, *, split: Split, pair: str, language: str, size: int):
         """``size`` is the number of ids of the tokenizer."""
         tokens_name, offsets_name = shard_names(split, pair, language)
         self._type = token_type(size)
-        self._offsets_path = directory / offsets_name
-        self._offsets_path.parent.mkdir(parents=True, exist_ok=True)
+        self._sentences, self._end = 0, 0
+        (directory / tokens_name).parent.mkdir(parents=True, exist_ok=True)
         self._stream = (directory / tokens_name).open("wb")
-        self._lengths: list[npt.NDArray[np.int32]] = []
+        self._offsets = (directory / offsets_name).open("wb")
+        self._offsets.write(_offsets_header(0))
+        self._offsets.write(np.zeros(1, "<i8").data)
 
     def append(self, sentences: Sequence[Sequence[int]]) -> Tokens:
         """Write sentences; returns their tokens one after the other, for counting."""
-        lengths = np.fromiter(map(len, sentences), dtype=np.int32, count=len(sentences))
+        lengths = np.fromiter(map(len, sentences), dtype="<i8", count=len(sentences))
         flat = chain.from_iterable(sentences)
         tokens = np.fromiter(flat, dtype=self._type, count=int(lengths.sum()))
-        self._stream.write(tokens.tobytes())
-        self._lengths.append(lengths)
+        self._stream.write(tokens.data)
+        self._offsets.write((np.cumsum(lengths) + self._end).data)
+        self._sentences, self._end = self._sentences + len(lengths), self._end + len(tokens)
         return tokens
 
     def close(self) -> None:
         """Finish both files."""
         self._stream.close()
-        lengths = np.concatenate([np.zeros(1, np.int32), *self._lengths])
-        offsets = np.cumsum(lengths, dtype="<i8")
-        # Not numpy.save, which loses the reason where a file cannot be written.
-        with self._offsets_path.open("wb") as stream:
-            header = np.lib.format.header_data_from_array_1_0(offsets)  # type: ignore[no-untyped-call]
-            np.lib.format.write_array_header_1_0(stream, header)  # type: ignore[no-untyped-call]
-            stream.write(offsets.data)
+        with self._offsets:
+            self._offsets.seek(0)
+            self._offsets.write(_offsets_header(self._sentences + 1))
+
+
+def _offsets_header(number: int) -> bytes:
+    """What numpy.save writes before so many offsets, which is as long for any number of them."""
+    content = _HEADER_START + b"%d,), }" % number
+    return content.ljust(_HEADER_BYTES - 1) + b"\n"

@@ -8,28 +8,59 @@ specials are never the result of encoding text: ``</s>`` or ``__de__`` within a 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from sentencepiece import SentencePieceProcessor
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, to_json
+from pipeline.artifacts.vocabularies import (
+    DESCRIPTION_NAME,
+    MODEL_NAME,
+    SPECIALS,
+    ByteLevelVocabulary,
+    ByteVocabulary,
+    Decoded,
+    Numbering,
+    RenumberedVocabulary,
+    SampledSegmentation,
+    SentencePieceVocabulary,
+    Vocabulary,
+)
 from pipeline.config import TagScheme
 from pipeline.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
 
-DESCRIPTION_NAME = "tokenizer.json"
-MODEL_NAME = "sentencepiece.model"
+__all__ = [
+    "DESCRIPTION_NAME",
+    "MODEL_NAME",
+    "SPECIALS",
+    "TOKENIZER_FILES",
+    "ByteVocabulary",
+    "Decoded",
+    "LanguageTokenScheme",
+    "Numbering",
+    "SampledSegmentation",
+    "TagScheme",
+    "Tags",
+    "Tokenizer",
+    "TokenizerDescription",
+    "TokenizerFiles",
+    "build_tokenizer",
+    "copy_tokenizer",
+    "language_token",
+    "load_tokenizer",
+    "read_tokenizer_files",
+    "tags",
+    "tokenizer_folder",
+    "write_tokenizer",
+]
+
 TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME)
 """All files a tokenizer can consist of; a tokenizer of bytes has the first only."""
-
-SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
-"""Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
 
 MAX_MODEL_BYTES = 2**28
 """A SentencePiece model of a million pieces has about 25 MB."""
@@ -41,47 +72,13 @@ WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
-
-
-class Numbering(BaseModel):
-    """Which id everything has, where that does not follow from the vocabulary.
-
-    Ids that nothing has (``size`` may count some) are rows of an embedding that no text reaches.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size: TokenId
-    """Number of ids, language tokens included."""
-    pad: TokenId
-    bos: TokenId
-    eos: TokenId
-    unk: TokenId
-    pieces: tuple[TokenId | None, ...]
-    """Id of each piece of the vocabulary, in its order; None: it is unknown to the model."""
-    language_tokens: dict[str, TokenId]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        specials = [self.pad, self.bos, self.eos, self.unk]
-        given = [*specials, *self.language_tokens.values()]
-        given += [
-            index for index in self.pieces if index is not None and index not in set(specials)
-        ]
-        if len(set(given)) < len(given):
-            raise ValueError("two pieces, specials or languages have one id")
-        if max(given) >= self.size:
-            raise ValueError(f"an id lies beyond size {self.size}")
-        return self
-
-
 class TokenizerDescription(BaseModel):
     """The contents of ``tokenizer.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["sentencepiece", "bytes"]
+    kind: Literal["sentencepiece", "byte_bpe", "bytes"]
+    """What the model's pieces are of: text (characters too), the bytes of UTF-8; or no model."""
     languages: tuple[str, ...]
     language_token_scheme: LanguageTokenScheme
     numbering: Numbering | None = None
@@ -96,134 +93,6 @@ class TokenizerDescription(BaseModel):
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
         return self
-
-
-class Vocabulary(Protocol):
-    """What a tokenizer needs of its vocabulary, language tokens aside."""
-
-    size: int
-    pad_id: int
-    bos_id: int
-    eos_id: int
-    unk_id: int
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]: ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of ids none of which is a special."""
-
-    def piece(self, index: int) -> str | None:
-        """How the vocabulary spells an id, None where that is no piece of text."""
-
-
-class SentencePieceVocabulary:
-    """A SentencePiece model; its special ids are read from it.
-
-    ``has_specials``: it must have four distinct ones (pad, bos, eos, unk), as a vocabulary that is
-    not numbered anew needs them.
-
-    Raises:
-        ArtifactError: not a model, or one that lacks a special.
-    """
-
-    def __init__(self, model: bytes, *, has_specials: bool = True) -> None:
-        if not model:  # without one the processor is made, and complains of every question
-            raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
-        try:
-            self._processor = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise ArtifactError(
-                f"{MODEL_NAME} is not a SentencePiece model: restore it from a copy."
-            ) from error
-        self._model = model
-        self._has_specials = has_specials
-        self.size = self._processor.get_piece_size()
-        self.pad_id = self._processor.pad_id()
-        self.bos_id = self._processor.bos_id()
-        self.eos_id = self._processor.eos_id()
-        self.unk_id = self._processor.unk_id()
-        if has_specials:
-            self._check_specials()
-
-    def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
-        return partial(type(self), has_specials=self._has_specials), (self._model,)
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
-        return encoded
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._processor.decode(ids))
-
-    def piece(self, index: int) -> str | None:
-        is_text = index < self.size and not (
-            self._processor.is_control(index) or self._processor.is_unknown(index)
-        )
-        return str(self._processor.id_to_piece(index)) if is_text else None
-
-    def _check_specials(self) -> None:
-        ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id}
-        if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
-            raise ArtifactError(
-                f"{MODEL_NAME} has the special ids {ids}, where four distinct ids from 0 on are "
-                "wanted (-1 means none): train it with a piece of its own for each of them."
-            )
-
-
-class ByteVocabulary:
-    """Four specials, then the 256 bytes of UTF-8."""
-
-    size = len(SPECIALS) + 256
-    pad_id = SPECIALS["pad"]
-    bos_id = SPECIALS["bos"]
-    eos_id = SPECIALS["eos"]
-    unk_id = SPECIALS["unk"]
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
-
-    def decode(self, ids: list[int]) -> str:
-        """Bytes that are not UTF-8 are dropped."""
-        return bytes(index - len(SPECIALS) for index in ids).decode(errors="ignore")
-
-    def piece(self, index: int) -> str | None:
-        """As SentencePiece spells bytes."""
-        return f"<0x{index - len(SPECIALS):02X}>" if len(SPECIALS) <= index < self.size else None
-
-
-class RenumberedVocabulary:
-    """A vocabulary whose pieces have other ids.
-
-    Raises:
-        ArtifactError: the numbering is of another number of pieces.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, numbering: Numbering) -> None:
-        if len(numbering.pieces) != vocabulary.size:
-            raise ArtifactError(
-                f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
-                f"has {vocabulary.size:,}: restore both from one copy."
-            )
-        self._vocabulary = vocabulary
-        self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
-        self._pieces = {
-            index: piece for piece, index in enumerate(numbering.pieces) if index is not None
-        }
-        self.size = numbering.size
-        self.pad_id, self.bos_id = numbering.pad, numbering.bos
-        self.eos_id, self.unk_id = numbering.eos, numbering.unk
-
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        encoded = self._vocabulary.encode_batch(lines)
-        return [[self._ids[piece] for piece in pieces] for pieces in encoded]
-
-    def decode(self, ids: list[int]) -> str:
-        """Ids that no piece has are dropped."""
-        return self._vocabulary.decode([self._pieces[i] for i in ids if i in self._pieces])
-
-    def piece(self, index: int) -> str | None:
-        own = self._pieces.get(index)
-        return None if own is None else self._vocabulary.piece(own)
 
 
 class Tokenizer:
@@ -264,8 +133,18 @@ class Tokenizer:
         """Ids of each sentence; faster than one by one."""
         return self._vocabulary.encode_batch(lines)
 
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        """As ``encode_batch``, by pieces that are drawn; a line and its seed decide its ids."""
+        return self._vocabulary.sample_batch(lines, segmentation)
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; specials and language tokens are dropped."""
+        """Text of the ids; specials, language tokens and bytes that are no UTF-8 are dropped."""
+        return self.decode_counted(ids).text
+
+    def decode_counted(self, ids: Iterable[int]) -> Decoded:
+        """As ``decode``, with the number of sequences of bytes that were dropped."""
         pieces = [int(index) for index in ids]
         return self._vocabulary.decode(
             [
@@ -398,6 +277,8 @@ def build_tokenizer(description: TokenizerDescription, model: bytes | None) -> T
     vocabulary: Vocabulary
     if model is None:
         vocabulary = ByteVocabulary()
+    elif description.kind == "byte_bpe":
+        vocabulary = ByteLevelVocabulary(model)
     else:
         vocabulary = SentencePieceVocabulary(model, has_specials=numbering is None)
     if numbering is None:
@@ -431,7 +312,7 @@ def tokenizer_folder(artifact: Artifact) -> Path:
     """
     folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
     directory = artifact.file(folder + DESCRIPTION_NAME).parent
-    if _read_description(directory).kind == "sentencepiece":
+    if _read_description(directory).kind != "bytes":
         artifact.check([folder + MODEL_NAME])
     return directory
 
@@ -464,7 +345,7 @@ def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
     """Copy a tokenizer's files into a folder, which is made."""
     target_dir.mkdir(parents=True, exist_ok=True)
     kind = _read_description(source_dir).kind
-    for name in TOKENIZER_FILES if kind == "sentencepiece" else (DESCRIPTION_NAME,):
+    for name in (DESCRIPTION_NAME,) if kind == "bytes" else TOKENIZER_FILES:
         (target_dir / name).write_bytes(_read(source_dir / name))
 
 

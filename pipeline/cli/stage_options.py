@@ -54,6 +54,13 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
             metavar="N",
             help="processes on this machine, 1 unless said; a launcher's own ranks come first",
         )
+    if stage.name == "make_shards":
+        parser.add_argument(
+            "--mpi",
+            action="store_true",
+            help="spread pairs over the ranks of mpirun -n N python -m mpi4py.futures -m "
+            f"{stage.module}, which share these folders (needs the extra mpi)",
+        )
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if stage.trains:

@@ -158,6 +158,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             stage, recipe=recipe, ds_config=options.ds_config if stage.trains else ""
         ),
         processes=(options.processes or 1) if stage.parallel != "no" else 1,
+        mpi=stage.name == "make_shards" and options.mpi,
         overwrite=options.overwrite,
     )
 

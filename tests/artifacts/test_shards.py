@@ -1,13 +1,16 @@
 """Token ids on disk, and the stage that writes them."""
 
+import io
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
-from data_prep import make_shards
+from data_prep import make_shards, pair_shards
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -18,6 +21,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
+    SPECIALS,
     Tokenizer,
     TokenizerDescription,
     load_tokenizer,
@@ -63,8 +67,10 @@ def shard(
     *,
     max_tokens: int = 40,
     processes: int = 1,
+    **settings: Any,
 ) -> Artifact:
-    recipe = Recipe(name="test", shards=ShardsConfig(max_tokens=max_tokens))
+    config = ShardsConfig.model_validate({"max_tokens": max_tokens, **settings})
+    recipe = Recipe(name="test", shards=config)
     stage = STAGES["make_shards"]
     make_shards.run(
         StageCall(
@@ -184,7 +190,7 @@ def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
     parallel = shard(*inputs, tmp_path / "parallel", processes=2)
     assert parallel.manifest.files == shards.manifest.files
     assert parallel.statistics == shards.statistics
-    monkeypatch.setattr(make_shards, "CHUNK_LINES", 7)
+    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 7)
     assert shard(*inputs, tmp_path / "chunks").manifest.files == shards.manifest.files
 
 
@@ -192,7 +198,7 @@ class HalfUnknown(Tokenizer):
     """Encodes every line as one known and one unknown token."""
 
     def encode_batch(self, lines: object) -> list[list[int]]:
-        assert isinstance(lines, tuple)
+        assert isinstance(lines, list)
         return [[self.unk_id, 70] for _ in lines]
 
 
@@ -311,10 +317,12 @@ def test_chunks_are_bounded_in_lines_and_in_characters(
     lines = ["a" * 10, "b" * 30, "", "c", "d" * 100, "e"]
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
     tokenizer = load_tokenizer(inputs[1].directory)
-    [job] = make_shards.pair_jobs(corpus, tokenizer=tokenizer, out_dir=tmp_path, max_tokens=99)
-    monkeypatch.setattr(make_shards, "CHUNK_CHARACTERS", 50)
-    monkeypatch.setattr(make_shards, "CHUNK_LINES", 2)
-    chunks = [[first for first, _ in chunk] for chunk in make_shards.line_pairs(job, "train")]
+    [job] = make_shards.pair_jobs(
+        corpus, tokenizer=tokenizer, work_dir=tmp_path, config=ShardsConfig(max_tokens=99)
+    )
+    monkeypatch.setattr(pair_shards, "CHUNK_CHARACTERS", 50)
+    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 2)
+    chunks = [first for first, _ in pair_shards.line_pairs(job, "train")]
     assert chunks == [lines[:2], lines[2:4], lines[4:5], lines[5:]]
 
 
@@ -334,3 +342,149 @@ def test_a_corpus_without_training_lines_is_refused(
     made = make_corpus(tmp_path / "corpus", {"test": TEXTS["test"]})
     with pytest.raises(DataError, match="no training lines"):
         shard(made, inputs[1], tmp_path / "out")
+
+
+class Stopped(Exception):
+    """A kill, as far as a test can raise one."""
+
+
+def test_pairs_that_were_finished_when_the_stage_was_stopped_are_not_made_again(
+    shards: Artifact,
+    inputs: tuple[Artifact, Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[str] = []
+
+    def until_the_last(job: pair_shards.PairJob) -> pair_shards.FinishedPair:
+        if job.pair == "de-ru" and "de-ru" not in made:
+            made.append(job.pair)
+            raise Stopped
+        made.append(job.pair)
+        return pair_shards.shard_pair(job)
+
+    monkeypatch.setattr(make_shards, "shard_pair", until_the_last)
+    with pytest.raises(Stopped):
+        shard(*inputs, tmp_path / "out")
+    assert made == ["de-en", "en-ru", "de-ru"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.run"]
+    again = shard(*inputs, tmp_path / "out")
+    assert made == ["de-en", "en-ru", "de-ru", "de-ru"]
+    assert again.manifest.files == shards.manifest.files
+    assert again.statistics == shards.statistics
+    again.verify()
+    assert not (tmp_path / "out.run").exists()
+
+
+def stopped_at_the_end(
+    inputs: tuple[Artifact, Artifact], out_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaves a run folder with every pair finished."""
+
+    def stop(*_given: object, **_named: object) -> None:
+        raise Stopped
+
+    with monkeypatch.context() as patched, pytest.raises(Stopped):
+        patched.setattr(make_shards, "take_files", stop)
+        shard(*inputs, out_dir)
+
+
+def test_what_is_left_of_other_shards_or_was_cut_off_is_made_anew(
+    shards: Artifact,
+    inputs: tuple[Artifact, Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stopped_at_the_end(inputs, tmp_path / "out", monkeypatch)
+    cut = tmp_path / "out.run" / "pair.en-ru" / shard_names("train", "en-ru", "ru")[0]
+    cut.write_bytes(cut.read_bytes()[:-2])
+    (tmp_path / "out.run" / "pair.de-ru" / "finished.json").write_text("{")
+    assert shard(*inputs, tmp_path / "out").manifest.files == shards.manifest.files
+    stopped_at_the_end(inputs, tmp_path / "other", monkeypatch)
+    other = shard(*inputs, tmp_path / "other", max_tokens=20)
+    fresh = shard(*inputs, tmp_path / "fresh", max_tokens=20)
+    assert other.manifest.files == fresh.manifest.files != shards.manifest.files
+
+
+def test_a_folder_of_the_users_where_shards_are_worked_on_is_refused(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    (tmp_path / "out.run").mkdir()
+    (tmp_path / "out.run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ArtifactError, match="was not made by a stage"):
+        shard(*inputs, tmp_path / "out")
+    assert (tmp_path / "out.run" / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [3, 0, 2], [1] * 1000])
+def test_offsets_are_the_file_that_numpy_writes(sizes: list[int], tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, split="train", pair="de-en", language="de", size=10)
+    for part in (sizes[:2], sizes[2:]):
+        writer.append([[1] * size for size in part])
+    writer.close()
+    np.save(tmp_path / "numpy.npy", np.cumsum([0, *sizes], dtype="<i8"))
+    written = (tmp_path / shard_names("train", "de-en", "de")[1]).read_bytes()
+    assert written == (tmp_path / "numpy.npy").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def subwords(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifact]:
+    """A small corpus, and a unigram vocabulary with several ways to write it."""
+    directory = tmp_path_factory.mktemp("subwords")
+    lines = [line or "abc" for line in made_up_lines(300, seed=9)]
+    corpus = make_corpus(
+        directory / "corpus",
+        {
+            "train": {"de-en": {"de": lines, "en": lines[::-1]}},
+            "valid": {"de-en": {"de": lines[:9], "en": lines[9:18]}},
+        },
+    )
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=32,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        num_threads=1,
+        minloglevel=2,
+        pad_id=SPECIALS["pad"],
+        bos_id=SPECIALS["bos"],
+        eos_id=SPECIALS["eos"],
+        unk_id=SPECIALS["unk"],
+    )
+    description = TokenizerDescription(
+        kind="sentencepiece", languages=("de", "en"), language_token_scheme="underscores"
+    )
+    with new_artifact(
+        directory / "tokenizer", kind="tokenizer", stage="train_tokenizer", config={}, inputs={}
+    ) as writer:
+        write_tokenizer(writer.directory, description=description, model=model.getvalue())
+    return corpus, open_artifact(directory / "tokenizer", kind="tokenizer")
+
+
+def test_several_segmentations_are_as_many_rows_of_every_training_line(
+    subwords: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"segmentations": 3, "segmentation_alpha": 0.2}
+    made = shard(*subwords, tmp_path / "made", max_tokens=999, **settings)
+    best = shard(*subwords, tmp_path / "best", max_tokens=999)
+    assert line_counts(made, "train") == {"de-en": 900}
+    assert imported_lines(made) == {"de-en": 300}
+    tokenizer = load_tokenizer(made.directory / "tokenizer")
+    for code in ("de", "en"):
+        drawn = open_shard(made, "train", "de-en", code)
+        one = open_shard(best, "train", "de-en", code)
+        texts = [tokenizer.decode(one[index]) for index in range(300)]
+        assert [tokenizer.decode(drawn[index]) for index in range(900)] == texts * 3
+        rows = [drawn[index].tolist() for index in range(900)]
+        assert rows[:300] != rows[300:600] != rows[600:]
+    assert [made.manifest.files[name] for name in made.names("valid/")] == [
+        best.manifest.files[name] for name in best.names("valid/")
+    ]
+    assert "every training line by 3 drawn segmentations" in made.manifest.summary
+    monkeypatch.setattr(pair_shards, "CHUNK_LINES", 7)
+    again = shard(*subwords, tmp_path / "again", max_tokens=999, **settings)
+    assert again.manifest.files == made.manifest.files
+    other = shard(*subwords, tmp_path / "other", max_tokens=999, seed=2, **settings)
+    assert other.manifest.files != made.manifest.files

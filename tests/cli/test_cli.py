@@ -123,11 +123,11 @@ def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
 
 def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None:
     frozen = {
-        "import_corpus": "--out --overwrite --raw --recipe",
+        "import_corpus": "--out --overwrite --processes --raw --recipe",
         "import_tests": "--out --overwrite --raw --recipe",
         "clean": "--corpus --out --overwrite --processes --recipe --tests",
         "train_tokenizer": "--corpus --out --overwrite --recipe",
-        "make_shards": "--corpus --out --overwrite --processes --recipe --tokenizer",
+        "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --tokenizer",
         "mix": "--out --overwrite --recipe --shards",
         "group_languages": "--checkpoint --out --overwrite --recipe --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_prep import raw_lines
 from data_prep.raw_lines import LineCounts, Quarantine, good_lines
-from data_prep.readers.text_files import in_step, source_of
+from data_prep.readers.text_files import FilesInStep, source_of
 from pipeline.errors import DataError
 
 
@@ -23,7 +23,7 @@ def read(
     counts, stream = LineCounts(), io.StringIO()
     found = list(
         good_lines(
-            in_step(paths, max_line_bytes=max_line_bytes),
+            FilesInStep(tuple(paths), max_line_bytes),
             [source_of(path, tmp_path) for path in paths],
             limit=limit,
             max_line_bytes=max_line_bytes,

@@ -24,7 +24,9 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
     return root
 
 
-def run_import(name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe) -> Artifact:
+def run_import(
+    name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Recipe, *, processes: int = 1
+) -> Artifact:
     """The corpus that an importing stage makes of raw text."""
     stage = STAGES[name]
     given = RawPaths((raw,)) if isinstance(raw, Path) else raw
@@ -36,6 +38,7 @@ def run_import(name: str, out_dir: Path, raw: Path | RawInput | None, recipe: Re
         out_dir=out_dir,
         records={},
         config=recipe.sections(stage.sections),
+        processes=processes,
     )
     CODE[name].run(call)
     return open_artifact(out_dir, kind="corpus")

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
         *("scripts", "summary", "languages", "ds_config", "kernels", "entry", "machine"),
+        "peak_memory",
     ),
     ("distributed",),
     ("artifacts",),

@@ -81,7 +81,7 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     Raises:
         CheckpointError: its vocabulary is bytes, or a piece is written as a special or a language.
     """
-    if files.model is None:
+    if files.model is None or files.description.kind == "byte_bpe":
         raise CheckpointError(
             f"{origin} has a vocabulary of bytes (tokenizer.kind), of which no format that "
             "checkpoints are written in knows: only SentencePiece vocabularies are exported."

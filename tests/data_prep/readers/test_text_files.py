@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.readers import text_files
-from data_prep.readers.text_files import in_step, iterate_raw_lines
+from data_prep.readers.text_files import FilesInStep, iterate_raw_lines
 from pipeline.errors import DataError
 
 MEBIBYTE = 2**20
@@ -69,7 +69,7 @@ def test_unequal_counts_are_told_in_full(tmp_path: Path, first: int, second: int
     for path, count in zip(paths, (first, second), strict=True):
         path.write_bytes(b"x\n" * count)
     with pytest.raises(DataError, match=rf"a has {first} lines and .*b has {second}"):
-        list(in_step(paths, max_line_bytes=10))
+        list(FilesInStep(tuple(paths), max_line_bytes=10))
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:

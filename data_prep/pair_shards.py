@@ -1,0 +1,266 @@
+"""The shards of one pair, as a worker makes them; finished ones stay for a run that is interrupted.
+
+A worker reads both sides in step, chunk by chunk, so that memory is bounded whatever the number of
+lines. Each pair has a folder of its own in the run folder of the output. ``finished.json`` is
+written last, once everything else there is on disk.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter
+
+from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
+from pipeline.artifacts.corpus import iterate_lines, text_name
+from pipeline.artifacts.digests import file_records
+from pipeline.artifacts.places import claim_run_folder, files_below, remove_files, sync
+from pipeline.artifacts.shards import ShardWriter
+from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
+from pipeline.config import ShardsConfig
+from pipeline.documents import unfinished_path
+from pipeline.errors import DataError
+from pipeline.seeds import derive_seed
+
+CHUNK_LINES = 512
+"""SentencePiece is quickest with few lines at once: what it makes of them stays in the cache."""
+CHUNK_CHARACTERS = 2**22
+"""Of both sides; a chunk ends with the line that reaches either number."""
+
+IDENTITY_FILE = "sharding.json"
+"""What the run folder's shards are of."""
+FINISHED_FILE = "finished.json"
+_PAIR_FOLDER = "pair."
+
+ShardSplit = Literal["train", "valid"]
+SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
+
+
+@dataclass(frozen=True)
+class PairJob:
+    """All that a worker needs to make the shards of one pair."""
+
+    pair: str
+    lines: dict[ShardSplit, int]
+    corpus: Artifact
+    out_dir: Path
+    """The pair's own folder."""
+    tokenizer: Tokenizer
+    config: ShardsConfig
+
+
+@dataclass
+class PairCounts:
+    """What became of one pair's sentences; both splits count into ``too_long``."""
+
+    pair: str
+    kept: dict[ShardSplit, int]
+    tokens: dict[str, int]
+    """Language → tokens of the training sentences."""
+    unknown: dict[str, int]
+    """Language → those of them that are unknown."""
+    too_long: int = 0
+    too_long_sides: dict[str, int] = field(default_factory=dict)
+    """Language → sentences of it that are; a sentence pair can count for both."""
+
+
+@dataclass(frozen=True)
+class FinishedPair:
+    """What stands beside the finished shards of a pair."""
+
+    counts: PairCounts
+    files: dict[str, FileRecord]
+    """Name within the artifact → digests."""
+
+
+_FINISHED = TypeAdapter(FinishedPair)
+
+
+def pair_folder(work_dir: Path, pair: str) -> Path:
+    """Where the shards of a pair are made."""
+    return work_dir / f"{_PAIR_FOLDER}{pair}"
+
+
+def claim_work(work_dir: Path, *, key: str) -> None:
+    """Make the run folder, or take over the one of the same shards; those of others are removed.
+
+    Args:
+        key: of the shards that are made.
+
+    Raises:
+        ArtifactError: what lies there is not ours.
+    """
+    claim_run_folder(work_dir, work="sharding")
+    identity, content = work_dir / IDENTITY_FILE, to_json({"key": key})
+    if not identity.exists() or identity.read_text(encoding="utf-8") != content:
+        _remove_pairs(work_dir)
+        identity.write_text(content, encoding="utf-8")
+
+
+def remove_work(work_dir: Path) -> None:
+    """Remove what was kept; all of it is part of the result."""
+    _remove_pairs(work_dir)
+    remove_files(work_dir, [IDENTITY_FILE])
+
+
+def _remove_pairs(work_dir: Path) -> None:
+    for folder in work_dir.glob(f"{_PAIR_FOLDER}*"):
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+
+
+def read_finished(folder: Path) -> FinishedPair | None:
+    """What is known of shards that are complete; None where they are not, or nothing is known."""
+    try:
+        found = _FINISHED.validate_json((folder / FINISHED_FILE).read_bytes())
+        sizes = {name: (folder / name).stat().st_size for name in found.files}
+    except (OSError, ValueError):
+        return None
+    return found if sizes == {name: entry.size for name, entry in found.files.items()} else None
+
+
+def shard_pair(job: PairJob) -> FinishedPair:
+    """Make the shards of all splits of one pair."""
+    if job.out_dir.exists():
+        shutil.rmtree(job.out_dir)
+    job.out_dir.mkdir(parents=True)
+    codes = job.pair.split("-")
+    counts = PairCounts(
+        job.pair,
+        kept=dict.fromkeys(SPLITS, 0),
+        tokens=dict.fromkeys(codes, 0),
+        unknown=dict.fromkeys(codes, 0),
+        too_long_sides=dict.fromkeys(codes, 0),
+    )
+    for split in job.lines:
+        shard_split(job, split, counts)
+    paths = sorted(files_below(job.out_dir))
+    records = file_records(paths)
+    for path in paths:
+        sync(path)
+    finished = FinishedPair(
+        counts, {path.relative_to(job.out_dir).as_posix(): records[path] for path in paths}
+    )
+    document = unfinished_path(job.out_dir / FINISHED_FILE)
+    document.write_bytes(_FINISHED.dump_json(finished))
+    document.replace(job.out_dir / FINISHED_FILE)
+    return finished
+
+
+def shard_split(job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
+    """Encode one split, both sides in step, and add to the pair's counts.
+
+    Training lines are encoded as often as there are to be segmentations of them.
+
+    Raises:
+        DataError: the sides differ in their number of lines.
+    """
+    passes = job.config.segmentations if split == "train" else 1
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(closing(_shard_writer(job, split=split, language=code)))
+            for code in job.pair.split("-")
+        ]
+        for number in range(passes):
+            first_line = 0
+            for chunk in line_pairs(job, split):
+                seeds = _seeds(job, number, first_line, len(chunk[0])) if passes > 1 else None
+                _add_chunk(job, split, chunk, writers=writers, seeds=seeds, counts=counts)
+                first_line += len(chunk[0])
+
+
+def _add_chunk(
+    job: PairJob,
+    split: ShardSplit,
+    chunk: tuple[list[str], list[str]],
+    *,
+    writers: list[ShardWriter],
+    seeds: tuple[list[int], list[int]] | None,
+    counts: PairCounts,
+) -> None:
+    encoded = [
+        _encode(job, lines, None if seeds is None else seeds[side])
+        for side, lines in enumerate(chunk)
+    ]
+    lengths = [_lengths(sentences) for sentences in encoded]
+    too_long = [side > job.config.max_tokens for side in lengths]
+    left_out = too_long[0] | too_long[1]
+    counts.too_long += int(left_out.sum())
+    counts.kept[split] += int(left_out.size - left_out.sum())
+    for side, code in enumerate(job.pair.split("-")):
+        counts.too_long_sides[code] += int(too_long[side].sum())
+        sentences = encoded[side]
+        if left_out.any():
+            sentences = [ids for ids, out in zip(sentences, left_out, strict=True) if not out]
+        tokens = writers[side].append(sentences)
+        if split == "train":
+            counts.tokens[code] += len(tokens)
+            counts.unknown[code] += int(np.count_nonzero(tokens == job.tokenizer.unk_id))
+
+
+def _encode(job: PairJob, lines: list[str], seeds: list[int] | None) -> list[list[int]]:
+    if seeds is None:
+        return job.tokenizer.encode_batch(lines)
+    config = job.config
+    return job.tokenizer.sample_batch(
+        lines,
+        SampledSegmentation(config.segmentation_alpha, config.segmentation_nbest, seeds),
+    )
+
+
+def _seeds(job: PairJob, number: int, first_line: int, lines: int) -> tuple[list[int], list[int]]:
+    """For each line of either side, of its place in the file alone."""
+    name = ("segmentation", job.config.seed, job.pair, number)
+    first, second = (
+        [
+            derive_seed(*name, code, line) & 0xFFFFFFFF
+            for line in range(first_line, first_line + lines)
+        ]
+        for code in job.pair.split("-")
+    )
+    return first, second
+
+
+def _lengths(sentences: list[list[int]]) -> npt.NDArray[np.int64]:
+    return np.fromiter(map(len, sentences), dtype=np.int64, count=len(sentences))
+
+
+def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], list[str]]]:
+    """Chunks of both sides' lines, those of one number beside each other.
+
+    Raises:
+        DataError: one side ends before the other.
+    """
+    streams = [
+        iterate_lines(job.corpus.file(text_name(split, job.pair, code)))
+        for code in job.pair.split("-")
+    ]
+    first: list[str] = []
+    second: list[str] = []
+    characters = 0
+    try:
+        for one, other in zip(*streams, strict=True):
+            first.append(one)
+            second.append(other)
+            characters += len(one) + len(other)
+            if len(first) >= CHUNK_LINES or characters >= CHUNK_CHARACTERS:
+                yield first, second
+                first, second, characters = [], [], 0
+        if first:
+            yield first, second
+    except ValueError as error:
+        raise DataError(
+            f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
+            "of lines: run the stage that made this corpus again."
+        ) from error
+
+
+def _shard_writer(job: PairJob, *, split: ShardSplit, language: str) -> ShardWriter:
+    return ShardWriter(
+        job.out_dir, split=split, pair=job.pair, language=language, size=job.tokenizer.size
+    )

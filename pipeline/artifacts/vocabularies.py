@@ -1,0 +1,354 @@
+"""Vocabularies: pieces of text and their ids, language tokens aside.
+
+A SentencePiece model (unigram, BPE, characters, any of them with bytes to fall back on), a
+SentencePiece model over the bytes of UTF-8, and bytes alone. Where ids stand for bytes, any row of
+them decodes: what is no UTF-8 is dropped and counted.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Annotated, NamedTuple, Protocol, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from sentencepiece import SentencePieceProcessor, set_random_generator_seed
+
+from pipeline.errors import ArtifactError
+
+DESCRIPTION_NAME = "tokenizer.json"
+MODEL_NAME = "sentencepiece.model"
+
+SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
+"""Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
+
+SPACE = "▁"
+"""How SentencePiece spells a space."""
+
+
+class Decoded(NamedTuple):
+    """What ids stand for."""
+
+    text: str
+    dropped: int = 0
+    """Sequences of bytes that are no UTF-8, as many as there would be replacement characters."""
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
+
+
+class Numbering(BaseModel):
+    """Which id everything has, where that does not follow from the vocabulary.
+
+    Ids that nothing has (``size`` may count some) are rows of an embedding that no text reaches.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: TokenId
+    """Number of ids, language tokens included."""
+    pad: TokenId
+    bos: TokenId
+    eos: TokenId
+    unk: TokenId
+    pieces: tuple[TokenId | None, ...]
+    """Id of each piece of the vocabulary, in its order; None: it is unknown to the model."""
+    language_tokens: dict[str, TokenId]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        specials = [self.pad, self.bos, self.eos, self.unk]
+        given = [*specials, *self.language_tokens.values()]
+        given += [
+            index for index in self.pieces if index is not None and index not in set(specials)
+        ]
+        if len(set(given)) < len(given):
+            raise ValueError("two pieces, specials or languages have one id")
+        if max(given) >= self.size:
+            raise ValueError(f"an id lies beyond size {self.size}")
+        return self
+
+
+class SampledSegmentation(NamedTuple):
+    """How pieces are drawn anew for a line.
+
+    Kudo, Subword Regularization (2018), for unigram; Provilkov and others, BPE-Dropout (2020).
+    """
+
+    alpha: float
+    """Unigram: the power to which probabilities are taken; BPE: the share of merges left out."""
+    nbest: int
+    """Unigram draws from so many best segmentations, -1: from all. BPE does not look at it."""
+    seeds: Sequence[int]
+    """One per line, of 32 bits."""
+
+
+class Vocabulary(Protocol):
+    """What a tokenizer needs of its vocabulary, language tokens aside."""
+
+    size: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    unk_id: int
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]: ...
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        """As ``encode_batch``, by pieces that are drawn where there are others than the best."""
+
+    def decode(self, ids: list[int]) -> Decoded:
+        """Text of ids none of which is a special."""
+
+    def piece(self, index: int) -> str | None:
+        """How the vocabulary spells an id, None where that is no piece of text."""
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model; its special ids are read from it.
+
+    ``has_specials``: it must have four distinct ones (pad, bos, eos, unk), as a vocabulary that is
+    not numbered anew needs them.
+
+    Raises:
+        ArtifactError: not a model, or one that lacks a special.
+    """
+
+    def __init__(self, model: bytes, *, has_specials: bool = True) -> None:
+        if not model:  # without one the processor is made, and complains of every question
+            raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
+        try:
+            self._processor = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"{MODEL_NAME} is not a SentencePiece model: restore it from a copy."
+            ) from error
+        self._model = model
+        self._has_specials = has_specials
+        self.size = self._processor.get_piece_size()
+        self.pad_id = self._processor.pad_id()
+        self.bos_id = self._processor.bos_id()
+        self.eos_id = self._processor.eos_id()
+        self.unk_id = self._processor.unk_id()
+        self._bytes = _byte_pieces(self._processor)
+        if has_specials:
+            self._check_specials()
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[bytes]]:
+        return partial(type(self), has_specials=self._has_specials), (self._model,)
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
+        return encoded
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        found = []
+        for line, seed in zip(lines, segmentation.seeds, strict=True):
+            set_random_generator_seed(seed)
+            found.append(
+                self._processor.encode(
+                    line,
+                    out_type=int,
+                    enable_sampling=True,
+                    alpha=segmentation.alpha,
+                    nbest_size=segmentation.nbest,
+                )
+            )
+        return found
+
+    def decode(self, ids: list[int]) -> Decoded:
+        """Where the model falls back on bytes, those that are no UTF-8 are dropped.
+
+        SentencePiece itself puts replacement characters.
+        """
+        if self._bytes.keys().isdisjoint(ids):
+            return Decoded(str(self._processor.decode(ids)))
+        kept, dropped = self._without_invalid(ids)
+        return Decoded(str(self._processor.decode(kept)), dropped)
+
+    def _without_invalid(self, ids: list[int]) -> tuple[list[int], int]:
+        """The ids without bytes that are no UTF-8, and how many sequences of them there were."""
+        kept: list[int] = []
+        dropped = 0
+        of_byte = {byte: index for index, byte in self._bytes.items()}
+        for are_bytes, run in groupby(ids, self._bytes.__contains__):
+            if not are_bytes:
+                kept += run
+                continue
+            found = decode_bytes(bytes(map(self._bytes.__getitem__, run)))
+            kept += map(of_byte.__getitem__, found.text.encode())
+            dropped += found.dropped
+        return kept, dropped
+
+    def piece(self, index: int) -> str | None:
+        is_text = index < self.size and not (
+            self._processor.is_control(index) or self._processor.is_unknown(index)
+        )
+        return str(self._processor.id_to_piece(index)) if is_text else None
+
+    def _check_specials(self) -> None:
+        ids = {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "unk": self.unk_id}
+        if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
+            raise ArtifactError(
+                f"{MODEL_NAME} has the special ids {ids}, where four distinct ids from 0 on are "
+                "wanted (-1 means none): train it with a piece of its own for each of them."
+            )
+
+
+class ByteVocabulary:
+    """Four specials, then the 256 bytes of UTF-8."""
+
+    size = len(SPECIALS) + 256
+    pad_id = SPECIALS["pad"]
+    bos_id = SPECIALS["bos"]
+    eos_id = SPECIALS["eos"]
+    unk_id = SPECIALS["unk"]
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
+
+    def sample_batch(
+        self,
+        lines: Sequence[str],
+        segmentation: SampledSegmentation,  # noqa: ARG002
+    ) -> list[list[int]]:
+        """There is one row of bytes for each line."""
+        return self.encode_batch(lines)
+
+    def decode(self, ids: list[int]) -> Decoded:
+        return decode_bytes(bytes(index - len(SPECIALS) for index in ids))
+
+    def piece(self, index: int) -> str | None:
+        """As SentencePiece spells bytes."""
+        return f"<0x{index - len(SPECIALS):02X}>" if len(SPECIALS) <= index < self.size else None
+
+
+class ByteLevelVocabulary:
+    """A SentencePiece model over the bytes of UTF-8, each written as a character of its own.
+
+    So every text has pieces, none is unknown, and what is encoded decodes to the last space. (The
+    characters are those of GPT-2's byte-level BPE, Radford and others, 2019, but a space is a space
+    to SentencePiece.)
+    """
+
+    def __init__(self, model: bytes) -> None:
+        self._pieces = SentencePieceVocabulary(model)
+        self.size = self._pieces.size
+        self.pad_id, self.bos_id = self._pieces.pad_id, self._pieces.bos_id
+        self.eos_id, self.unk_id = self._pieces.eos_id, self._pieces.unk_id
+        spelled = filter(None, map(self._pieces.piece, range(self.size)))
+        others = set().union(*spelled) - {*_READ, SPACE}
+        if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
+            raise ArtifactError(
+                f"{MODEL_NAME} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
+                "bytes (byte_bpe): restore both from one copy."
+            )
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        return self._pieces.encode_batch([write_bytes(line) for line in lines])
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        return self._pieces.sample_batch([write_bytes(line) for line in lines], segmentation)
+
+    def decode(self, ids: list[int]) -> Decoded:
+        return decode_bytes(_read_bytes(self._pieces.decode(ids).text))
+
+    def piece(self, index: int) -> str | None:
+        """As SentencePiece spells text where the bytes are characters, else as it spells bytes."""
+        written = self._pieces.piece(index)
+        if written is None:
+            return None
+        found = _read_bytes(written.replace(SPACE, " "))
+        text, dropped = decode_bytes(found)
+        if dropped or SPACE in text:
+            return "".join(f"<0x{byte:02X}>" for byte in found)
+        return text.replace(" ", SPACE)
+
+
+class RenumberedVocabulary:
+    """A vocabulary whose pieces have other ids.
+
+    Raises:
+        ArtifactError: the numbering is of another number of pieces.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, numbering: Numbering) -> None:
+        if len(numbering.pieces) != vocabulary.size:
+            raise ArtifactError(
+                f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
+                f"has {vocabulary.size:,}: restore both from one copy."
+            )
+        self._vocabulary = vocabulary
+        self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
+        self._pieces = {
+            index: piece for piece, index in enumerate(numbering.pieces) if index is not None
+        }
+        self.size = numbering.size
+        self.pad_id, self.bos_id = numbering.pad, numbering.bos
+        self.eos_id, self.unk_id = numbering.eos, numbering.unk
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        return self._renumbered(self._vocabulary.encode_batch(lines))
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        return self._renumbered(self._vocabulary.sample_batch(lines, segmentation))
+
+    def _renumbered(self, encoded: list[list[int]]) -> list[list[int]]:
+        return [[self._ids[piece] for piece in pieces] for pieces in encoded]
+
+    def decode(self, ids: list[int]) -> Decoded:
+        """Ids that no piece has are dropped."""
+        return self._vocabulary.decode([self._pieces[i] for i in ids if i in self._pieces])
+
+    def piece(self, index: int) -> str | None:
+        own = self._pieces.get(index)
+        return None if own is None else self._vocabulary.piece(own)
+
+
+def decode_bytes(content: bytes) -> Decoded:
+    """Text of UTF-8 without the sequences that are none, which are counted."""
+    text = content.decode(errors="ignore")
+    if len(text.encode()) == len(content):
+        return Decoded(text)
+    # A replacement character can be text as well.
+    marked = content.decode(errors="replace").count("\ufffd")
+    return Decoded(text, dropped=marked - text.count("\ufffd"))
+
+
+def _visible_bytes() -> dict[int, str]:
+    """Byte → character: printing ones of Latin 1 are themselves, the others follow from U+0100."""
+    found = {ord(" "): " "}
+    for byte in range(256):
+        is_visible = chr(byte).isprintable() and byte != 0xA0
+        found.setdefault(byte, chr(byte) if is_visible else "")
+    others = iter(range(0x100, 0x200))
+    return {byte: written or chr(next(others)) for byte, written in sorted(found.items())}
+
+
+_WRITTEN = _visible_bytes()
+_READ = {written: byte for byte, written in _WRITTEN.items()}
+BYTE_LINE = " ".join(_READ)
+"""Every byte once, spaces aside: what of it a trainer has seen has a piece."""
+
+
+def write_bytes(text: str) -> str:
+    """The UTF-8 of a text, a character for each byte."""
+    return text.encode().decode("latin-1").translate(_WRITTEN)
+
+
+def _read_bytes(written: str) -> bytes:
+    """The bytes that characters stand for."""
+    return bytes(map(_READ.__getitem__, written))
+
+
+def _byte_pieces(processor: SentencePieceProcessor) -> dict[int, int]:
+    """Id → byte, of the pieces for what no other piece is of; none where a model has no such."""
+    pieces = {byte: processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    return {index: byte for byte, index in pieces.items() if processor.is_byte(index)}

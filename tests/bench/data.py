@@ -1,0 +1,336 @@
+"""What preparing data costs: make_shards beside SentencePiece, import and clean, and their memory.
+
+Lines of real text in two dozen languages (the Bible's, beside the checkout), halves of them joined
+anew so that no two are alike. In interleaved rounds of one process, by its processor time, so that
+what else the machine does counts little,
+
+- make_shards, all of the stage, against SentencePiece's own encoding of the same lines;
+- import of the same text as a tree, and clean, in pairs of lines per second.
+
+From these, from how long the trainer takes for two sizes of a sample, and from how fast lines are
+drawn, follow the minutes that OPUS-100 takes on 16 cores, were the spread over them even. With
+--memory each stage runs in a fresh process at two sizes of a corpus, and its peak is compared.
+
+    python tests/bench/data.py [--lines N] [--memory [N N]] [--quick] [--rounds N] [--json FILE]
+"""
+
+import argparse
+import gzip
+import json
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+import sentencepiece
+from ratios import Row, Seconds, compare, processor
+from support.corpora import make_corpus
+
+from data_prep import clean, import_corpus, make_shards, train_tokenizer
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import read_lines
+from pipeline.artifacts.raw_input import RawPaths
+from pipeline.config import Recipe, TokenizerConfig
+from pipeline.stages import STAGES, StageCall
+
+BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
+PAIR = ("de", "en")
+"""What the made pair is called; its text is of all languages."""
+SPEED_LINES, TRAINER_LINES, MEMORY_LINES = 40_000, (20_000, 80_000), (500_000, 2_000_000)
+VOCABULARY = 16_000
+SHARE_TARGET = 0.85
+"""Of SentencePiece's speed, for all of make_shards."""
+OPUS_PAIRS, CORES, MINUTES_TARGET = 55_000_000, 16, 12.0
+FLAT_SHARE = 0.15
+"""How much more a stage may hold at four times the lines."""
+MEBIBYTE = 2**20
+CODE: dict[str, ModuleType] = {
+    "import_corpus": import_corpus,
+    "clean": clean,
+    "make_shards": make_shards,
+    "train_tokenizer": train_tokenizer,
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Largest memory of a stage in its process beyond what that held before it, in MiB."""
+
+    stage: str
+    fewer: float
+    more: float
+
+    @property
+    def is_flat(self) -> bool:
+        return self.more <= self.fewer * (1 + FLAT_SHARE)
+
+
+def text_pairs(count: int) -> Iterator[tuple[str, str]]:
+    """Pairs of lines: the beginning of one and the end of another, on both sides alike."""
+    generator = random.Random(1)
+    sides: list[tuple[str, str]] = []
+    for folder in sorted(BIBLE.glob("en-*")):
+        files = sorted(folder.glob("train.*.gz"))
+        texts = [gzip.decompress(file.read_bytes()).decode().splitlines() for file in files]
+        sides += zip(*texts, strict=True)
+    for _ in range(count):
+        (a, b), (c, d) = generator.choice(sides), generator.choice(sides)
+        yield a[: len(a) // 2] + c[len(c) // 2 :], b[: len(b) // 2] + d[len(d) // 2 :]
+
+
+def write_tree(root: Path, count: int) -> Path:
+    """The pairs as a raw tree."""
+    folder = root / "-".join(PAIR)
+    folder.mkdir(parents=True)
+    with (
+        (folder / f"train.{PAIR[0]}").open("w", encoding="utf-8") as first,
+        (folder / f"train.{PAIR[1]}").open("w", encoding="utf-8") as second,
+    ):
+        for one, other in text_pairs(count):
+            first.write(one + "\n")
+            second.write(other + "\n")
+    return root
+
+
+def run_stage(name: str, out_dir: Path, recipe: Recipe, **inputs: Artifact | Path) -> Artifact:
+    """Run a stage here, whatever lies at its output."""
+    stage = STAGES[name]
+    artifacts = {key: value for key, value in inputs.items() if isinstance(value, Artifact)}
+    raw = {key: RawPaths((value,)) for key, value in inputs.items() if isinstance(value, Path)}
+    call = StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts=artifacts,
+        raw=dict(raw),
+        out_dir=out_dir,
+        records={},
+        config=recipe.sections(stage.sections),
+        overwrite=True,
+    )
+    CODE[name].run(call)
+    return open_artifact(out_dir, kind=stage.makes)
+
+
+def recipe_of(**settings: object) -> Recipe:
+    """Few pieces, so that they are soon learned; nothing that clean would drop as odd."""
+    tokenizer = {"vocabulary_size": VOCABULARY, "sample_lines": 60_000, **settings}
+    return Recipe.model_validate(
+        {
+            "name": "bench",
+            "tokenizer": tokenizer,
+            "corpus": {"swapped_sides": "accept"},
+            "clean": {"max_length_ratio": 1000.0, "drop_swapped": False},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The text in each of its forms."""
+
+    tree: Path
+    corpus: Artifact
+    tokenizer: Artifact
+
+
+def prepare(folder: Path, lines: int) -> Prepared:
+    tree = write_tree(folder / "raw", lines)
+    corpus = run_stage("import_corpus", folder / "corpus", recipe_of(), raw=tree)
+    tokenizer = run_stage("train_tokenizer", folder / "tokenizer", recipe_of(), corpus=corpus)
+    return Prepared(tree, corpus, tokenizer)
+
+
+def measure_stages(
+    prepared: Prepared, folder: Path, *, lines: int, rounds: int
+) -> tuple[list[Row], dict[str, float]]:
+    """make_shards against its peer, and pairs of lines per second of each stage."""
+    processor_ = sentencepiece.SentencePieceProcessor(
+        model_proto=prepared.tokenizer.file("sentencepiece.model").read_bytes()
+    )
+    sides = [read_lines(prepared.corpus, "train", "-".join(PAIR), code) for code in PAIR]
+    stages: dict[str, Callable[[], object]] = {
+        "ours": lambda: run_stage(
+            "make_shards",
+            folder / "shards",
+            recipe_of(),
+            corpus=prepared.corpus,
+            tokenizer=prepared.tokenizer,
+        ),
+        "SentencePiece": lambda: [
+            processor_.encode(side, out_type=int, num_threads=1) for side in sides
+        ],
+        "import_corpus": lambda: run_stage(
+            "import_corpus", folder / "again", recipe_of(), raw=prepared.tree
+        ),
+        "clean": lambda: run_stage("clean", folder / "clean", recipe_of(), corpus=prepared.corpus),
+    }
+    seconds = interleaved(stages, rounds=rounds)
+    both = {name: seconds[name] for name in ("ours", "SentencePiece")}
+    rows = compare(both, case="make_shards", target=SHARE_TARGET)
+    named = {"make_shards": "ours", "import_corpus": "import_corpus", "clean": "clean"}
+    rates = {
+        stage: lines / statistics.median(seconds[contestant]) for stage, contestant in named.items()
+    }
+    return rows, rates
+
+
+def interleaved(contestants: Mapping[str, Callable[[], object]], *, rounds: int) -> Seconds:
+    """Processor time of everyone, once a round after one to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(1 + rounds):
+        for name, work in contestants.items():
+            started = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - started)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def measure_tokenizer(
+    prepared: Prepared, folder: Path, *, sizes: tuple[int, int]
+) -> dict[str, float]:
+    """Seconds per MB of a sample in the trainer, from two sizes, and lines drawn per second."""
+    found: list[tuple[float, float]] = []
+    for size in sizes:
+        recipe = recipe_of(sample_lines=size)
+        started = time.process_time()
+        made = run_stage("train_tokenizer", folder / "trained", recipe, corpus=prepared.corpus)
+        text = sum(len(line.encode()) for line in _sample(prepared.corpus, recipe.tokenizer))
+        assert made.statistics["pieces"] == VOCABULARY
+        found.append((text / 1e6, time.process_time() - started))
+    (fewer, less), (more, longer) = found
+    few = recipe_of(sample_lines=100).tokenizer
+    started = time.process_time()
+    drawn = sum(1 for _ in _sample(prepared.corpus, few))
+    assert drawn
+    read = sum(prepared.corpus.statistics["pairs"]["-".join(PAIR)].values()) * 2
+    return {
+        "trainer_seconds_per_megabyte": (longer - less) / (more - fewer),
+        "lines_drawn_from_per_second": read / (time.process_time() - started),
+    }
+
+
+def _sample(corpus: Artifact, config: TokenizerConfig) -> Iterator[str]:
+    return iter(train_tokenizer.draw_sample(corpus, config=config))
+
+
+def opus_minutes(rates: dict[str, float]) -> dict[str, float]:
+    """Minutes per stage of OPUS-100: over all cores where a stage has workers, else on one."""
+    megabytes = TokenizerConfig().memory_bytes / train_tokenizer.MEMORY_PER_BYTE / 1e6
+    drawing = 2 * OPUS_PAIRS / rates["lines_drawn_from_per_second"]
+    spread = {name: OPUS_PAIRS / rates[name] / CORES for name in ("import_corpus", "clean")}
+    seconds = {
+        **spread,
+        "train_tokenizer": drawing + megabytes * rates["trainer_seconds_per_megabyte"],
+        "make_shards": OPUS_PAIRS / rates["make_shards"] / CORES,
+    }
+    return {name: round(value / 60, 2) for name, value in seconds.items()}
+
+
+def measure_peaks(folder: Path, tokenizer: Artifact, *, sizes: tuple[int, int]) -> list[Peak]:
+    """Peak memory of each stage but the tokenizer at both sizes, each in a fresh process."""
+    found: dict[str, list[float]] = {name: [] for name in ("import_corpus", "clean", "make_shards")}
+    for size in sizes:
+        place = folder / f"lines-{size}"
+        write_tree(place / "raw", size)
+        for name, peaks in found.items():
+            command = [sys.executable, __file__, "--stage", name, "--folder", str(place)]
+            command += ["--tokenizer", str(tokenizer.directory)]
+            ended = subprocess.run(command, capture_output=True, text=True, check=True)
+            peaks.append(float(ended.stdout.splitlines()[-1]))
+    return [Peak(name, round(fewer, 1), round(more, 1)) for name, (fewer, more) in found.items()]
+
+
+def one_stage(name: str, folder: Path, tokenizer_dir: Path) -> None:
+    """Run a stage in this process and print its peak, in MiB."""
+    make_corpus(folder / "tiny" / name, {"train": {"de-en": {"de": ["a"], "en": ["b"]}}})
+    tokenizer = open_artifact(tokenizer_dir, kind="tokenizer")
+    inputs: dict[str, Any] = {"raw": folder / "raw"}
+    if name != "import_corpus":
+        inputs = {"corpus": open_artifact(folder / "import_corpus", kind="corpus")}
+    if name == "make_shards":
+        inputs["tokenizer"] = tokenizer
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run_stage(name, folder / name, recipe_of(), **inputs)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print((after - before) * 1024 / MEBIBYTE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what preparing data costs")
+    parser.add_argument("--lines", type=int, default=SPEED_LINES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--memory",
+        type=int,
+        nargs="*",
+        metavar="N",
+        help="peaks too, at two numbers of lines (half a million and two: minutes, 4 GB)",
+    )
+    parser.add_argument("--quick", action="store_true", help="few lines: only whether it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--stage", choices=sorted(CODE), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage:
+        one_stage(options.stage, options.folder, options.tokenizer)
+        return
+    if not BIBLE.is_dir():
+        sys.exit(f"{BIBLE} is not there: put the text beside the checkout.")
+    report(options)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Measure, print, and write what was asked for."""
+    lines = 12_000 if options.quick else options.lines
+    sizes = (6_000, 12_000) if options.quick else TRAINER_LINES
+    rounds = 1 if options.quick else options.rounds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepared = prepare(folder, lines)
+        rows, rates = measure_stages(prepared, folder, lines=lines, rounds=rounds)
+        rates |= measure_tokenizer(prepared, folder, sizes=sizes)
+        fewer, more = options.memory or MEMORY_LINES
+        peaks = (
+            measure_peaks(folder, prepared.tokenizer, sizes=(fewer, more))
+            if options.memory is not None
+            else []
+        )
+    minutes = opus_minutes(rates)
+    total = round(sum(minutes.values()), 2)
+    print(processor())
+    for row in rows:
+        print(f"{row.case}: {row.ratio:.2f} of its speed, target {row.target}")
+    for name, rate in rates.items():
+        print(f"{name}: {rate:,.2f}" + " pairs of lines/s" * (name in CODE))
+    for peak in peaks:
+        print(f"{peak.stage}: {peak.fewer} MiB at {fewer:,} lines, {peak.more} at {more:,}")
+    parts = ", ".join(f"{stage} {value}" for stage, value in minutes.items())
+    print(f"OPUS-100 on {CORES} cores, computed: {total} minutes ({parts}), aim {MINUTES_TARGET}")
+    if options.json:
+        found = {
+            "processor": processor(),
+            "python": platform.python_version(),
+            "sentencepiece": sentencepiece.__version__,
+            "rows": [asdict(row) for row in rows],
+            "rates": rates,
+            "peak_lines": [fewer, more],
+            "peaks": [asdict(peak) | {"flat": peak.is_flat} for peak in peaks],
+            "opus_minutes": minutes | {"total": total, "cores": CORES},
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The kinds of vocabularies that the stage trains, and the memory that its sample may take."""
+
+import random
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from support.corpora import Texts, make_corpus
+
+from data_prep import train_tokenizer
+from data_prep.train_tokenizer import bytes_per_line, draw_sample
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.mixture import lines_per_language
+from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
+from pipeline.config import Recipe, TokenizerConfig
+from pipeline.errors import ConfigError
+from pipeline.stages import STAGES, StageCall
+
+GENERATOR = random.Random(1)
+WORDS = {
+    code: ["".join(GENERATOR.choices(letters, k=GENERATOR.randint(2, 7))) for _ in range(60)]
+    for code, letters in {"de": "abcdeäöü", "zh": "的一是不了人我在有他"}.items()
+}
+
+
+def lines_of(code: str, count: int) -> list[str]:
+    return [" ".join(GENERATOR.choices(WORDS[code], k=8)) for _ in range(count)]
+
+
+TEXTS: Texts = {"train": {"de-zh": {"de": lines_of("de", 800), "zh": lines_of("zh", 800)}}}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "corpus", TEXTS)
+
+
+def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
+    recipe, stage = Recipe(name="test", tokenizer=config), STAGES["train_tokenizer"]
+    train_tokenizer.run(
+        StageCall(
+            stage=stage,
+            recipe=recipe,
+            artifacts={"corpus": corpus},
+            raw={},
+            out_dir=out_dir,
+            records={},
+            config=recipe.sections(stage.sections),
+        )
+    )
+    return open_artifact(out_dir, kind="tokenizer")
+
+
+def test_characters_are_pieces_of_one_character_and_a_vocabulary_of_all_of_them(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    made = train(corpus, tmp_path / "out", TokenizerConfig(kind="characters"))
+    tokenizer = load_tokenizer(made.directory)
+    found = set("".join(line for side in TEXTS["train"]["de-zh"].values() for line in side))
+    pieces = [tokenizer.piece(index) for index in range(4, made.statistics["pieces"])]
+    assert sorted(filter(None, pieces)) == sorted(found - {" "} | {"▁"})
+    line = TEXTS["train"]["de-zh"]["zh"][0]
+    assert len(tokenizer.encode(line)) == len(line) + 1
+    assert tokenizer.decode(tokenizer.encode(line)) == line
+
+
+def test_fewer_characters_are_the_most_frequent_ones(corpus: Artifact, tmp_path: Path) -> None:
+    made = train(corpus, tmp_path / "out", TokenizerConfig(kind="characters", vocabulary_size=12))
+    assert made.statistics["pieces"] == 12
+    characters = made.statistics["characters"]
+    assert (characters["sample"], characters["covered"]) == (18, 7)  # the space is the eighth
+
+
+def test_byte_level_bpe_has_the_size_asked_for_and_knows_every_text(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    made = train(corpus, tmp_path / "out", TokenizerConfig(kind="byte_bpe", vocabulary_size=300))
+    assert (made.statistics["pieces"], made.statistics["size"]) == (300, 302)
+    characters = made.statistics["characters"]
+    assert characters["covered"] == characters["sample"]
+    copy_tokenizer(made.directory, tmp_path / "copy")
+    tokenizer = load_tokenizer(tmp_path / "copy")
+    for text in ("", "  ab  Ж \U0001f680", TEXTS["train"]["de-zh"]["zh"][0]):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.fingerprint == load_tokenizer(made.directory).fingerprint
+
+
+def test_a_byte_level_vocabulary_smaller_than_the_bytes_is_refused(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="is too small"):
+        train(corpus, tmp_path / "out", TokenizerConfig(kind="byte_bpe", vocabulary_size=200))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "characters"])
+def test_with_bytes_to_fall_back_on_no_text_is_unknown(
+    kind: str, corpus: Artifact, tmp_path: Path
+) -> None:
+    settings = {"kind": kind, "byte_fallback": True, "vocabulary_size": 300}
+    made = train(corpus, tmp_path / "out", TokenizerConfig.model_validate(settings))
+    tokenizer = load_tokenizer(made.directory)
+    ids = tokenizer.encode("Ж \U0001f680")
+    assert tokenizer.unk_id not in ids
+    assert tokenizer.decode(ids) == "Ж \U0001f680"
+
+
+@pytest.mark.parametrize("kind", ["byte_bpe", "bytes"])
+def test_bytes_have_none_to_fall_back_on(kind: str) -> None:
+    with pytest.raises(ValidationError, match="leave it out"):
+        TokenizerConfig.model_validate({"kind": kind, "byte_fallback": True})
+
+
+def test_the_sample_is_as_large_as_its_memory_allows_and_still_drawn_by_temperature(
+    corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_tokenizer, "MEMORY_AT_LEAST", 0)
+    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 0)
+    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_BYTE", 1000)
+    mean = bytes_per_line(corpus, lines_per_language(corpus))
+    texts = TEXTS["train"]["de-zh"]
+    assert mean == {
+        code: sum(len(line.encode()) + 1 for line in lines) / 800 for code, lines in texts.items()
+    }
+    config = TokenizerConfig(memory_bytes=2**24)
+    sample = draw_sample(corpus, config=config)
+    assert sample.quotas["de"] == sample.quotas["zh"] < 800
+    one_more = 1000 * (sample.quotas["de"] + 1) * (mean["de"] + mean["zh"])
+    assert sample.predicted_bytes <= 2**24 < one_more
+    drawn = sum(len(line.encode()) + 1 for line in sample)
+    assert drawn * 1000 == pytest.approx(sample.predicted_bytes, rel=0.1)
+    fewer = draw_sample(corpus, config=config.model_copy(update={"sample_lines": 100}))
+    assert fewer.quotas == {"de": 50, "zh": 50}
+
+
+def test_memory_for_no_line_at_all_is_refused(
+    corpus: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_tokenizer, "MEMORY_PER_LINE", 2**24)
+    with pytest.raises(ConfigError, match="has no room for a line of every language"):
+        draw_sample(corpus, config=TokenizerConfig(memory_bytes=2**24))
+
+
+def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path: Path) -> None:
+    made = train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=100))
+    memory = made.statistics["memory"]
+    assert memory["allowed"] == 6 * 2**30
+    assert 0 < memory["predicted"] < 2**25
+    assert made.manifest.summary[2].startswith("training was to take ")
