@@ -28,8 +28,8 @@ TRAINING: dict[str, set[str]] = {
     },
     "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
     "training": {
-        *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
-        *("router_jitter", "seed", "updates", "validate_every"),
+        *("attention_dropout", "best_by", "dropout", "expert_output_masking", "moe_dropout"),
+        *("patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -54,7 +54,12 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         }
     },
     "make_shards": {"shards": {"max_tokens"}},
-    "mix": {"mixture": {"sampling_temperature"}},
+    "mix": {
+        "mixture": {
+            *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
+            "sampling_unit",
+        }
+    },
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},
         "languages": {"family"},
