@@ -94,6 +94,8 @@ class CorpusConfig(Settings):
     by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    untested: tuple[str, ...] = ()
+    """No test lines are read of pairs with one of these languages."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"
     """How text of more than two languages at once is paired: each language with each; the pivot
     with each other one, and for test lines these with each other too; or the pivot alone."""

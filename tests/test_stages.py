@@ -37,7 +37,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "corpus": {
             *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
             *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
-            "swapped_sides",
+            *("swapped_sides", "untested"),
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
