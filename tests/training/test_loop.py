@@ -636,12 +636,12 @@ def test_a_run_that_ended_early_is_the_same_however_often_it_was_stopped(
 ) -> None:
     """Dying at update 4, after update 3 was kept, and before it is in any state."""
     out_dir, recipe = tmp_path / "model", make_recipe(patience=2, validate_every=1)
-    given = (pretrain_scripted, inputs, out_dir, recipe)
+    script: dict[str, Any] = {"perplexities": PERPLEXITIES}
     with ExitStack() as stack:
         if "dies_at" in fault:
             stack.enter_context(pytest.raises(RankFailed, match="killed"))
-        pool2.run(*given, perplexities=PERPLEXITIES, **fault)
-    assert pool2.run(*given, perplexities=PERPLEXITIES) == ["done"] * 2
+        pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script, **fault)
+    assert pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script) == ["done"] * 2
     assert_same_tensors(read_weights(out_dir), read_weights(impatient))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(impatient / "metrics.jsonl")
     assert read_metrics(out_dir / "metrics.jsonl")[-1]["update"] == 5
