@@ -17,7 +17,7 @@ from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config import Recipe, load_recipe
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan
+from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
 
@@ -214,6 +214,7 @@ def test_the_rows_of_table_3_are_the_model_of_mrasp2_dense_or_with_experts() -> 
 
 def test_the_plan_of_table_3_takes_models_from_elsewhere_as_they_are() -> None:
     found = load_plan("pc32")
+    assert stage_order(found) == list(found.stages)
     systems = systems_of(found)
     assert list(systems) == list(SYSTEMS_OF_TABLE_3)
     for system, recipe in SYSTEMS_OF_TABLE_3.items():
@@ -345,36 +346,57 @@ def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.timeout(300)
-def test_all_rows_of_table_3_are_made_from_the_32_pairs(tmp_path: Path) -> None:
-    codes = load_recipe("dense_pc32").corpus.languages
-    languages = [code for code in codes if code != "en"]
+PC32 = [code for code in load_recipe("dense_pc32").corpus.languages if code != "en"]
+
+
+@pytest.fixture(scope="module")
+def inputs_of_table_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Made-up text of the 32 pairs, and tiny models of mRASP2's conventions."""
+    folder = tmp_path_factory.mktemp("pc32")
     counts = {"fr": 5, "de": 4, "ru": 3}
-    lines = {code: counts.get(code, 2) for code in languages}
-    write_tree(tmp_path / "raw", lines=lines, validated=("fr", "de", "ru", "af"))
+    lines = {code: counts.get(code, 2) for code in PC32}
+    write_tree(folder / "raw", lines=lines, validated=("fr", "de", "ru", "af"))
     description = TokenizerDescription(
-        kind="bytes", languages=tuple(sorted(codes)), language_token_scheme="lang_tok"
+        kind="bytes", languages=tuple(sorted(["en", *PC32])), language_token_scheme="lang_tok"
     )
-    tokenizer = TokenizerFiles(description, None)
-    given = {"corpus": tmp_path / "raw"}
+    given = {"corpus": folder / "raw"}
     for name in FROM_ELSEWHERE.values():
+        given[name] = folder / name
         own_checkpoint(
-            tmp_path / name,
-            tokenizer=tokenizer,
+            given[name],
+            tokenizer=TokenizerFiles(description, None),
             positions="learned",
             embedding_norm=True,
             scale_embedding=False,
         )
-        given[name] = tmp_path / name
-    given["mrasp2_tokenizer"] = tmp_path / "their_tokenizer"
+    given["mrasp2_tokenizer"] = folder / "their_tokenizer"
     vocabulary = ["checkpoint", "tokenizer", str(given["mrasp2"])]
     assert cli.main([*vocabulary, "--out", str(given["mrasp2_tokenizer"])]) == 0
-    placed = placed_small("pc32", tmp_path, thresholds=(2, 3, 5), given=given)
+    return given
+
+
+def test_a_dry_run_of_table_3_names_every_stage_and_makes_nothing(
+    inputs_of_table_3: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"{name}={path}" for name, path in inputs_of_table_3.items()]
+    out_dir = tmp_path / "run"
+    assert cli.main(["run", "pc32", "--dry-run", "--out", str(out_dir), "--input", *given]) == 0
+    printed = capsys.readouterr().out
+    for name in load_plan("pc32").stages:
+        assert f"{name}:" in printed
+    assert not out_dir.exists()
+
+
+@pytest.mark.timeout(300)
+def test_all_rows_of_table_3_are_made_from_the_32_pairs(
+    inputs_of_table_3: dict[str, Path], tmp_path: Path
+) -> None:
+    placed = placed_small("pc32", tmp_path, thresholds=(2, 3, 5), given=inputs_of_table_3)
     assert run_plan(placed, launcher=as_child) == 0
     run = tmp_path / "run"
     scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
     assert [system["name"] for system in scores["systems"]] == list(SYSTEMS_OF_TABLE_3)
-    tested = dict.fromkeys(set(languages) - {"eo", "mn", "mt"}, "extremely_low")
+    tested = dict.fromkeys(set(PC32) - {"eo", "mn", "mt"}, "extremely_low")
     expected = tested | {"fr": "high", "de": "medium", "ru": "low"}
     assert tiers(run, target="en") == expected
     assert len(scores["directions"]) == 2 * 29
@@ -382,3 +404,5 @@ def test_all_rows_of_table_3_are_made_from_the_32_pairs(tmp_path: Path) -> None:
     assert len(trained) == 32
     theirs = open_artifact(run / "mmnmt_mrasp2", kind="checkpoint")
     assert read_spec(theirs).model.moe is not None
+    report = (run / "evaluation" / "report.md").read_text(encoding="utf-8")
+    assert "extremely low up to 2, low up to 3, high from 5, medium between" in report
