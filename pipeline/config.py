@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     ValidationError,
     model_validator,
@@ -23,6 +24,15 @@ from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
+TAG_PRESETS: dict[str, TagScheme] = {
+    "m2m100": "src-tgt",
+    "mrasp2": "src-tgt",
+    "nllb": "src-tgt",
+    "nllb-legacy": "src-suffix-tgt",
+}
+"""Model family → the scheme its checkpoints were trained with, for ``batches.tag_scheme``. mRASP2's
+text begins with the source's token, and its decoder is forced to begin with the target's; NLLB's
+tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is False."""
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
 Activation = Literal["relu", "gelu"]
@@ -84,6 +94,8 @@ class CorpusConfig(Settings):
     by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    untested: tuple[str, ...] = ()
+    """No test lines are read of pairs with one of these languages."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"
     """How text of more than two languages at once is paired: each language with each; the pivot
     with each other one, and for test lines these with each other too; or the pivot alone."""
@@ -201,10 +213,42 @@ class ShardsConfig(Settings):
         return self
 
 
+class PhaseConfig(Settings):
+    """What is drawn from an update on."""
+
+    from_update: Updates = 1
+    """The first update of the phase, counted from 1."""
+    pairs: tuple[str, ...] = ()
+    """The pairs that are drawn (``de-en``); empty: all."""
+    sampling_temperature: Temperature | None = None
+    """None: mixture.sampling_temperature."""
+
+
 class MixtureConfig(Settings):
-    """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs."""
+    """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs or directions."""
 
     sampling_temperature: Temperature = 5.0
+    sampling_over: Literal["pairs", "directions"] = "pairs"
+    """``pairs``: both directions of a pair are drawn equally often; ``directions``: each direction
+    by its own size, which is another one where sizes are counted in tokens."""
+    sampling_unit: Literal["sentences", "tokens"] = "sentences"
+    """What n_i counts, and of what p_i is the share: sentence pairs, or target tokens."""
+    max_upsampling: Annotated[float, number(least=1, most=10**9)] | None = None
+    """No pair (or direction) is repeated more than this many times as often as all text would be at
+    T = 1: p_i ≤ max_upsampling · n_i / Σn. What that takes away goes to the others in proportion.
+    1: proportional; None: no bound."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """What is drawn from which update on, ascending from update 1; empty: all pairs, always."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        begins = [phase.from_update for phase in self.phases]
+        if begins and (begins[0] != 1 or begins != sorted(set(begins))):
+            raise ValueError(
+                f"phases begin at updates {begins}, where the first is to begin at 1 and each "
+                "later than the one before: change from_update"
+            )
+        return self
 
 
 class GroupsConfig(Settings):
@@ -438,6 +482,10 @@ class ModelConfig(Settings):
             )
 
 
+def _scheme_of_preset(value: object) -> object:
+    return TAG_PRESETS.get(value, value) if isinstance(value, str) else value
+
+
 class BatchesConfig(Settings):
     """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
 
@@ -449,7 +497,9 @@ class BatchesConfig(Settings):
     """About this many updates are drawn at once and sorted by length."""
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
-    tag_scheme: TagScheme = "src-tgt"
+    tag_scheme: Annotated[TagScheme, BeforeValidator(_scheme_of_preset)] = "src-tgt"
+    """Where the tags of the languages stand (``artifacts/tokenizer.py``); or, as another name of
+    its scheme, a family of models: m2m100, mrasp2, nllb or nllb-legacy."""
     tag_is_label: bool = False
     """The target language's tag, which decoding forces, is learnt and counted as the first label of
     a sentence, as fairseq does: needed where losses and perplexities are compared with those of
@@ -537,20 +587,35 @@ class TrainingConfig(Settings):
     the last bit; or those that rank 0 measures to be the fastest when the run begins, which differ
     in rounding: they stand in the training states, and are kept when the run goes on."""
     validate_every: Updates = 1000
+    best_by: Literal["all", "high", "medium", "low", "extremely_low"] = "all"
+    """Whose validation perplexity says which weights are kept: that of all directions, or of the
+    pairs of one resource tier."""
+    patience: Annotated[int, whole(0, 10**6)] = 0
+    """Training ends when so many validations in a row found no lower perplexity; 0: never."""
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
-    """Training states kept during training, besides the weights of the best validation perplexity;
+    """Training states kept during training, besides the weights of the best validation (best_by);
     what stays of them afterwards says saving.keep_states."""
-    resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
-    """Pairs: low ≤ first, high ≥ second, medium between."""
+    resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
+        200_000,
+        500_000,
+    )
+    """Pairs: low ≤ first, high ≥ second, medium between; of three numbers the first is the most of
+    an extremely low one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        low, high = self.resource_thresholds
-        if low >= high:
+        thresholds = list(self.resource_thresholds)
+        if thresholds != sorted(set(thresholds)):
             raise ValueError(
-                f"resource_thresholds [{low}, {high}] do not ascend: a pair of up to the first "
-                "number of lines is low, one of the second or more is high"
+                f"resource_thresholds {thresholds} do not ascend: a pair of up to the first "
+                "number of lines is low (extremely low, where there are three), one of the last "
+                "or more is high"
+            )
+        if self.best_by == "extremely_low" and len(thresholds) < 3:
+            raise ValueError(
+                "best_by is extremely_low, which is a tier only where resource_thresholds has "
+                "three numbers: give them, or name another tier"
             )
         return self
 

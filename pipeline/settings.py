@@ -155,6 +155,9 @@ def shown(value: object) -> str:
     """A value as a refusal repeats it: short, on one line."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python prints no 5,000 digits
         return f"a number of {value.bit_length():,} bits"
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # of a list with such a number
+        return f"a {type(value).__name__} with a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

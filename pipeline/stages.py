@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
+from pipeline.artifacts.settings_diff import DECIDE_NOTHING, undeciding, without_settings
 from pipeline.config import Recipe, chosen_settings
 from pipeline.ds_config import UNDECIDING_KEYS, load_ds_config
 
@@ -74,7 +74,7 @@ class Stage:
         """Of the settings in a manifest, those on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
         of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
-        return without_settings(chosen, (*self.undeciding, *of_machine))
+        return without_settings(chosen, (*undeciding(self.undeciding, config), *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:

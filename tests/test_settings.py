@@ -56,6 +56,7 @@ ZERO_IS_SENSIBLE = {
     "pad_id": "an id like any other",
     "language_groups": "groups are numbered from 0",
     "skip_nonfinite_after": "nothing is left out",
+    "patience": "training never ends early",
     "top_k": "from all tokens",
     "alignment_layer": "the first",
 }
@@ -235,6 +236,9 @@ def test_ranges_are_told_in_words() -> None:
         ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
         ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
         ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),
+        ("[training]\nresource_thresholds = [5, 6, 6]", "[5, 6, 6] do not ascend"),
+        ('[training]\nbest_by = "extremely_low"', "has three numbers"),
+        ("[[mixture.phases]]\nfrom_update = 5", "phases begin at updates [5]"),
         ('[batches]\ntag_is_label = true\ntag_scheme = "tgt"', "forces no tag on the decoder"),
         ("[decoding]\nmax_length_ratio = 0\nmax_extra_length = 0", "no hypothesis could have"),
     ],

@@ -28,8 +28,8 @@ TRAINING: dict[str, set[str]] = {
     },
     "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
     "training": {
-        *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
-        *("router_jitter", "seed", "updates", "validate_every"),
+        *("attention_dropout", "best_by", "dropout", "expert_output_masking", "moe_dropout"),
+        *("patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -37,7 +37,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "corpus": {
             *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
             *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
-            "swapped_sides",
+            *("swapped_sides", "untested"),
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
@@ -62,7 +62,12 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             "segmentations",
         }
     },
-    "mix": {"mixture": {"sampling_temperature"}},
+    "mix": {
+        "mixture": {
+            *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
+            "sampling_unit",
+        }
+    },
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},
         "languages": {"family"},

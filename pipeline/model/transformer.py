@@ -130,8 +130,9 @@ class Transformer(nn.Module):
         """(Re)compute what is not a parameter: sinusoids and the groups of languages."""
         model = self.spec.model
         device = device or torch.get_default_device()
-        if model.positions == "sinusoidal":
-            self.positions_TD = sinusoids(model.max_positions, model.width).to(device)
+        is_table = model.positions == "sinusoidal"
+        table_TD = sinusoids(model.max_positions if is_table else 0, model.width)
+        self.positions_TD = table_TD.to(device)
         groups = self.spec.language_groups or (0,) * len(self.spec.languages)
         self.group_of_language = torch.tensor(groups, dtype=torch.int64, device="cpu").to(device)
         if isinstance(self.front, HasBuffers):

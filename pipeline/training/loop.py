@@ -5,13 +5,12 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.corpus import Direction, resource_of
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
@@ -28,11 +27,11 @@ from pipeline.checkpoints.training_state import (
     write_pieces,
 )
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import Recipe
+from pipeline.config import Recipe, TrainingConfig
 from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.errors import Interrupted
+from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.model.moe.routing_statistics import (
@@ -71,6 +70,7 @@ def training_data(call: StageCall) -> TrainingData:
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model on the call's data and write the stage's checkpoint."""
     data.check(max_positions=model.spec.model.max_positions)
+    check_tier(data, call.recipe.training)
     engine = Engine(
         model,
         call.recipe,
@@ -79,6 +79,20 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
     )
     TrainingRun(call, engine, data, world=world).run()
+
+
+def check_tier(data: TrainingData, training: TrainingConfig) -> None:
+    """Raises ConfigError where the best weights go by a tier that nothing is validated on."""
+    tiers = {
+        resource_of(data.imported_lines.get(pair, 0), thresholds=training.resource_thresholds)
+        for pair in data.valid.offsets
+    }
+    if training.best_by != "all" and training.best_by not in tiers:
+        raise ConfigError(
+            f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
+            f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
+            "training.resource_thresholds."
+        )
 
 
 class TrainingRun:
@@ -133,10 +147,18 @@ class TrainingRun:
             closing(self._updates()) as updates,
         ):
             self._validate_if_due(stop)
-            for feed in islice(updates, total - self.position.update):
-                bar.advance(note=self._update(feed))
+            while not self._is_done():
+                bar.advance(note=self._update(next(updates)))
                 self._validate_if_due(stop)
                 self._save_if_due(stop)
+
+    def _is_done(self) -> bool:
+        return self.position.update >= self.recipe.training.updates or self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        """The same on all ranks: it follows from sums over all of them, and from the state."""
+        patience = self.recipe.training.patience
+        return 0 < patience <= self.position.validations_since_best
 
     def _choose_kernels(self) -> CpuKernels:
         """The kernels of rank 0's processor, or those it measures, or had measured, for this run.
@@ -182,13 +204,16 @@ class TrainingRun:
 
     def _rehearse(self) -> None:
         """Run the largest batch of the next window once: if memory runs out, let it be now."""
-        if self.position.update < self.recipe.training.updates:
+        if not self._is_done():
             largest = self.data.planner.largest(self.position.cursor[0])
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 
     def _updates(self) -> Generator[Update]:
-        return self.data.updates(self.position.cursor, rank=self.world.rank, ranks=self.world.size)
+        position, world = self.position, self.world
+        return self.data.updates(
+            position.cursor, rank=world.rank, ranks=world.size, update=position.update
+        )
 
     def _update(self, feed: Update) -> str:
         """One update; returns the note for the progress bar."""
@@ -245,12 +270,27 @@ class TrainingRun:
         )
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
         self._write_record("validation", {**asdict(found), **routing})
-        perplexity = found.perplexity
-        best = self.position.best_perplexity
-        self.position = replace(self.position, validated=update)
-        if best is None or perplexity < best:
-            self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
+        self._keep_if_best(found.perplexity_of(training.best_by))
+
+    def _keep_if_best(self, perplexity: float) -> None:
+        """Keep the weights of the lowest perplexity so far, and count validations since then.
+
+        A validation that an earlier attempt came through before it ended counts as it did then:
+        what that attempt kept is of this update or of a later one.
+        """
+        position = replace(self.position, validated=self.position.update)
+        best, best_update = position.best_perplexity, position.best_update
+        if best is None or best_update is None or perplexity < best:
+            self.position = replace(
+                position,
+                best_perplexity=perplexity,
+                best_update=position.update,
+                validations_since_best=0,
+            )
             self._save_best()
+        else:
+            since = position.validations_since_best + 1 if best_update < position.update else 0
+            self.position = replace(position, validations_since_best=since)
 
     def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
         """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
@@ -427,9 +467,14 @@ class TrainingRun:
         lines = [
             f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
             f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
-            f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
-            f"{progress.best_perplexity:.3f}, is the lowest",
+            f"kept the weights of update {progress.best_update:,}, whose validation perplexity"
+            f"{self._of_tier()}, {progress.best_perplexity:.3f}, is the lowest",
         ]
+        if self._is_out_of_patience() and progress.update < self.recipe.training.updates:
+            lines.append(
+                f"ended {self.recipe.training.updates - progress.update:,} updates early: "
+                f"{progress.validations_since_best:,} validations in a row found none lower"
+            )
         if self.replanned:
             changes = (
                 f"{change['from']:,} → {change['to']:,} after update {change['after']:,}"
@@ -447,6 +492,10 @@ class TrainingRun:
                 f"were not finite: see {self.quarantine.path.name}"
             )
         return lines
+
+    def _of_tier(self) -> str:
+        tier = self.recipe.training.best_by
+        return "" if tier == "all" else f" on {tier.replace('_', ' ')}-resource pairs"
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._clock, 3)
