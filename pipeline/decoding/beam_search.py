@@ -23,6 +23,7 @@ from pipeline.decoding.decoder_states import DecoderStates
 from pipeline.decoding.hypotheses import Source, Translation, length_limit, not_numbers
 from pipeline.decoding.restrictions import Restrictions
 from pipeline.decoding.stopping import stopping_rule
+from pipeline.kernels.beam_steps import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 
 
@@ -84,16 +85,15 @@ class Search:
         self.device = model.device
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
-        self.states = DecoderStates(model, sources, beams=self.beams)
+        self.states = DecoderStates(model, sources)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]
         self.ended = [_Ended() for _ in sources]
         self.active = list(range(len(sources)))
-        beam_grid = (len(sources), self.beams)
-        self.tokens_BJT = torch.empty(*beam_grid, 0, dtype=torch.int64, device=self.device)
-        self.scores_BJ = torch.full(beam_grid, -torch.inf, device=self.device)
-        self.scores_BJ[:, 0] = 0.0
+        grid = (len(sources), 1)  # all beams begin alike
+        self.tokens_BJT = torch.empty(*grid, 0, dtype=torch.int64, device=self.device)
+        self.scores_BJ = torch.zeros(grid, device=self.device)
 
     def run(self) -> list[list[Translation]]:
         x_RD = self.states.begin()
@@ -131,23 +131,28 @@ class Search:
 
     def _candidates(self, logits_RV: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, beams and tokens of the 2 · J best extensions of every sentence, best first."""
-        log_p_RV = F.log_softmax(logits_RV, dim=1, dtype=torch.float32)
-        log_p_RV[:, self.model.spec.pad_id] = -torch.inf
+        logits_RV = logits_RV.float()
+        normalizer_R = log_normalizer(logits_RV)
+        logits_RV[:, self.model.spec.pad_id] = -torch.inf
         if self.restrictions is not None:
-            self.restrictions.apply(log_p_RV, self.tokens_BJT, active=self.active, length=length)
+            self.restrictions.apply(logits_RV, self.tokens_BJT, active=self.active, length=length)
         at_limit = [length >= self.limits[index] for index in self.active]
         if any(at_limit) and self.rule.forces_end_at_limit:
-            rows = torch.tensor(at_limit, device=self.device).repeat_interleave(self.beams)
-            others = torch.ones(log_p_RV.shape[1], dtype=torch.bool, device=self.device)
+            rows = torch.tensor(at_limit, device=self.device)
+            rows = rows.repeat_interleave(self.scores_BJ.shape[1])
+            others = torch.ones(logits_RV.shape[1], dtype=torch.bool, device=self.device)
             others[self.eos_id] = False
-            log_p_RV.masked_fill_(rows[:, None] & others, -torch.inf)
-        width = min(2 * self.beams, log_p_RV.shape[1])
-        best_RC, token_RC = log_p_RV.topk(width, dim=1)
-        total_RC = best_RC + self.scores_BJ.view(-1, 1)
+            logits_RV.masked_fill_(rows[:, None] & others, -torch.inf)
+        width = min(2 * self.beams, logits_RV.shape[1])
+        best_RC, token_RC = best_tokens(logits_RV, width)
+        total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
         total_BX = total_RC.view(len(self.active), -1)
+        missing = max(self.beams - total_BX.shape[1], 0)  # first tokens of a small vocabulary
+        total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
-        token_BC = token_RC.view(len(self.active), -1).gather(1, place_BC)
-        return score_BC, place_BC // width, token_BC
+        token_BX = F.pad(token_RC.view(len(self.active), -1), (0, missing))
+        beam_BC = (place_BC // width).clamp_max_(self.scores_BJ.shape[1] - 1)
+        return score_BC, beam_BC, token_BX.gather(1, place_BC)
 
     def _normalized(self, score: float, length: int) -> float:
         counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
@@ -163,11 +168,20 @@ class Search:
             at_limit = [length >= self.limits[index] for index in self.active]
             ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
-        for row, column in ends_BJ.nonzero().tolist():
-            past = self.tokens_BJT[row, int(beam_BC[row, column])].tolist()
-            last = int(token_BC[row, column])
-            score = self._normalized(float(score_BC[row, column]), length)
+        row_X, column_X = ends_BJ.nonzero().unbind(1)
+        if not len(row_X):
+            return
+        past_XT = self.tokens_BJT[row_X, beam_BC[row_X, column_X]].tolist()
+        ends = zip(
+            row_X.tolist(),
+            past_XT,
+            token_BC[row_X, column_X].tolist(),
+            score_BC[row_X, column_X].tolist(),
+            strict=True,
+        )
+        for row, past, last, total in ends:
             tokens = (*past,) if last == self.eos_id else (*past, last)
+            score = self._normalized(total, length)
             self.ended[self.active[row]].add(score, tokens, keep=self.beams)
 
     def _mark_done(self, best_running: Sequence[float], length: int) -> None:
