@@ -462,6 +462,8 @@ class DecodingConfig(Settings):
     equal samples, whatever stands beside them."""
     banned: tuple[str, ...] = ()
     """Phrases that no translation has, as the vocabulary spells them."""
+    required: tuple[str, ...] = ()
+    """Phrases that every translation has, as the vocabulary spells them; of beam search."""
     word_scores: bool = False
     """The log-probability of every word, by one pass over the finished translation."""
     alignments: bool = False
@@ -485,6 +487,11 @@ class DecodingConfig(Settings):
             raise ValueError(
                 "max_length_ratio and max_extra_length are both 0, so that no hypothesis could "
                 "have a token: raise one of them"
+            )
+        if self.required and self.search != "beam":
+            raise ValueError(
+                'required phrases are found by beam search alone: set search = "beam", or leave '
+                "them out"
             )
         if self.n_best > self.rows:
             raise ValueError(

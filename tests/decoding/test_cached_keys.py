@@ -7,6 +7,7 @@ import torch
 from support.searched_models import Kind, model_of, rounded, translate
 from support.tiny_models import EOS_ID, random_examples
 
+from pipeline.batching.batch import Packing
 from pipeline.config import DecodingConfig
 from pipeline.decoding import decoder_states
 from pipeline.decoding.cached_keys import GridKeys, ListedKeys, cached_keys
@@ -51,7 +52,7 @@ def test_samples_are_the_same_by_grid_and_lists(monkeypatch: pytest.MonkeyPatch)
 def test_states_that_loops_do_not_read_are_kept_in_a_grid() -> None:
     model = model_of("dense")
     layers = list(model.decoder_layers())
-    packing = decoder_states.Packing.from_lengths([2, 1])
+    packing = Packing.from_lengths([2, 1])
     states_ND = torch.zeros(3, model.spec.model.width)
     assert isinstance(cached_keys(layers, states_ND, packing), ListedKeys)
     model.double()
