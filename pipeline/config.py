@@ -450,7 +450,9 @@ class DecodingConfig(Settings):
     """Source tokens × hypotheses at work (beam_size, or samples) of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "int8"] = "float32"
+    """int8, on CPU: linear layers in 8 bits, the rest in float32; see
+    ``decoding/quantization.py``."""
     sampling_temperature: Temperature = 1.0
     """Tokens are sampled in proportion to p^(1/T): towards 0 the likeliest, with inf uniformly."""
     top_k: Annotated[int, whole(0, 10**9)] = 0

@@ -24,6 +24,7 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.config import DecodingConfig
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.quantization import quantize
 from pipeline.decoding.restrictions import has_sequence
 from pipeline.decoding.search import search
 from pipeline.decoding.sentences import join_sentences, split_to_fit
@@ -90,6 +91,8 @@ class Translator:
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
+        if config.precision == "int8":
+            quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
@@ -97,9 +100,17 @@ class Translator:
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
 
-    def cut(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Batches of similar length, longest first, within the budget of tokens times rows."""
-        lengths = [len(self._encode(job.text)) for job in jobs]
+    def lengths(self, jobs: Sequence[Job]) -> list[int]:
+        """Tokens of every text."""
+        return [len(self._encode(job.text)) for job in jobs]
+
+    def cut(self, jobs: Sequence[Job], lengths: Sequence[int] | None = None) -> list[list[Job]]:
+        """Batches of similar length, longest first, within the budget of tokens times rows.
+
+        ``lengths`` are their :meth:`lengths` where they are known.
+        """
+        if lengths is None:
+            lengths = self.lengths(jobs)
         return [[jobs[index] for index in batch] for batch in self._batches(lengths)]
 
     def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
