@@ -674,7 +674,9 @@ class DecodingConfig(Settings):
     """Source tokens × hypotheses at work (beam_size, or samples) of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "int8"] = "float32"
+    """int8, on CPU: linear layers in 8 bits, the rest in float32; see
+    ``decoding/quantization.py``."""
     sampling_temperature: Temperature = 1.0
     """Tokens are sampled in proportion to p^(1/T): towards 0 the likeliest, with inf uniformly."""
     top_k: Annotated[int, whole(0, 10**9)] = 0
@@ -686,6 +688,8 @@ class DecodingConfig(Settings):
     equal samples, whatever stands beside them."""
     banned: tuple[str, ...] = ()
     """Phrases that no translation has, as the vocabulary spells them."""
+    required: tuple[str, ...] = ()
+    """Phrases that every translation has, as the vocabulary spells them; of beam search."""
     word_scores: bool = False
     """The log-probability of every word, by one pass over the finished translation."""
     alignments: bool = False
@@ -709,6 +713,11 @@ class DecodingConfig(Settings):
             raise ValueError(
                 "max_length_ratio and max_extra_length are both 0, so that no hypothesis could "
                 "have a token: raise one of them"
+            )
+        if self.required and self.search != "beam":
+            raise ValueError(
+                'required phrases are found by beam search alone: set search = "beam", or leave '
+                "them out"
             )
         if self.n_best > self.rows:
             raise ValueError(

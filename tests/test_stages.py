@@ -87,8 +87,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "n_best", "sampling_temperature"),
-            *("search", "seed", "top_k", "top_p", "word_scores"),
+            *("alignment_layer", "alignments", "banned", "n_best", "required"),
+            *("sampling_temperature", "search", "seed", "top_k", "top_p", "word_scores"),
         }
     },
     "retrieve": {},

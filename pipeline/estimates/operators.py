@@ -214,11 +214,13 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
     with torch.no_grad():  # inference mode would show operators before they are taken apart
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            x_RD = search.states.begin()
+            first_R = search.advance(model.project(search.states.begin()), 1)
+            assert first_R is not None, "no sentence ends"
+            x_RD = search.states.step(first_R, len(prompt))
         with OperatorCounter(host_number=even, model=model) as mode:
-            next_R = search.advance(model.project(x_RD), 1)
+            next_R = search.advance(model.project(x_RD), 2)
             assert next_R is not None, "no sentence ends"
-            search.states.step(next_R, len(prompt))
+            search.states.step(next_R, len(prompt) + 1)
     return mode.counted
 
 

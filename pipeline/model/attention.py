@@ -1,6 +1,7 @@
 """Multi-head attention over packed hidden states.
 
-Legend: B batch, T query length, S key length, N real tokens, D model width, H heads, K head width.
+Legend: B batch, T query length, S key length, N real tokens, R rows of a decoding step, D model
+width, H heads, K head width.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ class KeyValues:
 
     key_BHSK: Tensor
     value_BHSK: Tensor
-    mask: Tensor | None = None
-    """(B, 1, T, S), True where a decoding step may attend, where it may not attend everywhere."""
 
 
 class Projected(NamedTuple):
@@ -31,6 +30,20 @@ class Projected(NamedTuple):
     query_ND: Tensor
     key_ND: Tensor
     value_ND: Tensor
+
+
+class StepKeys(Protocol):
+    """What the rows of a decoding step attend to: entries of their own or of their sentence."""
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        """The context of every row, (R, D)."""
+
+
+class GrowingKeys(StepKeys, Protocol):
+    """The past of every row."""
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        """The last token of every row becomes part of it."""
 
 
 class Contextualizer(Protocol):
@@ -141,29 +154,15 @@ class Attention(nn.Module):
             self.heads(memory.unpack(self.value(memory_ND))),
         )
 
-    def step(self, x_RD: Tensor, past: KeyValues, *, length: int) -> Tensor:
-        """Self-attention of one new token per row, whose key and value are written to ``past``.
+    def step(self, x_RD: Tensor, past: GrowingKeys) -> Tensor:
+        """Self-attention of one new token per row, which is added to the row's past."""
+        past.append(self.key(x_RD), self.value(x_RD))
+        projected: Tensor = self.output(past.attend(self.query(x_RD)))
+        return projected
 
-        The rows of a sentence share its keys and values: they are written side by side from entry
-        ``length`` on, and ``past.mask`` says which entries are a row's own past and itself. Without
-        a mask a row attends to all entries up to its own.
-        """
-        batch = past.key_BHSK.shape[0]
-        beams = x_RD.shape[0] // batch
-        stop = length + beams
-        x_BJD = x_RD.view(batch, beams, -1)
-        past.key_BHSK[:, :, length:stop] = self.heads(self.key(x_BJD))
-        past.value_BHSK[:, :, length:stop] = self.heads(self.value(x_BJD))
-        if past.mask is None:
-            past = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
-        return self.step_memory(x_RD, past, mask=past.mask)
-
-    def step_memory(self, x_RD: Tensor, memory: KeyValues, *, mask: Tensor | None) -> Tensor:
-        """Cross-attention of one new token per row; rows of a sentence share its memory."""
-        batch = memory.key_BHSK.shape[0]
-        query_BJD = self.query(x_RD).view(batch, -1, x_RD.shape[-1])
-        context_BHJK = attend(self.heads(query_BJD), memory.key_BHSK, memory.value_BHSK, mask=mask)
-        projected: Tensor = self.output(context_BHJK.transpose(1, 2).reshape(x_RD.shape))
+    def step_memory(self, x_RD: Tensor, memory: StepKeys) -> Tensor:
+        """Cross-attention of one new token per row."""
+        projected: Tensor = self.output(memory.attend(self.query(x_RD)))
         return projected
 
     def heads(self, x_BTD: Tensor) -> Tensor:

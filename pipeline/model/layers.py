@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.batching.batch import Packing
 from pipeline.config import ModelConfig
 from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
-from pipeline.model.attention import Attention, Contextualizer, KeyValues
+from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.tokens import Tokens
@@ -29,12 +29,12 @@ class LayerOutput(NamedTuple):
 
 @dataclass
 class LayerCache:
-    """What a decoder layer keeps between decoding steps, per sentence: its beams share it."""
+    """What a decoder layer keeps between decoding steps."""
 
-    past: KeyValues
-    """Keys and values of the target so far, preallocated along its length."""
-    memory: KeyValues
-    """Keys and values of the source, one per sentence."""
+    past: GrowingKeys
+    """Keys and values of the target so far."""
+    memory: StepKeys
+    """Keys and values of the source."""
 
 
 class ResidualNorm(nn.LayerNorm):
@@ -59,7 +59,9 @@ class ResidualNorm(nn.LayerNorm):
             if self.pre_norm:
                 return add_dropped(x, y, rate=self.dropout)
             return norm_of_sum(x, y, self, rate=self.dropout)
-        x = x + F.dropout(y, self.dropout, training=self.training and self.dropout > 0)
+        if self.training and self.dropout > 0:
+            y = F.dropout(y, self.dropout)
+        x = x + y
         return x if self.pre_norm else self(x)
 
     def pass_on(self, x: Tensor, y: Tensor, following: "ResidualNorm") -> tuple[Tensor, Tensor]:
@@ -138,30 +140,13 @@ class DecoderLayer(nn.Module):
         y_ND, record = self.feed_forward(entered_ND, tokens)
         return LayerOutput(norm.leave(x_ND, y_ND), record)
 
-    def step(
-        self,
-        x_RD: Tensor,
-        cache: LayerCache,
-        tokens: Tokens,
-        *,
-        length: int,
-        memory_mask: Tensor | None,
-    ) -> Tensor:
-        """One decoding step of R = B · beams rows, written to the cache from entry ``length`` on.
-
-        ``memory_mask`` is (B, 1, 1, S), True at real source tokens, or None where nothing is
-        padded. Beams of a sentence attend to its one copy of keys and values as if they were
-        positions of one query.
-        """
+    def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
+        """One decoding step of R rows, which are added to the past."""
         norm = self.self_attention_norm
-        context_RD = self.self_attention.step(norm.enter(x_RD), cache.past, length=length)
-        x_RD = norm.leave(x_RD, context_RD)
+        x_RD = norm.leave(x_RD, self.self_attention.step(norm.enter(x_RD), cache.past))
 
         norm = self.cross_attention_norm
-        attended_RD = self.cross_attention.step_memory(
-            norm.enter(x_RD), cache.memory, mask=memory_mask
-        )
-        x_RD = norm.leave(x_RD, attended_RD)
+        x_RD = norm.leave(x_RD, self.cross_attention.step_memory(norm.enter(x_RD), cache.memory))
 
         norm = self.feed_forward_norm
         y_RD, _ = self.feed_forward(norm.enter(x_RD), tokens)

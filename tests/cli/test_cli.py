@@ -137,7 +137,8 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --recipe --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
-        "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
+        "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --to "
+        "--word-scores",
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--comet --corpus --out --overwrite --processes --recipe --systems --tokenizer "
         "--training",
