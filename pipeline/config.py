@@ -199,7 +199,7 @@ class ShardsConfig(Settings):
     """1: the best one. More: every training line stands in the shards so many times, each time
     by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
     of the text, and disk and time grow with it."""
-    segmentation_alpha: Annotated[float, number(least=0, most=10)] = 0.1
+    segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
     """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
     segmentation_nbest: Annotated[int, whole(-1, 1000)] = -1
     """Unigram draws from so many best segmentations; -1: from all."""

@@ -17,7 +17,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.artifacts.vocabularies import Decoded
+from pipeline.artifacts.vocabularies import Decoded, SampledSegmentation
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 from pipeline.evaluation.word_accuracy import (
@@ -111,6 +111,11 @@ class Halves:
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         mark = {0: [], 1: [4]}
         return [[*mark[len(line) % 2], *[5] * ((len(line) + 1) // 2)] for line in lines]
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        raise AssertionError(segmentation)
 
     def decode(self, ids: list[int]) -> Decoded:
         return Decoded("".join(str(index) for index in ids))
