@@ -14,6 +14,7 @@ from pipeline.stages import STAGES, stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
 TRAINING: dict[str, set[str]] = {
@@ -26,10 +27,13 @@ TRAINING: dict[str, set[str]] = {
         *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
         *("warmup_updates", "weight_decay"),
     },
-    "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
+    "loss": {
+        *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
+        *("distillation", "distillation_weight", "gate_budget", "gate_budget_weight"),
+    },
     "training": {
         *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
-        *("router_jitter", "seed", "updates", "validate_every"),
+        *("best_by_route", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -75,7 +79,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "n_best", "sampling_temperature"),
-            *("search", "seed", "top_k", "top_p", "word_scores"),
+            *("route", "search", "seed", "top_k", "top_p", "word_scores"),
         }
     },
     "retrieve": {},
