@@ -46,7 +46,8 @@ def naive(specific: Transformer, shared: Transformer, batch: Batch, config: Loss
         apart = (p * (p / q).log()).sum()
     else:
         apart = ((p * (p / q).log()).sum() + (q * (q / p).log()).sum()) / 2
-    return (entropies[0] + entropies[1]) / 2 + config.distillation_weight * apart
+    total: Tensor = (entropies[0] + entropies[1]) / 2 + config.distillation_weight * apart
+    return total
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -90,12 +90,12 @@ def test_the_loss_holds_the_mean_of_all_gates_to_the_budget() -> None:
     spec = spec_of()
     model = tiny_model(spec)
     batch = random_batch(spec, sentences=5, seed=1)
-    config = LossConfig(gate_budget=0.3, gate_budget_weight=2.0)
+    config = LossConfig(gate_budget=0.3, gate_weight=2.0)
     gates = model(batch).gates
     assert len(gates) == SUBLAYERS
     mean = torch.cat(gates).mean()
     expected = batch.num_labels * 2.0 * (mean - 0.3).abs()
-    without = config.model_copy(update={"gate_budget_weight": 0.0})
+    without = config.model_copy(update={"gate_weight": 0.0})
     found = training_loss(model, batch, config).objective
     found = found - training_loss(model, batch, without).objective
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

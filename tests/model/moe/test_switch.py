@@ -23,7 +23,7 @@ def ours_and_theirs() -> tuple[MixtureOfExperts, SwitchTransformersSparseMLP]:
     ours = build_mixture_of_experts(
         spec, moe, side="encoder", regularization=Regularization(), expert_parallel=None
     )
-    config = SwitchTransformersConfig(
+    config = SwitchTransformersConfig(  # type: ignore[no-untyped-call]
         d_model=16,
         d_ff=32,
         num_experts=EXPERTS,
@@ -38,12 +38,12 @@ def ours_and_theirs() -> tuple[MixtureOfExperts, SwitchTransformersSparseMLP]:
             parameter.normal_(0, 0.3)
         ours.experts.up.bias.zero_()
         ours.experts.down.bias.zero_()
-        theirs.router.classifier.weight.copy_(ours.router.weight)
-        experts = theirs.experts
+        weights = dict(theirs.named_parameters())
+        weights["router.classifier.weight"].copy_(dict(ours.router.named_parameters())["weight"])
         for index in range(EXPERTS):
-            expert = experts[f"expert_{index}"]
-            expert.wi.weight.copy_(ours.experts.up.weight[index])
-            expert.wo.weight.copy_(ours.experts.down.weight[index])
+            expert = f"experts.expert_{index}"
+            weights[f"{expert}.wi.weight"].copy_(ours.experts.up.weight[index])
+            weights[f"{expert}.wo.weight"].copy_(ours.experts.down.weight[index])
     return ours, theirs
 
 
