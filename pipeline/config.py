@@ -414,6 +414,11 @@ class LossConfig(Settings):
     objective: Literal["cross_entropy", "fuse_distillation"] = "cross_entropy"
     """What is minimised, one case each of ``training/losses.py``. ``fuse_distillation``: both
     routes of a model with language modules and a shared one, and how far they are apart."""
+    label_smoothing: DropRate = 0.0
+    balance_weight: LossWeight = 0.1
+    """Weight of the load-balance loss, summed over MoE layers."""
+    router_z_weight: LossWeight = 0.0
+    """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
     distillation: Literal["symmetric", "to_shared"] = "symmetric"
     """Of fuse distillation: half of each divergence, and both routes learn; or that of the
     languages' route from the shared one, from which only the latter learns."""
@@ -422,11 +427,6 @@ class LossConfig(Settings):
     """Of gated projections (model.language_modules, clsr): the mean of the gates, to be had."""
     gate_weight: LossWeight = 1.0
     """Weight of the distance of that mean from the budget."""
-    label_smoothing: DropRate = 0.0
-    balance_weight: LossWeight = 0.1
-    """Weight of the load-balance loss, summed over MoE layers."""
-    router_z_weight: LossWeight = 0.0
-    """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
 
 
 class TrainingConfig(Settings):

@@ -157,8 +157,8 @@ VARIANTS = {
             ],
             "pipeline/model/feed_forward.py": [
                 (
-                    "import DenseConfig, ModelConfig\n",
-                    "import DenseConfig, GatedConfig, ModelConfig\n",
+                    "import DenseConfig, LanguageExpertsConfig, ModelConfig\n",
+                    "import DenseConfig, GatedConfig, LanguageExpertsConfig, ModelConfig\n",
                 ),
                 (
                     "        case DenseConfig():\n",
