@@ -134,7 +134,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --recipe --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
-        "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
+        "--n-best --out --overwrite --prefixes --processes --recipe --route --to --word-scores",
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
     }

@@ -25,8 +25,9 @@ def test_by_groups_it_is_the_same_as_run_by_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrapped_layer_launches_at_most_six_operators_and_copies_nothing_to_the_host() -> None:
     def launched(recipe: str) -> int:
-        sizes = {"vocabulary_size": 100, "num_groups": 0, "num_languages": 5}
-        counted = count_training(load_recipe(recipe), **sizes)
+        counted = count_training(
+            load_recipe(recipe), vocabulary_size=100, num_groups=0, num_languages=5
+        )
         assert not counted.host_copies
         return sum(not launch.is_backward for launch in counted.launches)
 
