@@ -690,8 +690,9 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     module = types.ModuleType("pipeline.model.parameters")
 
     def count_parameters(
-        model: ModelConfig, *, vocabulary_size: int, num_groups: int
+        model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int
     ) -> dict[str, int]:
+        assert num_languages == 1
         return {"total": model.width * vocabulary_size, "groups": num_groups}
 
     monkeypatch.setattr(module, "count_parameters", count_parameters, raising=False)
