@@ -815,6 +815,7 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
             "updates": 10,
             "vocabulary_size": vocabulary,
             "num_groups": groups,
+            "num_languages": 1,
             "processes": 4,
             "ds_config": load_ds_config(ds_config),
             "device": device,
