@@ -14,6 +14,7 @@ from pipeline.stages import STAGES, stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
 TRAINING: dict[str, set[str]] = {
@@ -26,10 +27,13 @@ TRAINING: dict[str, set[str]] = {
         *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
         *("warmup_updates", "weight_decay"),
     },
-    "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
+    "loss": {
+        *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
+        *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
+    },
     "training": {
-        *("attention_dropout", "best_by", "dropout", "expert_output_masking", "moe_dropout"),
-        *("patience", "router_jitter", "seed", "updates", "validate_every"),
+        *("attention_dropout", "best_by", "best_by_route", "dropout", "expert_output_masking"),
+        *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -87,7 +91,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "n_best", "required"),
+            *("alignment_layer", "alignments", "banned", "n_best", "required", "route"),
             *("sampling_temperature", "search", "seed", "top_k", "top_p", "word_scores"),
         }
     },

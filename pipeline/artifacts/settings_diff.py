@@ -27,6 +27,7 @@ THRESHOLDS = "training.resource_thresholds"
 
 DECIDE_WHICH_WEIGHTS = (
     "batches.evaluation_tokens",
+    "training.best_by_route",
     "training.patience",
     "training.validate_every",
 )

@@ -75,6 +75,8 @@ def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Decod
     """
     asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
     asked = {name: value for name, value in asked.items() if value}
+    if options.route:
+        asked["route"] = options.route
     for name in ("banned", "required"):
         if name in asked:
             asked[name] = (*getattr(decoding, name), *asked[name])

@@ -93,7 +93,7 @@ class Search:
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
         self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
-        self.states = DecoderStates(model, sources)
+        self.states = DecoderStates(model, sources, route=config.route)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]

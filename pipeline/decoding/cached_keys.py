@@ -20,7 +20,9 @@ from pipeline.kernels.beam_steps import RowEntries, attend_entries
 from pipeline.kernels.loop_arrays import can_loop
 from pipeline.kernels.scaled_dot_product import attend
 from pipeline.model.attention import Attention
+from pipeline.model.language_modules.low_rank import project
 from pipeline.model.layers import DecoderLayer, LayerCache
+from pipeline.model.tokens import Tokens
 
 CACHE_STEP = 16
 """A grid grows by this many positions at a time; entries double, from as many."""
@@ -38,11 +40,13 @@ class CachedKeys(Protocol):
         """Only the sentences ``keep_B`` go on, with those of their rows, in that order."""
 
 
-def cached_keys(layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing) -> CachedKeys:
+def cached_keys(
+    layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+) -> CachedKeys:
     """Nothing past, and the source's keys and values, of the decoder's layers."""
     if can_loop(memory_ND):
-        return ListedKeys(layers, memory_ND, packing)
-    return GridKeys(layers, memory_ND, packing)
+        return ListedKeys(layers, memory_ND, packing, tokens)
+    return GridKeys(layers, memory_ND, packing, tokens)
 
 
 # ---------------------------------------------------------------- lists of entries
@@ -51,7 +55,9 @@ def cached_keys(layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing)
 class ListedKeys:
     """By loops, on CPU."""
 
-    def __init__(self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing) -> None:
+    def __init__(
+        self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> None:
         bound_B = packing.bound_B.long()
         self.source = RowEntries(bound_B[:-1], bound_B[1:], packing.length)
         rows = self.sentences = len(bound_B) - 1
@@ -63,7 +69,7 @@ class ListedKeys:
         self.layers = [
             LayerCache(
                 past=_ListedPast(self, layer.self_attention, memory_ND),
-                memory=_ListedSource(self, layer.cross_attention, memory_ND),
+                memory=_ListedSource(self, layer.cross_attention, memory_ND, tokens),
             )
             for layer in layers
         ]
@@ -108,10 +114,12 @@ class _ListedPast:
 class _ListedSource:
     """Of one layer: the source's tokens, packed as they come from the encoder."""
 
-    def __init__(self, keys: ListedKeys, attention: Attention, memory_ND: Tensor) -> None:
+    def __init__(
+        self, keys: ListedKeys, attention: Attention, memory_ND: Tensor, tokens: Tokens
+    ) -> None:
         self.keys, self.num_heads = keys, attention.num_heads
-        self.key_ND = attention.key(memory_ND)
-        self.value_ND = attention.value(memory_ND)
+        self.key_ND = project(attention.key, memory_ND, tokens)
+        self.value_ND = project(attention.value, memory_ND, tokens)
 
     def attend(self, query_RD: Tensor) -> Tensor:
         entries, heads = self.keys.source, self.num_heads
@@ -128,7 +136,9 @@ def _doubled(entry_PD: Tensor) -> Tensor:
 class GridKeys:
     """By operators, on any device."""
 
-    def __init__(self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing) -> None:
+    def __init__(
+        self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> None:
         batch = packing.batch
         self.own_past_BJP = torch.zeros(batch, 1, 0, dtype=torch.bool, device=memory_ND.device)
         self.start = self.stop = 0
@@ -136,7 +146,7 @@ class GridKeys:
         self.source_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
         self.pasts = [_GridPast(self, layer.self_attention, memory_ND) for layer in layers]
         self.sources = [
-            _GridSource(self, layer.cross_attention, memory_ND, packing) for layer in layers
+            _GridSource(self, layer.cross_attention, memory_ND, packing, tokens) for layer in layers
         ]
         pairs = zip(self.pasts, self.sources, strict=True)
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
@@ -191,10 +201,15 @@ class _GridSource:
     """Of one layer: the source's tokens, padded."""
 
     def __init__(
-        self, keys: GridKeys, attention: Attention, memory_ND: Tensor, packing: Packing
+        self,
+        keys: GridKeys,
+        attention: Attention,
+        memory_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
     ) -> None:
         self.keys, self.attention = keys, attention
-        memory = attention.keys(memory_ND, packing)
+        memory = attention.keys(memory_ND, packing, tokens)
         self.key_BHSK = memory.key_BHSK.contiguous()
         self.value_BHSK = memory.value_BHSK.contiguous()
 

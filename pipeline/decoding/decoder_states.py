@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
+from pipeline.config import Route
 from pipeline.decoding.cached_keys import CachedKeys, cached_keys
 from pipeline.decoding.hypotheses import Source
 from pipeline.model.tokens import Tokens
@@ -20,8 +21,10 @@ from pipeline.model.transformer import Transformer
 class DecoderStates:
     """What the unfinished sentences of a batch are decoded from; the prompts have one length."""
 
-    def __init__(self, model: Transformer, sources: Sequence[Source]) -> None:
-        self.model, self.device = model, model.device
+    def __init__(
+        self, model: Transformer, sources: Sequence[Source], *, route: Route = "specific"
+    ) -> None:
+        self.model, self.device, self.route = model, model.device, route
         self.prompt_BT = torch.tensor([source.prompt for source in sources], device=self.device)
         self.prompt_length = self.prompt_BT.shape[1]
         pairs = [(source.source_language, source.target_language) for source in sources]
@@ -32,9 +35,9 @@ class DecoderStates:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
         ids = torch.tensor([token for source in sources for token in source.tokens])
         ids_N = ids.to(self.device)
-        tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1))
+        tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1), route=self.route)
         memory_ND, _ = self.model.encode(ids_N, self.model.embedding(ids_N), packing, tokens)
-        return cached_keys(list(self.model.decoder_layers()), memory_ND, packing)
+        return cached_keys(list(self.model.decoder_layers()), memory_ND, packing, tokens)
 
     def begin(self) -> Tensor:
         """Feed the prompt; the decoder's states for the first token, (B, D)."""
@@ -67,4 +70,5 @@ class DecoderStates:
             source_language_B=source_language_B,
             target_language_B=target_language_B,
             language_group_B=self.model.group_of_language[target_language_B],
+            route=self.route,
         )

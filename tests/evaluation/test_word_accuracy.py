@@ -115,7 +115,7 @@ class Halves:
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
-        raise AssertionError(segmentation)
+        raise AssertionError((lines, segmentation))
 
     def decode(self, ids: list[int]) -> Decoded:
         return Decoded("".join(str(index) for index in ids))

@@ -18,6 +18,7 @@ def attention_and_peer(*, width: int = 16, num_heads: int = 4) -> tuple[Attentio
     """Our module and PyTorch's, with the same weights."""
     torch.manual_seed(1)
     ours = Attention(width=width, num_heads=num_heads, dropout=0.0)
+    assert isinstance(ours.output, nn.Linear)
     peer = nn.MultiheadAttention(width, num_heads, batch_first=True)
     projections = (ours.query, ours.key, ours.value)
     with torch.no_grad():
@@ -51,7 +52,7 @@ def test_cross_attention_equals_the_module_of_pytorch(memory_lengths: list[int])
     expected, _ = peer(
         packing.unpack(x_ND), memory_BSD, memory_BSD, key_padding_mask=~memory.mask_BT
     )
-    found = ours.attend_to(x_ND, packing, memory_ND, memory)
+    found = ours.attend_to(x_ND, packing, memory_ND, memory, tokens_of(packing))
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)
 
 
@@ -83,7 +84,8 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
     at_once = packing.unpack(ours(packing.pack(x_BTD), packing, tokens_of(packing), is_causal=True))
     past = AllSoFar(ours)
     for position in range(5):
-        step_BD = ours.step(x_BTD[:, position], past)
+        step_tokens = tokens_of(Packing.from_lengths([1, 1, 1]))
+        step_BD = ours.step(x_BTD[:, position], past, step_tokens)
         torch.testing.assert_close(step_BD, at_once[:, position], rtol=0, atol=1e-6)
 
 
@@ -129,7 +131,7 @@ def test_a_contextualiser_makes_queries_keys_and_values() -> None:
 
     def with_left_neighbour(attention: Attention, x_ND: Tensor) -> Projected:
         before_BTD = torch.nn.functional.pad(packing.unpack(x_ND), (0, 0, 1, 0))[:, :-1]
-        return attention.project(x_ND + packing.pack(before_BTD))
+        return attention.project(x_ND + packing.pack(before_BTD), tokens_of(packing))
 
     x_BTD = packing.unpack(torch.cat(sums))
     expected, _ = peer(x_BTD, x_BTD, x_BTD, key_padding_mask=~packing.mask_BT)
