@@ -15,11 +15,9 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
-from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.artifacts.training_states import replanned
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -35,6 +33,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
@@ -49,8 +48,8 @@ from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.task import Task, Translation
 from pipeline.training.updates import Updater
-from pipeline.training.validation import summarize_validation
 
 MEASURED_TOKENS = 512
 """Of a micro-batch, when kernels are measured: enough for threads, and done within seconds."""
@@ -69,8 +68,13 @@ def training_data(call: StageCall) -> TrainingData:
 
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
-    """Train a model on the call's data and write the stage's checkpoint."""
-    data.check(max_positions=model.spec.model.max_positions)
+    """Train a model to translate the call's data, and write the stage's checkpoint."""
+    train_task(call, model, Translation(call, data), world=world)
+
+
+def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
+    """Train a model for a task and write the stage's artifact."""
+    task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,
         call.recipe,
@@ -78,18 +82,16 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ds_config=call.ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
     )
-    TrainingRun(call, engine, data, world=world).run()
+    TrainingRun(call, engine, task, world=world).run()
 
 
 class TrainingRun:
     """One training run, from its last state (or the start) to its final checkpoint."""
 
-    def __init__(
-        self, call: StageCall, engine: Engine, data: TrainingData, *, world: World
-    ) -> None:
+    def __init__(self, call: StageCall, engine: Engine, task: Task, *, world: World) -> None:
         self.call = call
         self.recipe: Recipe = call.recipe
-        self.engine, self.data, self.world = engine, data, world
+        self.engine, self.task, self.data, self.world = engine, task, task.data, world
         self.run_directory = RunDirectory(
             call.out_dir,
             stage=call.stage.name,
@@ -98,7 +100,7 @@ class TrainingRun:
             world=world,
         )
         self.quarantine = Quarantine(self.run_directory.quarantine_path, world=world)
-        self.updater = Updater(engine, data, call.recipe, self.quarantine)
+        self.updater = Updater(engine, self.data, call.recipe, self.quarantine)
         self.position = Position()
         self.replanned: list[dict[str, int]] = []
         self.routing = RoutingCounter(engine.model.spec).result()
@@ -238,11 +240,7 @@ class TrainingRun:
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
         if not due or self.position.validated >= update:
             return
-        found = summarize_validation(
-            self._validation_losses(stop),
-            imported_lines=self.data.imported_lines,
-            thresholds=training.resource_thresholds,
-        )
+        found = self.task.summarize(self._validation_losses(stop))
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
         self._write_record("validation", {**asdict(found), **routing})
         perplexity = found.perplexity
@@ -355,7 +353,7 @@ class TrainingRun:
 
         self.run_directory.write(
             self.run_directory.best_dir,
-            kind="checkpoint",
+            kind=self.task.makes,
             write=write,
             in_background=in_background,
         )
@@ -370,11 +368,7 @@ class TrainingRun:
         self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
     ) -> None:
         """What a checkpoint has beside its weights."""
-        write_model_files(
-            writer,
-            spec=self.engine.model.spec,
-            tokenizer_dir=tokenizer_folder(self.call.artifacts["shards"]),
-        )
+        self.task.describe(writer, self.engine.model.spec)
         if routing.layers:
             writer.write_json(ROUTING_FILE, routing.to_json())
         writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
@@ -393,7 +387,7 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         self._settle_states()
-        best = open_artifact(run_directory.best_dir, kind="checkpoint")
+        best = open_artifact(run_directory.best_dir, kind=self.task.makes)
         # What earlier attempts had done when they were stopped, and all of this one: loading, the
         # last validation and writing too, which the curves' clock leaves out.
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
@@ -423,10 +417,10 @@ class TrainingRun:
                 pass
 
     def _summary(self) -> list[str]:
-        progress, training = self.position, self.data.train_lines
+        progress = self.position
         lines = [
-            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
-            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
+            f"{progress.update:,} updates on {self.task.trained_on()}, "
+            f"{progress.seconds:,.0f} s of training",
             f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
             f"{progress.best_perplexity:.3f}, is the lowest",
         ]

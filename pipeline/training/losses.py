@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.batching.batch import Batch
+from pipeline.batching.labelled import AnyBatch
 from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
-from pipeline.model.transformer import Output, Transformer
+from pipeline.model.transformer import Output
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,19 @@ class LossTerms:
     routing: tuple[RoutingRecord, ...]
 
 
-def training_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
+def training_loss(model: Trained, batch: AnyBatch, config: LossConfig) -> LossTerms:
     """The loss of a micro-batch, as configured."""
     match config.objective:
         case "cross_entropy":
             return translation_loss(model, batch, config)
 
 
-def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
+def translation_loss(model: Trained, batch: AnyBatch, config: LossConfig) -> LossTerms:
     """Cross entropy over real target tokens + number of labels · weighted router losses."""
     return loss_terms(model(batch), batch, config)
 
 
-def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
+def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
     """Of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
