@@ -8,7 +8,6 @@ stands here too.
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
 
-from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,13 +22,11 @@ from pipeline.model.feed_forward import FeedForward
 from pipeline.model.layers import EncoderLayer
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import Route, Tokens
 from pipeline.model.transformer import Output, Stack, Transformer, allocate
 
 HEAD_STD = 0.02
 """What a head's weights start from, as Hugging Face's ``initializer_range`` of XLM-R."""
-
-BuildFeedForward: TypeAlias = Callable[[ModelSpec], nn.Module]
 
 
 class Head(Linear):
@@ -58,30 +55,30 @@ class Labeller(nn.Module):
         head: Literal["tagger", "reader"],
         num_tags: int = 2,
         regularization: Regularization | None = None,
-        build_feed_forward: BuildFeedForward | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.kind = head
         rates = regularization or Regularization()
-        build = build_feed_forward or plain_feed_forward
         model = spec.model
         self.recomputes = False
         """Of every layer only its input is kept for the backward pass."""
         self.dropout = rates.dropout
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
-        layers = [EncoderLayer(model, rates, build(spec)) for _ in range(model.encoder_layers)]
+        layers = [
+            EncoderLayer(model, rates, feed_forward_of(spec)) for _ in range(model.encoder_layers)
+        ]
         self.encoder = Stack(model, layers, dropout=rates.dropout)
         self.head = Head(model.width, 2 if head == "reader" else num_tags)
 
-    def forward(self, batch: LabelledBatch) -> Output:
+    def forward(self, batch: LabelledBatch, *, route: Route = "specific") -> Output:
         """Logits for every label: (L, V) of a tagger; of a reader (2B, T), starts, then ends."""
-        x_ND = self.encode(batch)
+        x_ND = self.encode(batch, route=route)
         if self.kind == "tagger":
             return Output(self._logits(x_ND.index_select(0, batch.label_rows_L)), ())
         return Output(spans(self._logits(x_ND), batch.packing), ())
 
-    def encode(self, batch: LabelledBatch) -> Tensor:
+    def encode(self, batch: LabelledBatch, *, route: Route = "specific") -> Tensor:
         """States of all real tokens, (N, D)."""
         packing = batch.packing
         tokens = Tokens(
@@ -90,6 +87,7 @@ class Labeller(nn.Module):
             source_language_B=batch.language_B,
             target_language_B=batch.language_B,
             language_group_B=torch.zeros_like(batch.language_B),
+            route=route,
         )
         embedded_ND = self.embedding(batch.ids_N)
         nothing_TD = embedded_ND.new_empty(0)  # positions are learned
@@ -114,8 +112,8 @@ Trained: TypeAlias = Transformer | Labeller
 """What an engine trains."""
 
 
-def plain_feed_forward(spec: ModelSpec) -> nn.Module:
-    """The feed-forward of a layer without language modules."""
+def feed_forward_of(spec: ModelSpec) -> nn.Module:
+    """The feed-forward of a layer."""
     model = spec.model
     return FeedForward(
         width=model.width,

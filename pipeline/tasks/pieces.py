@@ -65,9 +65,9 @@ class Pieces:
     def locate(self, text: str) -> Located:
         """Ids without specials, and where each lies in the text."""
         found = self._processor.encode(text, out_type="offset_mapping")
-        ranges = [_trimmed(text, begin, end) for begin, end in found["offsets"]]
-        table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
-        return Located(_moved(found["ids"]), table[:, 0], table[:, 1])
+        range_N2 = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
+        begin, end = _trimmed(text, range_N2[:, 0], range_N2[:, 1])
+        return Located(_moved(found["ids"]), begin, end)
 
 
 def _moved(ids: object) -> Integers:
@@ -75,9 +75,13 @@ def _moved(ids: object) -> Integers:
     return np.where(found == 0, UNKNOWN, found + OFFSET)
 
 
-def _trimmed(text: str, begin: int, end: int) -> tuple[int, int]:
-    while begin < end and text[begin].isspace():
-        begin += 1
-    while begin < end and text[end - 1].isspace():
-        end -= 1
-    return begin, end
+def _trimmed(text: str, begin: Integers, end: Integers) -> tuple[Integers, Integers]:
+    """Ranges of characters without the space at their beginnings and ends."""
+    size = len(text)
+    is_word = np.fromiter((not letter.isspace() for letter in text), dtype=bool, count=size)
+    places = np.arange(size)
+    # the first letter from a place on, and the place behind the last letter before it
+    following = np.minimum.accumulate(np.append(np.where(is_word, places, size), size)[::-1])[::-1]
+    preceding = np.maximum.accumulate(np.append(0, np.where(is_word, places + 1, 0)))
+    begin = np.minimum(following[begin], end)
+    return begin, np.maximum(preceding[end], begin)
