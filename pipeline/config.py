@@ -26,6 +26,8 @@ TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
 Activation = Literal["relu", "gelu"]
+Route = Literal["specific", "shared"]
+"""Which way through a model whose languages have weights of their own: theirs, or those of all."""
 
 Seed = Annotated[int, whole(0, 2**63 - 1)]
 Lines = Annotated[int, whole(0, 10**12)]
@@ -239,6 +241,64 @@ FeedForwardConfig = DenseConfig
 """Of layers without experts: a union once there are several, told apart by ``kind``."""
 
 
+class LowRankConfig(Settings):
+    """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
+
+    kind: Literal["low_rank"] = "low_rank"
+    rank: Annotated[int, whole(1, 2**16)] = 32
+    synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
+    """V of the source and F of the target language; or both of one language, in the encoder the
+    source."""
+    decoder_language: Literal["target", "source"] = "target"
+    """Of language-wise synthesis: whose modules the decoder has (paper: the target's; its code: the
+    source's)."""
+    within: Literal["feed_forward", "attention", "both"] = "feed_forward"
+    """Which linear layers have modules; those of experts (model.moe) have none."""
+    encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
+    """Layers that have modules, counted from 0; None: all."""
+    decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
+    shared: bool = False
+    """A further module for all languages, which fuse distillation teaches, and its route."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+class LanguageExpertsConfig(Settings):
+    """A language-level mixture of experts: one whole feed-forward per language."""
+
+    kind: Literal["language_experts"] = "language_experts"
+    every: Layers = 1
+    """Every n-th layer has them: layers n, 2n, … counted from 1."""
+    shared: bool = False
+    """A further feed-forward for all languages, which fuse distillation teaches, and its route."""
+    decoder_language: Literal["target", "source"] = "target"
+    """Whose feed-forwards the decoder has; the encoder has the source's."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+class ClsrConfig(Settings):
+    """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
+
+    kind: Literal["clsr"] = "clsr"
+    tables: Literal["per_side", "per_sublayer"] = "per_side"
+    """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
+    sublayer."""
+    attention_output: Literal["replaced", "kept"] = "replaced"
+    """Whether projections stand in the place of attention's own, or behind it. Kept, they start as
+    identities, so that the model starts as the plain one."""
+    gate_width: Annotated[int, whole(1, 2**16)] = 128
+    noise: Annotated[float, number(least=0, most=1000)] = 5.0
+    """Standard deviation of the noise on gates at the end of training; it grows from 0."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+LanguageModulesConfig = Annotated[
+    LowRankConfig | LanguageExpertsConfig | ClsrConfig, Field(discriminator="kind")
+]
+
+
 class ModelConfig(Settings):
     """The encoder–decoder Transformer of the fairseq / Hugging Face M2M-100 family."""
 
@@ -258,6 +318,8 @@ class ModelConfig(Settings):
     front: FrontConfig = SubwordsConfig()
     feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
+    language_modules: LanguageModulesConfig | None = None
+    """Weights of languages' own, beside those of all."""
     initialization: Literal["xavier", "fairseq"] = "xavier"
     """What linear layers start from (``model/initial_values.py``). ``xavier``: Xavier-uniform
     weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
@@ -271,6 +333,15 @@ class ModelConfig(Settings):
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}: change one "
                 "of them"
             )
+        modules = self.language_modules
+        if isinstance(modules, LowRankConfig):
+            for name in ("encoder_layers", "decoder_layers"):
+                chosen, layers = getattr(modules, name), getattr(self, name)
+                if chosen is not None and max(chosen, default=0) >= layers:
+                    raise ValueError(
+                        f"language_modules.{name} names layer {max(chosen)}, and there are "
+                        f"{layers}, counted from 0: leave it out"
+                    )
         if self.width * self.max_positions > MAX_POSITION_VALUES:
             raise ValueError(
                 f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
@@ -340,8 +411,17 @@ class OptimizerConfig(Settings):
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
-    objective: Literal["cross_entropy"] = "cross_entropy"
-    """What is minimised, one case each of ``training/losses.py``."""
+    objective: Literal["cross_entropy", "fuse_distillation"] = "cross_entropy"
+    """What is minimised, one case each of ``training/losses.py``. ``fuse_distillation``: both
+    routes of a model with language modules and a shared one, and how far they are apart."""
+    distillation: Literal["symmetric", "to_shared"] = "symmetric"
+    """Of fuse distillation: half of each divergence, and both routes learn; or that of the
+    languages' route from the shared one, from which only the latter learns."""
+    distillation_weight: LossWeight = 1.0
+    gate_budget: Annotated[float, number(least=0, most=1)] = 0.3
+    """Of gated projections (model.language_modules, clsr): the mean of the gates, to be had."""
+    gate_budget_weight: LossWeight = 1.0
+    """Weight of the distance of that mean from the budget."""
     label_smoothing: DropRate = 0.0
     balance_weight: LossWeight = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
@@ -382,6 +462,8 @@ class TrainingConfig(Settings):
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
     """Training states kept during training, besides the weights of the best validation perplexity;
     what stays of them afterwards says saving.keep_states."""
+    best_by_route: Route = "specific"
+    """By which route's validation the weights are kept, of a model that has two."""
     resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
     """Pairs: low ≤ first, high ≥ second, medium between."""
 
@@ -451,6 +533,8 @@ class DecodingConfig(Settings):
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
     precision: Literal["float32", "bfloat16"] = "float32"
+    route: Route = "specific"
+    """Of a model with language modules and a shared one: through which it translates."""
     sampling_temperature: Temperature = 1.0
     """Tokens are sampled in proportion to p^(1/T): towards 0 the likeliest, with inf uniformly."""
     top_k: Annotated[int, whole(0, 10**9)] = 0
@@ -558,9 +642,6 @@ class TasksConfig(Settings):
 
     languages: tuple[str, ...] = ()
     """Train on these; empty: on all that have training text."""
-    language_rank: Annotated[int, whole(0, 2**16)] = 0
-    """d of language-specific low-rank weights in both linear layers of every feed-forward; 0: there
-    are none."""
     max_tokens: Annotated[int, whole(16, 2**20)] = 384
     """Longer sentences are cut between words, longer passages into windows; specials included."""
     stride: Annotated[int, whole(0, 2**20)] = 128
@@ -629,6 +710,23 @@ class Recipe(Settings):
                 "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
                 "always 1, and the router learns nothing from the translations; set it to "
                 '"probability", or top_k to 2'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_routes(self) -> Self:
+        """Of what is to be trained: every module learns something."""
+        modules = self.model.language_modules
+        has_shared = not isinstance(modules, ClsrConfig | None) and modules.shared
+        if self.loss.objective == "fuse_distillation" and not has_shared:
+            raise ValueError(
+                "loss.objective is fuse_distillation, which wants a model of two routes: set "
+                "model.language_modules.shared to true, of kind low_rank or language_experts"
+            )
+        if self.loss.objective != "fuse_distillation" and has_shared:
+            raise ValueError(
+                "model.language_modules.shared is true, and the shared module would learn nothing: "
+                'set it to false, or loss.objective to "fuse_distillation"'
             )
         return self
 

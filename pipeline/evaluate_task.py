@@ -9,11 +9,12 @@ import sys
 from collections.abc import Mapping
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.config import Route
 from pipeline.distributed.devices import local_device
 from pipeline.errors import ConfigError
 from pipeline.stages import StageCall
 from pipeline.tasks.examination import Examination, examination
-from pipeline.tasks.report import describe_systems, markdown, scores_document
+from pipeline.tasks.report import RUN_MARK, describe_systems, markdown, scores_document
 from pipeline.tasks.task_model import TaskSpec, load_task_model, read_task_spec
 from pipeline.terminal import track
 
@@ -27,8 +28,11 @@ def run(call: StageCall) -> None:
     languages, left_out = shared_languages(specs, exam)
     with call.new_artifact() as writer:
         scores = {
-            name: _examine(name, artifact, exam, languages, writer)
+            of_route(name, route): _examine(
+                artifact, exam, languages, writer, name=name, route=route
+            )
             for name, artifact in systems.items()
+            for route in routes(specs[name])
         }
         reports = describe_systems(scores)
         examples = {code: exam.num_examples(code) for code in languages}
@@ -46,21 +50,34 @@ def run(call: StageCall) -> None:
 
 
 def _examine(
-    name: str,
     artifact: Artifact,
     exam: Examination,
     languages: list[str],
     writer: ArtifactWriter,
+    *,
+    name: str,
+    route: Route,
 ) -> dict[str, Mapping[str, float]]:
     asked = load_task_model(artifact, device=local_device(0))
     found: dict[str, Mapping[str, float]] = {}
-    for code in track(languages, label=name):
-        predicted = exam.examine(asked, code)
+    for code in track(languages, label=of_route(name, route)):
+        predicted = exam.examine(asked, code, route=route)
         lines = "".join(f"{line}\n" for line in predicted.lines)
-        path = writer.path(f"predictions/{name}/{code}.jsonl")
+        path = writer.path(f"predictions/{of_route(name, route)}/{code}.jsonl")
         path.write_text(lines, encoding="utf-8")
         found[code] = predicted.scores
     return found
+
+
+def routes(spec: TaskSpec) -> tuple[Route, ...]:
+    """The routes through a model."""
+    return ("specific", "shared") if spec.has_two_routes else ("specific",)
+
+
+def of_route(name: str, route: Route) -> str:
+    """``lms@1`` → ``lms (shared)@1`` on the route that all languages share."""
+    system, mark, run = name.partition(RUN_MARK)
+    return f"{system} (shared){mark}{run}" if route == "shared" else name
 
 
 def same_head(specs: Mapping[str, TaskSpec]) -> str:
@@ -83,19 +100,19 @@ def shared_languages(
 ) -> tuple[list[str], list[str]]:
     """The languages of the test files that every system can be asked about, and the others.
 
-    A model with weights of its own for every language knows no other language.
+    A model with modules of languages can be asked about no other, unless it has a route for all.
 
     Raises:
         ConfigError: none is left.
     """
-    limited = {n: set(s.encoder.languages) for n, s in specs.items() if s.knows_languages}
-    shared = [code for code in exam.languages if all(code in known for known in limited.values())]
+    shared = [
+        code for code in exam.languages if all(one.can_be_asked(code) for one in specs.values())
+    ]
     if not shared:
-        name, known = next(iter(limited.items()))
         raise ConfigError(
-            f"System {name!r} has weights for {', '.join(sorted(known))} alone, and the test files "
-            f"that all systems know are none (there are {', '.join(exam.languages)}): add test "
-            "files, or evaluate systems apart that know other languages."
+            f"No language of the test files ({', '.join(exam.languages)}) has modules in all of "
+            f"the systems {', '.join(specs)}: add test files, or evaluate systems apart that know "
+            "other languages."
         )
     return shared, [code for code in exam.languages if code not in shared]
 

@@ -30,7 +30,10 @@ def run(call: StageCall) -> None:
         files = question_files(call.raw["data"].only_path())
         languages = trained_languages(files, recipe.tasks.languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
-        pieces, encoder = pretrained.pieces, pretrained.spec(languages)
+        pieces, encoder = (
+            pretrained.pieces,
+            pretrained.spec(languages, recipe.model.language_modules),
+        )
         data = reading_data(files, pieces=pieces, recipe=recipe, languages=languages)
         spec = TaskSpec(head="reader", encoder=encoder, tasks=recipe.tasks)
         model = build_labeller(

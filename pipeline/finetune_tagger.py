@@ -31,7 +31,10 @@ def run(call: StageCall) -> None:
         languages = trained_languages(files, recipe.tasks.languages)
         train, valid, tags = read_training(files, languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
-        pieces, encoder = pretrained.pieces, pretrained.spec(languages)
+        pieces, encoder = (
+            pretrained.pieces,
+            pretrained.spec(languages, recipe.model.language_modules),
+        )
         spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=recipe.tasks)
         data = tagging_data(train, valid, tags, pieces=pieces, recipe=recipe, languages=languages)
         model = build_labeller(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -131,18 +131,32 @@ def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[
     """Names of the settings of the table that lies at a location below ``settings``."""
     found: Any = settings
     for part in location:
-        if isinstance(found, type) and issubclass(found, Settings):
-            found = found.model_fields[str(part)].annotation
+        tables = _tables_in(found)
+        tagged = [table for table in tables if _kind_of(table) == part]
+        if tagged:
+            found = tagged[0]
+        elif tables:
+            found = tables[0].model_fields[str(part)].annotation
         else:
             found = get_args(found)[-1]
-        if get_origin(found) in (UnionType, Union):
-            tables = [
-                entry
-                for entry in get_args(found)
-                if isinstance(entry, type) and issubclass(entry, Settings)
-            ]
-            found = tables[0] if tables else found
-    return tuple(found.model_fields)
+    return tuple(_tables_in(found)[0].model_fields)
+
+
+def _tables_in(annotation: Any) -> list[type[Settings]]:
+    """The settings among the types that a field may have, those told apart by their kind too."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return _tables_in(get_args(annotation)[0])
+    if get_origin(annotation) in (UnionType, Union):
+        return [table for entry in get_args(annotation) for table in _tables_in(entry)]
+    return []
+
+
+def _kind_of(table: type[Settings]) -> str | None:
+    """What tells a table from others in its place."""
+    kind = table.model_fields.get("kind")
+    return None if kind is None else str(kind.default)
 
 
 def one_line(error: Exception) -> str:

@@ -152,7 +152,10 @@ _TRAINING_INPUTS = {
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
 
-_TASK_SECTIONS = ("tasks", "mixture", "batches", "optimizer", "loss", "training")
+_TASK_SECTIONS = (
+    *("tasks", "model.language_modules", "mixture"),
+    *("batches", "optimizer", "loss", "training"),
+)
 _TASK_INPUTS = {"pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it")}
 
 STAGES: dict[str, Stage] = {

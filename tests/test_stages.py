@@ -14,6 +14,7 @@ from pipeline.stages import STAGES, stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
 TRAINING: dict[str, set[str]] = {
@@ -26,10 +27,21 @@ TRAINING: dict[str, set[str]] = {
         *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
         *("warmup_updates", "weight_decay"),
     },
-    "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
+    "loss": {
+        *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
+        *("distillation", "distillation_weight", "gate_budget", "gate_budget_weight"),
+    },
     "training": {
         *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
-        *("router_jitter", "seed", "updates", "validate_every"),
+        *("best_by_route", "router_jitter", "seed", "updates", "validate_every"),
+    },
+}
+TASK: dict[str, set[str]] = {
+    **TRAINING,
+    "model": {"language_modules"},
+    "mixture": {"sampling_temperature"},
+    "tasks": {
+        *("languages", "max_answer_tokens", "max_question_tokens", "max_tokens", "stride"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -75,7 +87,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "n_best", "sampling_temperature"),
-            *("search", "seed", "top_k", "top_p", "word_scores"),
+            *("route", "search", "seed", "top_k", "top_p", "word_scores"),
         }
     },
     "retrieve": {},
@@ -83,6 +95,9 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "evaluation": {"baseline", "bleu_tokenizer", "language_accuracy", "scores", "seed"},
         "training": {"resource_thresholds"},
     },
+    "finetune_tagger": TASK,
+    "finetune_reader": TASK,
+    "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
 
@@ -93,7 +108,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
             *("cpu_kernels", "resource_thresholds", "skip_nonfinite_after"),
         }
     }
-    for stage in ("pretrain", "finetune")
+    for stage in ("pretrain", "finetune", "finetune_tagger", "finetune_reader")
 }
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 

@@ -23,7 +23,11 @@ rounding), on which ranks experts lie, what is computed twice to save memory, ho
 validation, and whether a run that cannot go on without leaving micro-batches out ends there.
 ([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
 
-DECIDE_WHICH_WEIGHTS = ("batches.evaluation_tokens", "training.validate_every")
+DECIDE_WHICH_WEIGHTS = (
+    "batches.evaluation_tokens",
+    "training.best_by_route",
+    "training.validate_every",
+)
 """Settings that change no update, but after which of them the weights may be kept: a run goes on
 with other ones, a finished model is another with them."""
 

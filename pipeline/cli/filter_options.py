@@ -59,6 +59,8 @@ def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Decod
     """
     asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
     asked = {name: value for name, value in asked.items() if value}
+    if options.route:
+        asked["route"] = options.route
     if "banned" in asked:
         asked["banned"] = (*decoding.banned, *asked["banned"])
     try:

@@ -84,7 +84,7 @@ class Search:
         self.device = model.device
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
-        self.states = DecoderStates(model, sources, beams=self.beams)
+        self.states = DecoderStates(model, sources, beams=self.beams, route=config.route)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
+from pipeline.config import Route
 from pipeline.decoding.hypotheses import Source
 from pipeline.model.attention import KeyValues
 from pipeline.model.layers import LayerCache
@@ -28,8 +29,15 @@ CACHE_STEP = 16
 class DecoderStates:
     """What the unfinished sentences of a batch are decoded from; the prompts have one length."""
 
-    def __init__(self, model: Transformer, sources: Sequence[Source], *, beams: int) -> None:
-        self.model, self.beams = model, beams
+    def __init__(
+        self,
+        model: Transformer,
+        sources: Sequence[Source],
+        *,
+        beams: int,
+        route: Route = "specific",
+    ) -> None:
+        self.model, self.beams, self.route = model, beams, route
         self.device = model.device
         prompt_BT = torch.tensor([source.prompt for source in sources], device=self.device)
         self.prompt_RT = prompt_BT.repeat_interleave(beams, dim=0)
@@ -45,12 +53,12 @@ class DecoderStates:
         packing = Packing.from_lengths([len(source.tokens) for source in sources]).to(self.device)
         ids = torch.tensor([token for source in sources for token in source.tokens])
         ids_N = ids.to(self.device)
-        tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1))
+        tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1), route=self.route)
         memory_ND, _ = self.model.encode(ids_N, self.model.embedding(ids_N), packing, tokens)
         self.memory_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
         caches = []
         for layer in self.model.decoder_layers():
-            memory = layer.cross_attention.keys(memory_ND, packing)
+            memory = layer.cross_attention.keys(memory_ND, packing, tokens)
             empty = memory.key_BHSK[:, :, :0]
             contiguous = KeyValues(memory.key_BHSK.contiguous(), memory.value_BHSK.contiguous())
             caches.append(LayerCache(past=KeyValues(empty, empty), memory=contiguous))
@@ -98,6 +106,7 @@ class DecoderStates:
             source_language_B=source_language_B,
             target_language_B=target_language_B,
             language_group_B=self.model.group_of_language[target_language_B],
+            route=self.route,
         )
 
     def _grow(self) -> None:

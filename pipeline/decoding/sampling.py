@@ -50,7 +50,7 @@ class Sampler:
         self.samples = config.n_best
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
-        self.states = DecoderStates(model, sources, beams=self.samples)
+        self.states = DecoderStates(model, sources, beams=self.samples, route=config.route)
         positions = model.spec.model.max_positions - self.states.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]
         self.active = list(range(len(sources)))

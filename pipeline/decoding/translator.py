@@ -20,7 +20,7 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.config import DecodingConfig
+from pipeline.config import DecodingConfig, Route
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.restrictions import has_sequence
@@ -29,6 +29,11 @@ from pipeline.decoding.sentences import join_sentences, split_to_fit
 from pipeline.decoding.words import align, texts_of, word_spans
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
+from pipeline.model.language_modules.choice import (
+    has_two_routes,
+    refuse_languages_without_modules,
+)
+from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 TAG_TOKENS = 2
@@ -81,7 +86,9 @@ class Translator:
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
         refuse_other_tokenizer(checkpoint, self.tokenizer)
-        self.scheme = read_spec(checkpoint).tag_scheme
+        spec = read_spec(checkpoint)
+        self.scheme = spec.tag_scheme
+        refuse_route(checkpoint, spec, config.route)
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
@@ -122,13 +129,19 @@ class Translator:
         return ""
 
     def language(self, code: str) -> int:
-        """Index of a language of this model, by the code the model has for it."""
+        """Index of a language of this model, by the code the model has for it.
+
+        Raises:
+            ConfigError: there is none, or the route wants a module that it does not have.
+        """
         if code not in self._language:
             near = nearest_codes(code, self._language)
             raise ConfigError(
                 f"This model does not know the language {code!r}: it knows "
                 f"{', '.join(self._language)}" + (f"; nearest is {near[0]!r}." if near else ".")
             )
+        if self.config.route == "specific":
+            refuse_languages_without_modules(self.model.spec, [code])
         return self._language[code]
 
     def code_of(self, spelling: str) -> str:
@@ -212,7 +225,14 @@ class Translator:
         if not (self.config.word_scores or self.config.alignments):
             return [None] * len(sources)
         eos_id, layer = self.tokenizer.eos_id, self._alignment_layer
-        return forced_pass(self.model, sources, best, eos_id=eos_id, attention_of=layer)
+        return forced_pass(
+            self.model,
+            sources,
+            best,
+            eos_id=eos_id,
+            attention_of=layer,
+            route=self.config.route,
+        )
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Indices in batches, longest first, whose padded tokens times rows fit the budget."""
@@ -299,6 +319,16 @@ class Translator:
             target_language=languages[1],
             prefix=part.prefix,
             banned=self._banned,
+        )
+
+
+def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
+    """Raises ConfigError where a model has no such route."""
+    if route == "shared" and not has_two_routes(spec.model):
+        raise ConfigError(
+            f"{checkpoint.directory} has one route, and no module that all languages share "
+            '(decoding.route is "shared"): leave the route out, or name a model of fuse '
+            "distillation."
         )
 
 

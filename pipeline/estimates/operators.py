@@ -173,6 +173,7 @@ def count_training(
     *,
     vocabulary_size: int,
     num_groups: int,
+    num_languages: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Counted:
     """Forward pass, loss and backward pass of a full micro-batch.
@@ -180,7 +181,12 @@ def count_training(
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
     that there is padding.
     """
-    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
+    model = _model(
+        recipe,
+        vocabulary_size=vocabulary_size,
+        num_groups=num_groups,
+        num_languages=num_languages,
+    )
     model.to(dtype).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
@@ -189,12 +195,19 @@ def count_training(
     return mode.counted
 
 
-def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
+def count_decoding_step(
+    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+) -> Counted:
     """From the decoder's states to those of the next token, in the precision of the recipe.
 
     The batch is full, no sentence ends, and the cache need not grow.
     """
-    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups).eval()
+    model = _model(
+        recipe,
+        vocabulary_size=vocabulary_size,
+        num_groups=num_groups,
+        num_languages=num_languages,
+    ).eval()
     model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
     beams, prompt = recipe.decoding.beam_size, (0, 0)
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
@@ -214,9 +227,16 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
     return mode.counted
 
 
-def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transformer:
+def _model(
+    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int
+) -> Transformer:
     return build_model(
-        placeholder_spec(recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups),
+        placeholder_spec(
+            recipe.model,
+            vocabulary_size=vocabulary_size,
+            num_groups=num_groups,
+            num_languages=num_languages,
+        ),
         regularization=Regularization.of(recipe.training),
         device=META,
     )

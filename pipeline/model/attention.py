@@ -12,6 +12,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.packed_attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.products import Linear
 from pipeline.kernels.scaled_dot_product import attend
+from pipeline.model.language_modules.low_rank import project as through
 from pipeline.model.tokens import Tokens
 
 
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         self.query = Linear(width, width)
         self.key = Linear(width, width)
         self.value = Linear(width, width)
-        self.output = Linear(width, width)
+        self.output: nn.Module = Linear(width, width)
         self.contextualizer = contextualizer
 
     def forward(
@@ -78,7 +79,9 @@ class Attention(nn.Module):
         the device can, and nothing asks for neighbours or a mask, none of them is padded at all.
         """
         if self.contextualizer is None and mask_BTT is None and self._stays_packed(x_ND):
-            return self._attend_packed(x_ND, packing, x_ND, packing, is_causal=is_causal)
+            return self._attend_packed(
+                x_ND, packing, x_ND, packing, is_causal=is_causal, tokens=tokens
+            )
         contextualize = self.contextualizer or project
         states = contextualize(self, x_ND, packing, tokens)
         mask = None if is_causal else packing.key_mask(beside=states.query_BHTK)
@@ -88,38 +91,54 @@ class Attention(nn.Module):
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
         keys = KeyValues(states.key_BHTK, states.value_BHTK)
-        return self._attend(states.query_BHTK, keys, packing, mask=mask, is_causal=is_causal)
+        return self._attend(
+            states.query_BHTK, keys, packing, mask=mask, is_causal=is_causal, tokens=tokens
+        )
 
     def attend_to(
-        self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        memory_ND: Tensor,
+        memory: Packing,
+        tokens: Tokens,
     ) -> Tensor:
         """Cross-attention from the real tokens of ``packing`` to those of ``memory``."""
         if self._stays_packed(x_ND):
-            return self._attend_packed(x_ND, packing, memory_ND, memory, is_causal=False)
-        keys = self.keys(memory_ND, memory)
-        query_BHTK = self.heads(packing.unpack(self.query(x_ND)))
+            return self._attend_packed(
+                x_ND, packing, memory_ND, memory, is_causal=False, tokens=tokens
+            )
+        keys = self.keys(memory_ND, memory, tokens.over(memory))
+        query_BHTK = self.heads(packing.unpack(through(self.query, x_ND, tokens)))
         mask = memory.key_mask(beside=query_BHTK)
-        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False)
+        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False, tokens=tokens)
 
     def _stays_packed(self, x_ND: Tensor) -> bool:
         return can_attend_packed(x_ND, head_width=x_ND.shape[1] // self.num_heads)
 
     def _attend_packed(
-        self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing, *, is_causal: bool
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        memory_ND: Tensor,
+        memory: Packing,
+        *,
+        is_causal: bool,
+        tokens: Tokens,
     ) -> Tensor:
         """From real tokens to real tokens, of the sentence itself or of its source."""
+        of_memory = tokens if memory is packing else tokens.over(memory)
         heads = -1, self.num_heads, x_ND.shape[1] // self.num_heads
         context_NHK = attend_packed(
-            self.query(x_ND).view(heads),
-            self.key(memory_ND).view(heads),
-            self.value(memory_ND).view(heads),
+            through(self.query, x_ND, tokens).view(heads),
+            through(self.key, memory_ND, of_memory).view(heads),
+            through(self.value, memory_ND, of_memory).view(heads),
             queries=Spans(packing.bound_B, packing.length),
             keys=Spans(memory.bound_B, memory.length),
             is_causal=is_causal,
             dropout=self.dropout if self.training else 0.0,
         )
-        projected: Tensor = self.output(context_NHK.flatten(1))
-        return projected
+        return through(self.output, context_NHK.flatten(1), tokens)
 
     def _attend(
         self,
@@ -129,6 +148,7 @@ class Attention(nn.Module):
         *,
         mask: Tensor | None,
         is_causal: bool,
+        tokens: Tokens,
     ) -> Tensor:
         context_BHTK = attend(
             query_BHTK,
@@ -139,17 +159,16 @@ class Attention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
         )
         context_BTD = context_BHTK.transpose(1, 2).flatten(2)
-        projected: Tensor = self.output(packing.pack(context_BTD))
-        return projected
+        return through(self.output, packing.pack(context_BTD), tokens)
 
-    def keys(self, memory_ND: Tensor, memory: Packing) -> KeyValues:
-        """Keys and values of packed tokens, (B, H, S, K)."""
+    def keys(self, memory_ND: Tensor, memory: Packing, tokens: Tokens) -> KeyValues:
+        """Keys and values of packed tokens, which ``tokens`` tells of, (B, H, S, K)."""
         return KeyValues(
-            self.heads(memory.unpack(self.key(memory_ND))),
-            self.heads(memory.unpack(self.value(memory_ND))),
+            self.heads(memory.unpack(through(self.key, memory_ND, tokens))),
+            self.heads(memory.unpack(through(self.value, memory_ND, tokens))),
         )
 
-    def step(self, x_RD: Tensor, past: KeyValues, *, length: int) -> Tensor:
+    def step(self, x_RD: Tensor, past: KeyValues, tokens: Tokens, *, length: int) -> Tensor:
         """Self-attention of one new token per row, whose key and value are written to ``past``.
 
         The rows of a sentence share its keys and values: they are written side by side from entry
@@ -160,19 +179,21 @@ class Attention(nn.Module):
         beams = x_RD.shape[0] // batch
         stop = length + beams
         x_BJD = x_RD.view(batch, beams, -1)
-        past.key_BHSK[:, :, length:stop] = self.heads(self.key(x_BJD))
-        past.value_BHSK[:, :, length:stop] = self.heads(self.value(x_BJD))
+        past.key_BHSK[:, :, length:stop] = self.heads(through(self.key, x_BJD, tokens))
+        past.value_BHSK[:, :, length:stop] = self.heads(through(self.value, x_BJD, tokens))
         if past.mask is None:
             past = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
-        return self.step_memory(x_RD, past, mask=past.mask)
+        return self.step_memory(x_RD, past, tokens, mask=past.mask)
 
-    def step_memory(self, x_RD: Tensor, memory: KeyValues, *, mask: Tensor | None) -> Tensor:
+    def step_memory(
+        self, x_RD: Tensor, memory: KeyValues, tokens: Tokens, *, mask: Tensor | None
+    ) -> Tensor:
         """Cross-attention of one new token per row; rows of a sentence share its memory."""
         batch = memory.key_BHSK.shape[0]
-        query_BJD = self.query(x_RD).view(batch, -1, x_RD.shape[-1])
+        query_BJD = through(self.query, x_RD, tokens).view(batch, -1, x_RD.shape[-1])
         context_BHJK = attend(self.heads(query_BJD), memory.key_BHSK, memory.value_BHSK, mask=mask)
-        projected: Tensor = self.output(context_BHJK.transpose(1, 2).reshape(x_RD.shape))
-        return projected
+        context_RD = context_BHJK.transpose(1, 2).reshape(x_RD.shape)
+        return through(self.output, context_RD, tokens)
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) → (B, H, T, K)."""
@@ -184,9 +205,9 @@ def project(
     attention: Attention,
     x_ND: Tensor,
     packing: Packing,
-    tokens: Tokens,  # noqa: ARG001 (one signature)
+    tokens: Tokens,
 ) -> QueriesKeysValues:
     """Plain projections, cut into heads: the contextualiser that looks at no neighbour."""
-    keys = attention.keys(x_ND, packing)
-    query_BHTK = attention.heads(packing.unpack(attention.query(x_ND)))
+    keys = attention.keys(x_ND, packing, tokens)
+    query_BHTK = attention.heads(packing.unpack(through(attention.query, x_ND, tokens)))
     return QueriesKeysValues(query_BHTK, keys.key_BHSK, keys.value_BHSK)

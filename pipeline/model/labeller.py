@@ -2,8 +2,8 @@
 
 The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
 from ``POSITION_OFFSET`` on, a norm behind the embeddings. Its one token type is in the positions
-(``tasks/pretrained.py``). Layers are those of translation, so that whatever feed-forward these have
-stands here too.
+(``tasks/pretrained.py``). Layers are those of translation, with its low-rank modules of languages:
+a sentence is in one language, its source and its target.
 
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
@@ -17,12 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Packing
 from pipeline.batching.labelled import LabelledBatch
+from pipeline.config import Route
 from pipeline.kernels.products import Linear
 from pipeline.model.feed_forward import FeedForward
+from pipeline.model.language_modules.choice import add_low_rank
 from pipeline.model.layers import EncoderLayer
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Route, Tokens
+from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Output, Stack, Transformer, allocate
 
 HEAD_STD = 0.02
@@ -68,17 +70,20 @@ class Labeller(nn.Module):
         layers = [
             EncoderLayer(model, rates, feed_forward_of(spec)) for _ in range(model.encoder_layers)
         ]
+        add_low_rank(spec, layers, side="encoder")
         self.encoder = Stack(model, layers, dropout=rates.dropout)
         self.head = Head(model.width, 2 if head == "reader" else num_tags)
 
-    def forward(self, batch: LabelledBatch, *, route: Route = "specific") -> Output:
+    def forward(
+        self, batch: LabelledBatch, *, route: Route = "specific", progress: float = 0.0
+    ) -> Output:
         """Logits for every label: (L, V) of a tagger; of a reader (2B, T), starts, then ends."""
-        x_ND = self.encode(batch, route=route)
+        x_ND = self.encode(batch, route=route, progress=progress)
         if self.kind == "tagger":
             return Output(self._logits(x_ND.index_select(0, batch.label_rows_L)), ())
         return Output(spans(self._logits(x_ND), batch.packing), ())
 
-    def encode(self, batch: LabelledBatch, *, route: Route = "specific") -> Tensor:
+    def encode(self, batch: LabelledBatch, *, route: Route, progress: float) -> Tensor:
         """States of all real tokens, (N, D)."""
         packing = batch.packing
         tokens = Tokens(
@@ -88,15 +93,16 @@ class Labeller(nn.Module):
             target_language_B=batch.language_B,
             language_group_B=torch.zeros_like(batch.language_B),
             route=route,
+            progress=progress,
         )
         embedded_ND = self.embedding(batch.ids_N)
         nothing_TD = embedded_ND.new_empty(0)  # positions are learned
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, nothing_TD)
         for layer in self.encoder.layers:
             if self.recomputes and self.training and torch.is_grad_enabled():
-                x_ND, _ = checkpoint(layer, x_ND, packing, tokens, use_reentrant=False)
+                x_ND = checkpoint(layer, x_ND, packing, tokens, use_reentrant=False).x_ND
             else:
-                x_ND, _ = layer(x_ND, packing, tokens)
+                x_ND = layer(x_ND, packing, tokens).x_ND
         states: Tensor = self.encoder.leave(x_ND)
         return states
 
@@ -126,7 +132,7 @@ def spans(logits_N2: Tensor, packing: Packing) -> Tensor:
     """Logits of first and of last tokens over the windows, (2B, T); least at padding."""
     logits_BT2 = packing.unpack(logits_N2)
     if not packing.is_full:
-        least = torch.finfo(logits_BT2.dtype).min
+        least = torch.finfo(logits_BT2.dtype).min / 2  # of which logarithms are still numbers
         logits_BT2 = logits_BT2.masked_fill(~packing.mask_BT[:, :, None], least)
     return logits_BT2.permute(2, 0, 1).reshape(2 * packing.batch, packing.length)
 

@@ -13,16 +13,19 @@ from pipeline.batching.batch import Packing
 from pipeline.config import ModelConfig
 from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
 from pipeline.model.attention import Attention, Contextualizer, KeyValues
+from pipeline.model.language_modules.clsr import ConditionalRouting
 from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.tokens import Tokens
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states of a layer, and what its feed-forward has to report."""
+    """Hidden states of a layer, and what its sublayers have to report."""
 
     x_ND: Tensor
     record: RoutingRecord | None
+    gates: tuple[Tensor, ...] = ()
+    """Of sublayers that are followed by gated projections, (N,) each."""
 
 
 @dataclass
@@ -68,8 +71,25 @@ class ResidualNorm(nn.LayerNorm):
         return x, following.enter(x)
 
 
+def routed(
+    routing: ConditionalRouting | None,
+    x_ND: Tensor,
+    y_ND: Tensor,
+    tokens: Tokens,
+    gates: list[Tensor],
+) -> Tensor:
+    """A sublayer's result y, through what follows it, whose gates are added to ``gates``."""
+    if routing is None:
+        return y_ND
+    y_ND, gate_N = routing(x_ND, y_ND, tokens)
+    gates.append(gate_N)
+    return y_ND
+
+
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward."""
+
+    sublayers = ("self_attention", "feed_forward")
 
     def __init__(
         self,
@@ -84,22 +104,30 @@ class EncoderLayer(nn.Module):
         self.self_attention_norm = attention_norm(model, regularization)
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+        self.self_attention_routing: ConditionalRouting | None = None
+        self.feed_forward_routing: ConditionalRouting | None = None
 
     def forward(
         self, x_ND: Tensor, packing: Packing, tokens: Tokens, *, mask_BTT: Tensor | None = None
     ) -> LayerOutput:
         """One layer over the packed source; with ``mask_BTT``, attending only where it is True."""
+        gates: list[Tensor] = []
         norm, following = self.self_attention_norm, self.feed_forward_norm
-        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT)
-        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
+        entered_ND = norm.enter(x_ND)
+        y_ND = self.self_attention(entered_ND, packing, tokens, mask_BTT=mask_BTT)
+        y_ND = routed(self.self_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm = following
         y_ND, record = self.feed_forward(entered_ND, tokens)
-        return LayerOutput(norm.leave(x_ND, y_ND), record)
+        y_ND = routed(self.feed_forward_routing, entered_ND, y_ND, tokens, gates)
+        return LayerOutput(norm.leave(x_ND, y_ND), record, tuple(gates))
 
 
 class DecoderLayer(nn.Module):
     """Causal self-attention, cross-attention and feed-forward."""
+
+    sublayers = ("self_attention", "cross_attention", "feed_forward")
 
     def __init__(
         self, model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
@@ -111,6 +139,9 @@ class DecoderLayer(nn.Module):
         self.cross_attention_norm = attention_norm(model, regularization)
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+        self.self_attention_routing: ConditionalRouting | None = None
+        self.cross_attention_routing: ConditionalRouting | None = None
+        self.feed_forward_routing: ConditionalRouting | None = None
 
     def forward(
         self,
@@ -121,17 +152,22 @@ class DecoderLayer(nn.Module):
         memory: Packing,
     ) -> LayerOutput:
         """One layer over the packed target, all positions at once."""
+        gates: list[Tensor] = []
         norm, following = self.self_attention_norm, self.cross_attention_norm
-        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, is_causal=True)
-        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
+        entered_ND = norm.enter(x_ND)
+        y_ND = self.self_attention(entered_ND, packing, tokens, is_causal=True)
+        y_ND = routed(self.self_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm, following = following, self.feed_forward_norm
-        attended_ND = self.cross_attention.attend_to(entered_ND, packing, memory_ND, memory)
-        x_ND, entered_ND = norm.pass_on(x_ND, attended_ND, following)
+        y_ND = self.cross_attention.attend_to(entered_ND, packing, memory_ND, memory, tokens)
+        y_ND = routed(self.cross_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm = following
         y_ND, record = self.feed_forward(entered_ND, tokens)
-        return LayerOutput(norm.leave(x_ND, y_ND), record)
+        y_ND = routed(self.feed_forward_routing, entered_ND, y_ND, tokens, gates)
+        return LayerOutput(norm.leave(x_ND, y_ND), record, tuple(gates))
 
     def step(
         self,
@@ -148,18 +184,25 @@ class DecoderLayer(nn.Module):
         padded. Beams of a sentence attend to its one copy of keys and values as if they were
         positions of one query.
         """
+        unheard: list[Tensor] = []
         norm = self.self_attention_norm
-        context_RD = self.self_attention.step(norm.enter(x_RD), cache.past, length=length)
-        x_RD = norm.leave(x_RD, context_RD)
+        entered_RD = norm.enter(x_RD)
+        y_RD = self.self_attention.step(entered_RD, cache.past, tokens, length=length)
+        x_RD = norm.leave(
+            x_RD, routed(self.self_attention_routing, entered_RD, y_RD, tokens, unheard)
+        )
 
         norm = self.cross_attention_norm
-        attended_RD = self.cross_attention.step_memory(
-            norm.enter(x_RD), cache.memory, mask=memory_mask
+        entered_RD = norm.enter(x_RD)
+        y_RD = self.cross_attention.step_memory(entered_RD, cache.memory, tokens, mask=memory_mask)
+        x_RD = norm.leave(
+            x_RD, routed(self.cross_attention_routing, entered_RD, y_RD, tokens, unheard)
         )
-        x_RD = norm.leave(x_RD, attended_RD)
 
         norm = self.feed_forward_norm
-        y_RD, _ = self.feed_forward(norm.enter(x_RD), tokens)
+        entered_RD = norm.enter(x_RD)
+        y_RD, _ = self.feed_forward(entered_RD, tokens)
+        y_RD = routed(self.feed_forward_routing, entered_RD, y_RD, tokens, unheard)
         return norm.leave(x_RD, y_RD)
 
 

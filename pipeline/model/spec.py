@@ -38,6 +38,17 @@ class ModelSpec(Settings):
             )
         if not self.languages or len(set(self.languages)) < len(self.languages):
             raise ValueError("languages must be one or more, each named once")
+        modules = self.model.language_modules
+        if modules is not None and modules.languages is not None:
+            unknown = sorted(set(modules.languages) - set(self.languages))
+            if unknown or not modules.languages:
+                raise ValueError(
+                    "model.language_modules.languages must name one or more of the tokenizer's "
+                    f"languages, {', '.join(self.languages)}"
+                    + (f"; {', '.join(unknown)} is none of them" if unknown else "")
+                )
+        if modules is not None and "shared" in self.languages:
+            raise ValueError("a language is called shared, as the module of all languages is")
         groups, moe = self.language_groups, self.model.moe
         if groups is None and moe is not None and moe.decoder_router == "language_group":
             raise ValueError("decoder_router is language_group, but there are no language_groups")
@@ -67,14 +78,22 @@ def make_spec(**values: Any) -> ModelSpec:
         raise ConfigError(f"The recipe's model: {describe_validation(error, ModelSpec)}") from error
 
 
-def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: int) -> ModelSpec:
-    """A spec of that size with languages of no name, one per group: to count and to estimate."""
+def placeholder_spec(
+    model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+) -> ModelSpec:
+    """A spec of that size with languages of no name, at least one per group: to count with."""
+    modules = model.language_modules
+    named = () if modules is None or modules.languages is None else modules.languages
+    unnamed = max(num_groups, num_languages, 1) - len(named)
+    languages = (*named, *(f"l{index}" for index in range(unnamed)))
     return make_spec(
         model=model,
         vocabulary_size=vocabulary_size,
         pad_id=0,
-        languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
-        language_groups=tuple(range(num_groups)) if num_groups else None,
+        languages=languages,
+        language_groups=tuple(i % num_groups for i in range(len(languages)))
+        if num_groups
+        else None,
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.batching.global_step import evaluation_batches
 from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
+from pipeline.config import Route
 from pipeline.tasks.entities import Sentence
 from pipeline.tasks.questions import Question
 from pipeline.tasks.reading import windows_of
@@ -26,7 +27,7 @@ TOKENS = 4096
 
 
 def tag_sentences(
-    asked: TaskModel, sentences: Sequence[Sentence], *, language: str
+    asked: TaskModel, sentences: Sequence[Sentence], *, language: str, route: Route = "specific"
 ) -> list[tuple[str, ...]]:
     """A tag for every token of every sentence."""
     spec = asked.spec
@@ -36,7 +37,8 @@ def tag_sentences(
         for part in label(one, spec.tags, asked.pieces, max_tokens=spec.tasks.max_tokens)
     ]
     found: list[list[tuple[str, ...]]] = [[] for _ in parts]
-    for lines, logits in _logits(asked, [part for _, part in parts], language=language):
+    given = [part for _, part in parts]
+    for lines, logits in _logits(asked, given, language=language, route=route):
         numbers = logits.argmax(-1).tolist()
         start = 0
         for line in lines:
@@ -50,14 +52,14 @@ def tag_sentences(
 
 
 def answer_questions(
-    asked: TaskModel, questions: Sequence[Question], *, language: str
+    asked: TaskModel, questions: Sequence[Question], *, language: str, route: Route = "specific"
 ) -> list[str]:
     """The answer to every question: a part of its context, never empty where that is not."""
     config = asked.spec.tasks
     windows = windows_of(questions, asked.pieces, config, with_answers=False)
     best: dict[int, tuple[float, int, str]] = {}  # of equal scores the earlier window's
     given = [window.labelled for _, window in windows]
-    for lines, logits in _logits(asked, given, language=language):
+    for lines, logits in _logits(asked, given, language=language, route=route):
         starts, ends = logits.float().cpu().chunk(2)
         for line, start_T, end_T in zip(lines, starts, ends, strict=True):
             number, window = windows[line]
@@ -90,14 +92,21 @@ def best_span(
 
 
 def _logits(
-    asked: TaskModel, given: Sequence[Labelled], *, language: str
+    asked: TaskModel, given: Sequence[Labelled], *, language: str, route: Route
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """What a model says of sentences or windows: places in ``given``, and their logits."""
+    """What a model says of sentences or windows: places in ``given``, and their logits.
+
+    Text in a language without a module takes the route that all languages share.
+    """
     lengths = np.array([len(one.ids) for one in given], dtype=np.int64)
     collate = collate_tags if asked.spec.head == "tagger" else collate_spans
     languages = asked.spec.encoder.languages
     index = languages.index(language) if language in languages else 0
+    known = asked.spec.specific_languages()
+    if known is not None and language not in known:
+        assert asked.spec.has_two_routes
+        route = "shared"
     with torch.no_grad():
         for lines in evaluation_batches(lengths, lengths, budget=TOKENS):
             batch = collate([given[line] for line in lines], [index] * len(lines))
-            yield lines.tolist(), asked.model(batch.to(asked.device)).logits_LV
+            yield lines.tolist(), asked.model(batch.to(asked.device), route=route).logits_LV

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
+from pipeline.config import Route
 from pipeline.errors import ConfigError
 from pipeline.tasks.answer_scores import exact_match, word_f1
 from pipeline.tasks.asking import answer_questions, tag_sentences
@@ -34,7 +35,7 @@ class Examination(Protocol):
     def num_examples(self, language: str) -> int:
         """Sentences or questions."""
 
-    def examine(self, asked: TaskModel, language: str) -> Predicted:
+    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
         """Ask a model about all of them."""
 
 
@@ -51,10 +52,10 @@ class EntityExamination:
     def num_examples(self, language: str) -> int:
         return len(self.sentences[language])
 
-    def examine(self, asked: TaskModel, language: str) -> Predicted:
+    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
         """F1, precision and recall."""
         sentences = self.sentences[language]
-        found = tag_sentences(asked, sentences, language=language)
+        found = tag_sentences(asked, sentences, language=language, route=route)
         counts = count_entities([one.tags for one in sentences], found)
         lines = [
             _json(tokens=one.tokens, tags=tags) for one, tags in zip(sentences, found, strict=True)
@@ -75,10 +76,10 @@ class QuestionExamination:
     def num_examples(self, language: str) -> int:
         return len(self.questions[language])
 
-    def examine(self, asked: TaskModel, language: str) -> Predicted:
+    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
         """F1 and exact match, means over questions."""
         questions = self.questions[language]
-        found = answer_questions(asked, questions, language=language)
+        found = answer_questions(asked, questions, language=language, route=route)
         pairs = list(zip(found, [_right(one) for one in questions], strict=True))
         scores = {
             "f1": 100 * fmean(word_f1(one, right, language=language) for one, right in pairs),

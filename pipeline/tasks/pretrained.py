@@ -23,8 +23,8 @@ from pipeline.checkpoints.foreign.tensors import Stored
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.names import initial_value, named_slices
 from pipeline.checkpoints.weights import FLOATING_TYPES
-from pipeline.config import ModelConfig
-from pipeline.errors import CheckpointError
+from pipeline.config import LanguageModulesConfig, LowRankConfig, ModelConfig
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.model.transformer import POSITION_OFFSET
 from pipeline.settings import shown
@@ -106,10 +106,22 @@ class Pretrained:
         self._prefix = "roberta." if f"roberta.{TOKEN_TYPES}" in names else ""
         self._names = names
 
-    def spec(self, languages: tuple[str, ...]) -> ModelSpec:
-        """The shape of a model of this encoder that knows these languages."""
+    def spec(
+        self, languages: tuple[str, ...], modules: LanguageModulesConfig | None = None
+    ) -> ModelSpec:
+        """The shape of a model of this encoder that knows these languages.
+
+        Raises:
+            ConfigError: the modules are of a kind that an encoder alone has not, or name other
+                languages.
+        """
+        if not isinstance(modules, LowRankConfig | None):
+            raise ConfigError(
+                f"model.language_modules.kind is {modules.kind}, and an encoder with a head can "
+                "have low_rank ones alone: change it, or leave [model.language_modules] out."
+            )
         return make_spec(
-            model=self.model,
+            model=ModelConfig.model_validate({**dict(self.model), "language_modules": modules}),
             vocabulary_size=self.vocabulary_size,
             pad_id=PAD,
             languages=languages,

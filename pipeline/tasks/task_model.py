@@ -14,6 +14,7 @@ from pipeline.checkpoints.checkpoint import load_weights
 from pipeline.config import TasksConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.labeller import Labeller, allocated
+from pipeline.model.language_modules.choice import has_two_routes
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.settings import Settings, describe_validation
@@ -33,9 +34,21 @@ class TaskSpec(Settings):
     tasks: TasksConfig
 
     @property
-    def knows_languages(self) -> bool:
-        """Whether it has weights for each of its languages, and so none for any other."""
-        return self.tasks.language_rank > 0
+    def has_two_routes(self) -> bool:
+        """Whether there is a route for all languages beside those of its languages' modules."""
+        return has_two_routes(self.encoder.model)
+
+    def specific_languages(self) -> set[str] | None:
+        """The languages with modules; None: there are none, and every language is like any."""
+        modules = self.encoder.model.language_modules
+        if modules is None:
+            return None
+        return set(self.encoder.languages if modules.languages is None else modules.languages)
+
+    def can_be_asked(self, language: str) -> bool:
+        """Whether there is a route for text in a language."""
+        known = self.specific_languages()
+        return known is None or language in known or self.has_two_routes
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ class Engine:
         total_labels: int,
         learning_rate: float,
         stand_ins: Collection[int] = (),
+        progress: float = 0.0,
     ) -> StepResult:
         """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
 
@@ -263,7 +264,8 @@ class Engine:
         sum over the global step divided by its labels.
 
         Batches at the turns of ``stand_ins`` take the place of ones that are left out: ranks keep
-        step, and DeepSpeed gets its gradients, all of them zero.
+        step, and DeepSpeed gets its gradients, all of them zero. ``progress`` is the share of the
+        training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
@@ -273,7 +275,7 @@ class Engine:
         labels = 0
         for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             torch.manual_seed(seed)
-            objective, terms = self._engine(batch.to(self.device))
+            objective, terms = self._engine(batch.to(self.device), progress)
             counts = turn not in stand_ins
             self._engine.backward(objective * (scale if counts else 0.0))
             if self._gradient_order is not None:
@@ -305,7 +307,13 @@ class Engine:
         return may_fall(self._zero.loss_scaler)
 
     def verdict(
-        self, batch: AnyBatch, *, micro_batch: int, seed: int, total_labels: int
+        self,
+        batch: AnyBatch,
+        *,
+        micro_batch: int,
+        seed: int,
+        total_labels: int,
+        progress: float = 0.0,
     ) -> Verdict:
         """Whether a micro-batch's gradient is finite, as it would be in :meth:`train_step`.
 
@@ -313,7 +321,8 @@ class Engine:
         """
         self.model.train()
         torch.manual_seed(seed)
-        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
+        batch = batch.to(self.device)
+        terms = training_loss(self.model, batch, self._loss_config, progress=progress)
         scale = self._zero.loss_scale * self.world.size / total_labels
         parameters = trainable(self.model)
         gradients = torch.autograd.grad(terms.objective * scale, parameters)
@@ -458,8 +467,8 @@ class _Objective(nn.Module):
         if has_expert_groups and model.spec.model.moe is not None:
             self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
 
-    def forward(self, batch: AnyBatch) -> tuple[Tensor, LossTerms]:
-        terms = training_loss(self.model, batch, self.loss_config)
+    def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
+        terms = training_loss(self.model, batch, self.loss_config, progress=progress)
         return terms.objective, terms
 
 

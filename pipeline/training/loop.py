@@ -26,7 +26,7 @@ from pipeline.checkpoints.training_state import (
     write_pieces,
 )
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import Recipe
+from pipeline.config import Recipe, Route
 from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
@@ -240,9 +240,16 @@ class TrainingRun:
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
         if not due or self.position.validated >= update:
             return
-        found = self.task.summarize(self._validation_losses(stop))
+        by_route = {
+            route: self.task.summarize(losses)
+            for route, losses in self._validation_losses(stop).items()
+        }
+        found = by_route[training.best_by_route if len(by_route) > 1 else "specific"]
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
-        self._write_record("validation", {**asdict(found), **routing})
+        routes = {"routes": {route: asdict(one) for route, one in by_route.items()}}
+        self._write_record(
+            "validation", {**asdict(found), **routing, **(routes if len(by_route) > 1 else {})}
+        )
         perplexity = found.perplexity
         best = self.position.best_perplexity
         self.position = replace(self.position, validated=update)
@@ -250,15 +257,17 @@ class TrainingRun:
             self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
             self._save_best()
 
-    def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
-        """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
+    def _validation_losses(self, stop: StopFlag) -> dict[Route, dict[Direction, tuple[float, int]]]:
+        """Of every route that is trained: direction → (summed cross entropy, labels).
+
+        Over all ranks; renews ``routing``.
 
         All ranks run the same number of batches: where there is none left for a rank it runs one
         whose result is not counted, since experts may live on other ranks.
         """
         plan = self.data.validation(budget=self.recipe.batches.evaluation_tokens)
         directions = sorted({direction for direction, _ in plan})
-        sums = torch.zeros(len(directions), 2, dtype=torch.float64)
+        sums = torch.zeros(len(directions), 3, dtype=torch.float64)
         spec = self.engine.model.spec
         counter = RoutingCounter(spec)
         for batch_plan, row in self._my_share(plan, directions):
@@ -268,15 +277,26 @@ class TrainingRun:
             if row is not None:
                 target = spec.languages.index(directions[row].target)
                 counter.add(terms.routing, language=target)
+                shared = terms.shared_cross_entropy
                 sums[row] += torch.tensor(
-                    [float(terms.cross_entropy), float(batch_plan.num_labels)], dtype=torch.float64
+                    [
+                        float(batch_plan.num_labels),
+                        float(terms.cross_entropy),
+                        0.0 if shared is None else float(shared),
+                    ],
+                    dtype=torch.float64,
                 )
         all_sum(sums)
         all_sum(counter.sums)
         self.routing = counter.result()
+        trains_both = self.recipe.loss.objective == "fuse_distillation"
+        routes: tuple[Route, ...] = ("specific", "shared") if trains_both else ("specific",)
         return {
-            direction: (float(sums[row, 0]), int(sums[row, 1]))
-            for row, direction in enumerate(directions)
+            route: {
+                direction: (float(sums[row, column]), int(sums[row, 0]))
+                for row, direction in enumerate(directions)
+            }
+            for column, route in enumerate(routes, start=1)
         }
 
     def _my_share(

@@ -7,6 +7,7 @@ in a file of its own, a name in ``config.LossConfig`` and a case of :func:`train
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pipeline.batching.labelled import AnyBatch
@@ -27,24 +28,35 @@ class LossTerms:
         cross_entropy: summed over labels, in nats, without smoothing; detached.
         balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
         routing: one record per MoE layer.
+        shared_cross_entropy: of the shared route, where both are trained; the other is then that
+            of the languages' route.
     """
 
     objective: Tensor
     cross_entropy: Tensor
     balance: Tensor
     routing: tuple[RoutingRecord, ...]
+    shared_cross_entropy: Tensor | None = None
 
 
-def training_loss(model: Trained, batch: AnyBatch, config: LossConfig) -> LossTerms:
-    """The loss of a micro-batch, as configured."""
+def training_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
+) -> LossTerms:
+    """The loss of a micro-batch, as configured; ``progress``: share of training done so far."""
     match config.objective:
+        case "fuse_distillation":
+            from pipeline.training.fuse_distillation import fuse_distillation_loss
+
+            return fuse_distillation_loss(model, batch, config, progress=progress)
         case "cross_entropy":
-            return translation_loss(model, batch, config)
+            return translation_loss(model, batch, config, progress=progress)
 
 
-def translation_loss(model: Trained, batch: AnyBatch, config: LossConfig) -> LossTerms:
+def translation_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
+) -> LossTerms:
     """Cross entropy over real target tokens + number of labels · weighted router losses."""
-    return loss_terms(model(batch), batch, config)
+    return loss_terms(model(batch, progress=progress), batch, config)
 
 
 def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
@@ -63,6 +75,9 @@ def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms
         if config.router_z_weight:
             router_z = router_z + z_loss(record.logits_NE)
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
+    if output.gates:
+        mean_gate = torch.cat(output.gates).mean()
+        per_token = per_token + config.gate_budget_weight * (mean_gate - config.gate_budget).abs()
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy,

@@ -85,6 +85,7 @@ class Updater:
                 recipe.optimizer, update, total_updates=recipe.training.updates
             ),
             stand_ins=[turn for turn, index in enumerate(feed.indices) if index in without],
+            progress=self._progress(update),
         )
 
     def _taken(self, feed: Update, without: frozenset[int]) -> list[int]:
@@ -131,12 +132,17 @@ class Updater:
                 micro_batch=own,
                 seed=self._seed(update, index),
                 total_labels=_labels(feed, known),
+                progress=self._progress(update),
             )
             for own, index in zip(feed.indices, self._taken(feed, known), strict=True)
         ]
 
     def _batch(self, feed: Update, index: int) -> AnyBatch:
         return self._data.train.batch(feed.step.micro_batches[index])
+
+    def _progress(self, update: int) -> float:
+        """Share of the training that was done before an update."""
+        return (update - 1) / self._recipe.training.updates
 
     def _seed(self, update: int, index: int) -> int:
         return derive_seed("dropout", self._recipe.training.seed, update, index)

@@ -137,6 +137,11 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--corpus --out --overwrite --processes --recipe --systems --training",
+        "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {
         name: " ".join(

@@ -114,10 +114,10 @@ def test_cross_attention_is_the_padded_one(
 ) -> None:
     module = Attention(width=16, num_heads=4, dropout=0.0)
     packing, memory = Packing.from_lengths([2, 5, 1]), Packing.from_lengths([3, 1, 4])
-    memory_ND = torch.randn(8, 16)
+    memory_ND, tokens = torch.randn(8, 16), tokens_in_groups(packing.sentence_N)
 
     def run(x_ND: Tensor) -> Tensor:
-        return module.attend_to(x_ND, packing, memory_ND, memory)
+        return module.attend_to(x_ND, packing, memory_ND, memory, tokens)
 
     both_ways(module, run, torch.randn(8, 16), monkeypatch)
     assert operator.calls == 1

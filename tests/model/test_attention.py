@@ -18,6 +18,7 @@ def attention_and_peer(*, width: int = 16, num_heads: int = 4) -> tuple[Attentio
     """Our module and PyTorch's, with the same weights."""
     torch.manual_seed(1)
     ours = Attention(width=width, num_heads=num_heads, dropout=0.0)
+    assert isinstance(ours.output, nn.Linear)
     peer = nn.MultiheadAttention(width, num_heads, batch_first=True)
     projections = (ours.query, ours.key, ours.value)
     with torch.no_grad():
@@ -51,7 +52,7 @@ def test_cross_attention_equals_the_module_of_pytorch(memory_lengths: list[int])
     expected, _ = peer(
         packing.unpack(x_ND), memory_BSD, memory_BSD, key_padding_mask=~memory.mask_BT
     )
-    found = ours.attend_to(x_ND, packing, memory_ND, memory)
+    found = ours.attend_to(x_ND, packing, memory_ND, memory, tokens_of(packing))
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)
 
 
@@ -63,7 +64,9 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
     at_once = packing.unpack(ours(packing.pack(x_BTD), packing, tokens_of(packing), is_causal=True))
     past = KeyValues(torch.full((3, 4, 7, 4), torch.nan), torch.full((3, 4, 7, 4), torch.nan))
     for position in range(5):
-        step_BD = ours.step(x_BTD[:, position], past, length=position)
+        step_BD = ours.step(
+            x_BTD[:, position], past, tokens_of(Packing.from_lengths([1, 1, 1])), length=position
+        )
         torch.testing.assert_close(step_BD, at_once[:, position], rtol=0, atol=1e-6)
 
 
@@ -72,13 +75,14 @@ def test_beams_share_the_memory_of_their_sentence() -> None:
     ours, _ = attention_and_peer()
     memory = Packing.from_lengths([2, 6])
     memory_ND, x_RD = torch.randn(8, 16), torch.randn(6, 16)
-    keys = ours.keys(memory_ND, memory)
-    found = ours.step_memory(x_RD, keys, mask=memory.mask_BT[:, None, None, :])
+    keys = ours.keys(memory_ND, memory, tokens_of(memory))
+    tokens = tokens_of(Packing.from_lengths([3, 3]))
+    found = ours.step_memory(x_RD, keys, tokens, mask=memory.mask_BT[:, None, None, :])
     for row in range(6):
         sentence = memory_ND[:2] if row < 3 else memory_ND[2:]
         alone = Packing.from_lengths([len(sentence)])
         one = Packing.from_lengths([1])
-        expected = ours.attend_to(x_RD[row : row + 1], one, sentence, alone)
+        expected = ours.attend_to(x_RD[row : row + 1], one, sentence, alone, tokens_of(one))
         torch.testing.assert_close(found[row], expected[0], rtol=0, atol=1e-6)
 
 

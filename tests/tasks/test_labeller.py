@@ -17,9 +17,10 @@ from transformers import (
 
 from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
-from pipeline.config import TasksConfig
+from pipeline.config import LowRankConfig, ModelConfig, TasksConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.labeller import Labeller
+from pipeline.model.spec import ModelSpec
 from pipeline.tasks.pieces import BOS, EOS, PAD, PIECES_FILE, Pieces
 from pipeline.tasks.pretrained import Pretrained
 from pipeline.tasks.task_model import Head, TaskSpec, build_labeller
@@ -121,11 +122,8 @@ def test_a_head_starts_from_its_seed_and_the_encoder_from_the_folder(tmp_path: P
     assert one.head.weight.std().item() == pytest.approx(0.02, rel=0.4)
 
 
-def test_the_model_of_xlm_r_base_has_its_parameters() -> None:
-    """277.45 M: what Hugging Face's base encoder has without pooler and language-model head."""
-    from pipeline.config import ModelConfig
-    from pipeline.model.spec import ModelSpec
-
+def base_size(modules: LowRankConfig | None, languages: int) -> int:
+    """Parameters of a reader on XLM-R base."""
     model = ModelConfig(
         encoder_layers=12,
         decoder_layers=1,
@@ -137,13 +135,24 @@ def test_the_model_of_xlm_r_base_has_its_parameters() -> None:
         positions="learned",
         max_positions=512,
         embedding_norm=True,
+        language_modules=modules,
     )
-    spec = ModelSpec(model=model, vocabulary_size=250002, pad_id=PAD, languages=("en",))
+    codes = tuple(f"l{index}" for index in range(languages))
+    spec = ModelSpec(model=model, vocabulary_size=250002, pad_id=PAD, languages=codes)
     with torch.device("meta"):
         labeller = Labeller(spec, head="reader")
-    encoder = sum(entry.value.numel() for entry in named_slices(labeller))
+    return sum(entry.value.numel() for entry in named_slices(labeller))
+
+
+def test_a_model_of_xlm_r_base_has_the_papers_parameters() -> None:
+    """Table 4 has 340 M for 24 languages of d = 32, and section 6 287 M for 6: see below."""
     layer = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
-    assert encoder == (250002 + 514 + 2) * 768 + 12 * layer + 2 * 768 + 2
+    head = 2 * 768 + 2
+    assert base_size(None, 6) == (250002 + 514 + 2) * 768 + 12 * layer + head
+    for languages in (6, 24):
+        added = base_size(LowRankConfig(rank=32), languages) - base_size(None, languages)
+        assert added == 2 * languages * 12 * 32 * (768 + 3072)
+    assert round(base_size(LowRankConfig(rank=32), 24) / 1e6) == 348
 
 
 def broken(folder: Path, **config: object) -> Path:

@@ -193,7 +193,12 @@ VARIANTS = {
     "loss": Variant(
         {"pipeline/training/two_routes.py": TWO_ROUTES},
         {
-            CONFIG: [('Literal["cross_entropy"]', 'Literal["cross_entropy", "two_routes"]')],
+            CONFIG: [
+                (
+                    'Literal["cross_entropy", "fuse_distillation"]',
+                    'Literal["cross_entropy", "fuse_distillation", "two_routes"]',
+                )
+            ],
             "pipeline/training/losses.py": [
                 (
                     '        case "cross_entropy":\n',

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.settings import describe_validation
 
-FREE = {"moe", "encoder_layers", "decoder_layers", "initialization"}
+FREE = {"moe", "encoder_layers", "decoder_layers", "initialization", "language_modules"}
 """Settings of a model in which parts of one model may differ."""
 FREE_WITH_NEW_ROWS = {"embedding", "front"}
 
