@@ -420,7 +420,7 @@ class LossConfig(Settings):
     distillation_weight: LossWeight = 1.0
     gate_budget: Annotated[float, number(least=0, most=1)] = 0.3
     """Of gated projections (model.language_modules, clsr): the mean of the gates, to be had."""
-    gate_budget_weight: LossWeight = 1.0
+    gate_weight: LossWeight = 1.0
     """Weight of the distance of that mean from the budget."""
     label_smoothing: DropRate = 0.0
     balance_weight: LossWeight = 0.1

@@ -104,11 +104,24 @@ def _figure(number: float) -> str:
 def describe_validation(error: ValidationError, settings: type[Settings]) -> str:
     """pydantic's first findings as one sentence: where, what stands there, what may stand there."""
     findings = error.errors(include_url=False)
-    described = [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+    described = _with_choices_once(
+        [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+    )
     if len(findings) > MAX_FINDINGS:
         described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
     sentence = "; ".join(described).rstrip(".")
     return sentence if sentence.endswith("?") else f"{sentence}."
+
+
+def _with_choices_once(sentences: Sequence[str]) -> list[str]:
+    """Without the names there are to choose from where an earlier sentence lists the same."""
+    listed: set[str] = set()
+    kept = []
+    for sentence in sentences:
+        head, _, choices = sentence.partition(": choose from ")
+        kept.append(head if choices and choices in listed else sentence)
+        listed.add(choices)
+    return kept
 
 
 def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> str:

@@ -29,7 +29,7 @@ TRAINING: dict[str, set[str]] = {
     },
     "loss": {
         *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
-        *("distillation", "distillation_weight", "gate_budget", "gate_budget_weight"),
+        *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
     },
     "training": {
         *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),

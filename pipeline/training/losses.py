@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.batching.labelled import AnyBatch
 from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
+from pipeline.kernels.divergence import summed_divergence
 from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
@@ -45,8 +46,6 @@ def training_loss(
     """The loss of a micro-batch, as configured; ``progress``: share of training done so far."""
     match config.objective:
         case "fuse_distillation":
-            from pipeline.training.fuse_distillation import fuse_distillation_loss
-
             return fuse_distillation_loss(model, batch, config, progress=progress)
         case "cross_entropy":
             return translation_loss(model, batch, config, progress=progress)
@@ -57,6 +56,30 @@ def translation_loss(
 ) -> LossTerms:
     """Cross entropy over real target tokens + number of labels · weighted router losses."""
     return loss_terms(model(batch, progress=progress), batch, config)
+
+
+def fuse_distillation_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
+) -> LossTerms:
+    """(CE + CE_shared) / 2 + weight · divergence of both routes (Xu et al., 2023, §3.1 and §4).
+
+    Two passes of one batch, through the languages' modules and through the shared one; what is
+    reported of routing is that of the first.
+    """
+    specific = model(batch, route="specific", progress=progress)
+    shared = model(batch, route="shared", progress=progress)
+    of_specific, of_shared = (loss_terms(one, batch, config) for one in (specific, shared))
+    apart = summed_divergence(
+        specific.logits_LV, shared.logits_LV, is_symmetric=config.distillation == "symmetric"
+    )
+    both = (of_specific.objective + of_shared.objective) / 2
+    return LossTerms(
+        objective=both + config.distillation_weight * apart,
+        cross_entropy=of_specific.cross_entropy,
+        balance=(of_specific.balance + of_shared.balance) / 2,
+        routing=of_specific.routing,
+        shared_cross_entropy=of_shared.cross_entropy,
+    )
 
 
 def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
@@ -77,7 +100,7 @@ def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
     if output.gates:
         mean_gate = torch.cat(output.gates).mean()
-        per_token = per_token + config.gate_budget_weight * (mean_gate - config.gate_budget).abs()
+        per_token = per_token + config.gate_weight * (mean_gate - config.gate_budget).abs()
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy,
