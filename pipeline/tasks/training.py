@@ -50,7 +50,7 @@ class Labelling:
     def trained_on(self) -> str:
         """Examples and languages."""
         counts = self.data.train.num_examples
-        what = "sentences" if self.spec.head == "tagger" else "windows"
+        what = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
         return f"{sum(counts.values()):,} {what} of {len(counts)} languages"
 
 

@@ -170,6 +170,24 @@ def test_a_tagger_learns_what_names_look_like_and_a_shared_route_serves_any_lang
         assert one["mean"]["f1"] > 90
 
 
+def test_a_reader_learns_to_find_the_only_name_of_a_passage(
+    pool1: ProcessPool, tmp_path: Path
+) -> None:
+    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
+    write_xlmr(tmp_path / "xlmr", model=words, num_hidden_layers=1)
+    write_questions(tmp_path / "qa", ["de", "en"])
+    recipe = make_recipe(
+        "qa",
+        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
+        optimizer={"learning_rate": 0.02},
+    )
+    assert pool1.run(finetune, "qa", tmp_path, tmp_path / "reader", recipe) == ["done"]
+    report = evaluated(tmp_path / "qa", {"reader": tmp_path / "reader"}, tmp_path / "scores")
+    (reader,) = report["systems"]
+    assert reader["mean"]["exact_match"] > 70
+    assert reader["mean"]["f1"] >= reader["mean"]["exact_match"]
+
+
 def evaluated(data: Path, systems: dict[str, Path], out_dir: Path) -> dict[str, Any]:
     stage = STAGES["evaluate_task"]
     artifacts = {
