@@ -1,4 +1,4 @@
-"""Decoding models with language modules, token by token, as all positions at once; by each route."""
+"""Decoding with language modules: token by token as all positions at once, by each route."""
 
 from typing import Any
 
