@@ -156,6 +156,12 @@ _TRAINING_INPUTS = {
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
 
+_TASK_SECTIONS = (
+    *("tasks", "model.language_modules", "mixture.sampling_temperature"),
+    *("batches", "optimizer", "loss", "training"),
+)
+_TASK_INPUTS = {"pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it")}
+
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
@@ -323,6 +329,47 @@ STAGES: dict[str, Stage] = {
                 ),
             },
             parallel="workers",
+        ),
+        Stage(
+            name="finetune_tagger",
+            module="pipeline.finetune_tagger",
+            makes="task_model",
+            help="train an XLM-R to find named entities",
+            sections=_TASK_SECTIONS,
+            inputs={
+                **_TASK_INPUTS,
+                "data": Input("raw", "LANGUAGE/train and dev, as WikiANN or Universal NER"),
+            },
+            parallel="ranks",
+            trains=True,
+            undeciding=DECIDE_NOTHING,
+        ),
+        Stage(
+            name="finetune_reader",
+            module="pipeline.finetune_reader",
+            makes="task_model",
+            help="train an XLM-R to find answers in passages",
+            sections=_TASK_SECTIONS,
+            inputs={
+                **_TASK_INPUTS,
+                "data": Input("raw", "NAME.LANGUAGE.train.json and dev, as SQuAD v1.1"),
+            },
+            parallel="ranks",
+            trains=True,
+            undeciding=DECIDE_NOTHING,
+        ),
+        Stage(
+            name="evaluate_task",
+            module="pipeline.evaluate_task",
+            makes="task_evaluation",
+            help="score taggers or readers side by side, by language",
+            sections=(),
+            inputs={
+                "data": Input("raw", "test files, beside the training files or alone"),
+                "systems": Input(
+                    "task_model", "NAME=DIR; NAME@RUN=DIR of several runs of one", many=True
+                ),
+            },
         ),
     )
 }

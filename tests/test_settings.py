@@ -54,6 +54,13 @@ ZERO_IS_SENSIBLE = {
     "max_length_ratio": "max_extra_length alone decides",
     "max_extra_length": "max_length_ratio alone decides",
     "pad_id": "an id like any other",
+    "lone_ids": "ids like any other",
+    "language_token_ids": "ids like any other",
+    "segmentation_nbest": "no choice: the best alone",
+    "layer": "the first",
+    "layers_before": "before all layers",
+    "scales": "the token alone",
+    "stride": "windows without overlap",
     "language_groups": "groups are numbered from 0",
     "skip_nonfinite_after": "nothing is left out",
     "patience": "training never ends early",
@@ -68,7 +75,10 @@ ZERO_IS_SENSIBLE = {
 }
 INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}
-NEGATIVE_IS_SENSIBLE = {"length_penalty": "favours short hypotheses"}
+NEGATIVE_IS_SENSIBLE = {
+    "segmentation_nbest": "from all",
+    "length_penalty": "favours short hypotheses",
+}
 CHECKED_TOGETHER = {"language_groups": "numbered without gaps, which bounds them"}
 
 BASES: dict[type[Settings], dict[str, Any]] = {

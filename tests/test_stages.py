@@ -36,6 +36,14 @@ TRAINING: dict[str, set[str]] = {
         *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
+TASK: dict[str, set[str]] = {
+    **TRAINING,
+    "model": {"language_modules"},
+    "mixture": {"sampling_temperature"},
+    "tasks": {
+        *("languages", "max_answer_tokens", "max_question_tokens", "max_tokens", "stride"),
+    },
+}
 DECIDING: dict[str, dict[str, set[str]]] = {
     "import_corpus": {
         "corpus": {
@@ -103,6 +111,9 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         },
         "training": {"resource_thresholds"},
     },
+    "finetune_tagger": TASK,
+    "finetune_reader": TASK,
+    "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
 
@@ -113,7 +124,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
             *("cpu_kernels", "resource_thresholds", "skip_nonfinite_after"),
         }
     }
-    for stage in ("pretrain", "finetune")
+    for stage in ("pretrain", "finetune", "finetune_tagger", "finetune_reader")
 }
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 

@@ -1,6 +1,6 @@
 """From shards to micro-batches: what a training stage reads of its data."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,7 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
+from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig, TagScheme
 from pipeline.errors import ArtifactError, ConfigError
@@ -201,7 +202,7 @@ class Turn:
 
     step: GlobalStep
     indices: list[int]
-    batch: Batch
+    batch: AnyBatch
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class Update:
 
     step: GlobalStep
     indices: list[int]
-    batches: Iterator[Batch]
+    batches: Iterator[AnyBatch]
 
 
 class TrainingData:
@@ -234,7 +235,6 @@ class TrainingData:
         self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
         self.imported_lines = imported_lines(shards)
-        self._pins = torch.cuda.is_available()
 
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
@@ -244,20 +244,7 @@ class TrainingData:
         ``update``: how many were made before the cursor. Closing it ends the threads that read.
         """
         steps = self.planner.steps(cursor, update=update)
-        turns = read_ahead(self._turns(steps, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
-        with closing(turns):
-            for first in turns:
-                others = islice(turns, len(first.indices) - 1)
-                batches = (turn.batch for turn in chain([first], others))
-                yield Update(first.step, first.indices, batches)
-
-    def _turns(self, steps: Generator[GlobalStep], *, rank: int, ranks: int) -> Generator[Turn]:
-        with closing(steps):
-            for step in steps:
-                indices = [turn[rank] for turn in step.turns(ranks)]
-                for index in indices:
-                    batch = self.train.batch(step.micro_batches[index])
-                    yield Turn(step, indices, batch.pinned() if self._pins else batch)
+        return read_updates(steps, self.train.batch, rank=rank, ranks=ranks)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)
@@ -276,6 +263,41 @@ class TrainingData:
                 f"{max_positions} positions: raise model.max_positions, or lower "
                 "shards.max_tokens and make the shards again."
             )
+
+
+def read_updates(
+    steps: Generator[GlobalStep],
+    read: Callable[[MicroBatch], AnyBatch],
+    *,
+    rank: int,
+    ranks: int,
+) -> Generator[Update]:
+    """The updates of planned steps as a rank sees them, their batches read ahead.
+
+    Closing it ends the thread that does so, and ``steps``.
+    """
+    turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
+    with closing(turns):
+        for first in turns:
+            others = islice(turns, len(first.indices) - 1)
+            batches = (turn.batch for turn in chain([first], others))
+            yield Update(first.step, first.indices, batches)
+
+
+def _turns(
+    steps: Generator[GlobalStep],
+    read: Callable[[MicroBatch], AnyBatch],
+    *,
+    rank: int,
+    ranks: int,
+) -> Generator[Turn]:
+    pins = torch.cuda.is_available()
+    with closing(steps):
+        for step in steps:
+            indices = [turn[rank] for turn in step.turns(ranks)]
+            for index in indices:
+                batch = read(step.micro_batches[index])
+                yield Turn(step, indices, batch.pinned() if pins else batch)
 
 
 def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:

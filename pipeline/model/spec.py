@@ -12,21 +12,23 @@ from pipeline.config import AdaMshaConfig, ModelConfig, TagScheme, WsfConfig
 from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, whole
 
+Id = Annotated[int, whole(0, 2**31 - 1)]
+
 
 class ModelSpec(Settings):
     """All that is needed to build a model, with no other file at hand."""
 
     model: ModelConfig
     vocabulary_size: Annotated[int, whole(1, 2**31 - 1)]
-    pad_id: Annotated[int, whole(0, 2**31 - 1)]
+    pad_id: Id
     languages: tuple[str, ...]
     """Index = the language index of batches."""
     language_groups: tuple[int, ...] | None = None
     """Group of each language, for a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
-    language_token_ids: tuple[int, ...] | None = None
+    language_token_ids: tuple[Id, ...] | None = None
     """Id of each language's token, where the front wants to know (Ada-MSHA's language vector)."""
-    lone_ids: tuple[int, ...] | None = None
+    lone_ids: tuple[Id, ...] | None = None
     """Ids that are words of their own: white space, specials, language tokens; where the front
     wants to know (WSF)."""
 

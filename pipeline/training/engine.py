@@ -32,7 +32,7 @@ from deepspeed.runtime import compiler  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
-from pipeline.batching.batch import Batch  # noqa: E402
+from pipeline.batching.labelled import AnyBatch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
 from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
@@ -48,10 +48,10 @@ from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.hints import hint  # noqa: E402
 from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
 from pipeline.kernels.compiled_regions import check_compiler  # noqa: E402
+from pipeline.model.labeller import Trained  # noqa: E402
 from pipeline.model.layers import compile_regions  # noqa: E402
 from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
 from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
 from pipeline.training.loss_scale import (  # noqa: E402
     may_fall,
@@ -204,7 +204,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Trained,
         recipe: Recipe,
         *,
         world: World,
@@ -247,7 +247,7 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[Batch],
+        micro_batches: Iterable[AnyBatch],
         *,
         seeds: Sequence[int],
         total_labels: int,
@@ -308,7 +308,7 @@ class Engine:
 
     def verdict(
         self,
-        batch: Batch,
+        batch: AnyBatch,
         *,
         micro_batch: int,
         seed: int,
@@ -332,7 +332,7 @@ class Engine:
             is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
-    def rehearse(self, batch: Batch) -> None:
+    def rehearse(self, batch: AnyBatch) -> None:
         """Forward and backward without an update: too large a batch fails here, at the start.
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
@@ -341,7 +341,7 @@ class Engine:
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
 
-    def evaluate(self, batch: Batch) -> LossTerms:
+    def evaluate(self, batch: AnyBatch) -> LossTerms:
         """Loss terms of a batch without dropout and without gradients."""
         self.model.eval()
         with torch.no_grad():
@@ -460,14 +460,14 @@ class _Range:
 class _Objective(nn.Module):
     """Model and loss as the one module DeepSpeed calls."""
 
-    def __init__(self, model: Transformer, recipe: Recipe, *, has_expert_groups: bool) -> None:
+    def __init__(self, model: Trained, recipe: Recipe, *, has_expert_groups: bool) -> None:
         super().__init__()
         self.model = model
         self.loss_config = recipe.loss
         if has_expert_groups and model.spec.model.moe is not None:
             self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
 
-    def forward(self, batch: Batch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
+    def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
         terms = training_loss(self.model, batch, self.loss_config, progress=progress)
         return terms.objective, terms
 
@@ -488,7 +488,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _mark_experts(model: Transformer, group_name: str) -> None:
+def _mark_experts(model: Trained, group_name: str) -> None:
     """What ZeRO looks for on a parameter that is not replicated over all ranks."""
     for module in model.modules():
         if isinstance(module, Experts):

@@ -14,11 +14,9 @@ from pipeline.artifacts.corpus import Direction, resource_of
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
-from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.artifacts.training_states import replanned
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -34,6 +32,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
@@ -48,8 +47,8 @@ from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.task import Task, Translation
 from pipeline.training.updates import Updater
-from pipeline.training.validation import summarize_validation
 
 MEASURED_TOKENS = 512
 """Of a micro-batch, when kernels are measured: enough for threads, and done within seconds."""
@@ -68,9 +67,14 @@ def training_data(call: StageCall) -> TrainingData:
 
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
-    """Train a model on the call's data and write the stage's checkpoint."""
-    data.check(max_positions=model.spec.model.max_positions)
+    """Train a model to translate the call's data, and write the stage's checkpoint."""
     check_tier(data, call.recipe.training)
+    train_task(call, model, Translation(call, data), world=world)
+
+
+def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
+    """Train a model for a task and write the stage's artifact."""
+    task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,
         call.recipe,
@@ -78,7 +82,7 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ds_config=call.ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
     )
-    TrainingRun(call, engine, data, world=world).run()
+    TrainingRun(call, engine, task, world=world).run()
 
 
 def check_tier(data: TrainingData, training: TrainingConfig) -> None:
@@ -98,12 +102,10 @@ def check_tier(data: TrainingData, training: TrainingConfig) -> None:
 class TrainingRun:
     """One training run, from its last state (or the start) to its final checkpoint."""
 
-    def __init__(
-        self, call: StageCall, engine: Engine, data: TrainingData, *, world: World
-    ) -> None:
+    def __init__(self, call: StageCall, engine: Engine, task: Task, *, world: World) -> None:
         self.call = call
         self.recipe: Recipe = call.recipe
-        self.engine, self.data, self.world = engine, data, world
+        self.engine, self.task, self.data, self.world = engine, task, task.data, world
         self.run_directory = RunDirectory(
             call.out_dir,
             stage=call.stage.name,
@@ -112,7 +114,7 @@ class TrainingRun:
             world=world,
         )
         self.quarantine = Quarantine(self.run_directory.quarantine_path, world=world)
-        self.updater = Updater(engine, data, call.recipe, self.quarantine)
+        self.updater = Updater(engine, self.data, call.recipe, self.quarantine)
         self.position = Position()
         self.replanned: list[dict[str, int]] = []
         self.routing = RoutingCounter(engine.model.spec).result()
@@ -264,11 +266,7 @@ class TrainingRun:
         if not due or self.position.validated >= update:
             return
         by_route = {
-            route: summarize_validation(
-                losses,
-                imported_lines=self.data.imported_lines,
-                thresholds=training.resource_thresholds,
-            )
+            route: self.task.summarize(losses)
             for route, losses in self._validation_losses(stop).items()
         }
         found = by_route[training.best_by_route if len(by_route) > 1 else "specific"]
@@ -276,7 +274,7 @@ class TrainingRun:
         routes = {"routes": {route: asdict(one) for route, one in by_route.items()}}
         more = {**routing, **(routes if len(by_route) > 1 else {})}
         self._write_record("validation", {**asdict(found), **more})
-        self._keep_if_best(found.perplexity_of(training.best_by))
+        self._keep_if_best(self.task.kept_by(found))
 
     def _keep_if_best(self, perplexity: float) -> None:
         """Keep the weights of the lowest perplexity so far, and count validations since then.
@@ -414,7 +412,7 @@ class TrainingRun:
 
         self.run_directory.write(
             self.run_directory.best_dir,
-            kind="checkpoint",
+            kind=self.task.makes,
             write=write,
             in_background=in_background,
         )
@@ -429,11 +427,7 @@ class TrainingRun:
         self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
     ) -> None:
         """What a checkpoint has beside its weights."""
-        write_model_files(
-            writer,
-            spec=self.engine.model.spec,
-            tokenizer_dir=tokenizer_folder(self.call.artifacts["shards"]),
-        )
+        self.task.describe(writer, self.engine.model.spec)
         if routing.layers:
             writer.write_json(ROUTING_FILE, routing.to_json())
         writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
@@ -452,7 +446,7 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         self._settle_states()
-        best = open_artifact(run_directory.best_dir, kind="checkpoint")
+        best = open_artifact(run_directory.best_dir, kind=self.task.makes)
         # What earlier attempts had done when they were stopped, and all of this one: loading, the
         # last validation and writing too, which the curves' clock leaves out.
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
@@ -482,10 +476,10 @@ class TrainingRun:
                 pass
 
     def _summary(self) -> list[str]:
-        progress, training = self.position, self.data.train_lines
+        progress = self.position
         lines = [
-            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
-            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
+            f"{progress.update:,} updates on {self.task.trained_on()}, "
+            f"{progress.seconds:,.0f} s of training",
             f"kept the weights of update {progress.best_update:,}, whose validation perplexity"
             f"{self._of_tier()}, {progress.best_perplexity:.3f}, is the lowest",
         ]

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.batching.batch import Batch
+from pipeline.batching.labelled import AnyBatch
 from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.kernels.divergence import summed_divergence
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
-from pipeline.model.transformer import Output, Transformer
+from pipeline.model.transformer import Output
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LossTerms:
 
 
 def training_loss(
-    model: Transformer, batch: Batch, config: LossConfig, *, progress: float = 0.0
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
     """The loss of a micro-batch, as configured; ``progress``: share of training done so far."""
     match config.objective:
@@ -51,14 +52,14 @@ def training_loss(
 
 
 def translation_loss(
-    model: Transformer, batch: Batch, config: LossConfig, *, progress: float = 0.0
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
     """Cross entropy over real target tokens + number of labels · weighted router losses."""
     return loss_terms(model(batch, progress=progress), batch, config)
 
 
 def fuse_distillation_loss(
-    model: Transformer, batch: Batch, config: LossConfig, *, progress: float
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
 ) -> LossTerms:
     """(CE + CE_shared) / 2 + weight · divergence of both routes (Xu et al., 2023, §3.1 and §4).
 
@@ -81,7 +82,7 @@ def fuse_distillation_loss(
     )
 
 
-def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
+def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
     """Of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,

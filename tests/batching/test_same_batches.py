@@ -240,6 +240,7 @@ def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, rank
                 assert update.step.next_cursor == step.next_cursor
                 assert update.indices == indices
                 for found, planned in zip(update.batches, expected, strict=True):
+                    assert isinstance(found, Batch)
                     assert digest(batch_values(found)) == digest(batch_values(planned))
     del steps
     assert set(threading.enumerate()) <= threads

@@ -142,6 +142,11 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--comet --corpus --out --overwrite --processes --recipe --systems --tokenizer "
         "--training",
+        "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {
         name: " ".join(

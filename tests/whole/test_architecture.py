@@ -29,9 +29,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoints",),
     ("training",),
-    ("decoding", "evaluation", "estimates"),
+    ("decoding", "evaluation", "estimates", "tasks"),
     ("survey",),
-    ("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+    (
+        *("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+        *("finetune_tagger", "finetune_reader", "evaluate_task"),
+    ),
     ("cli",),
 )
 """Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
@@ -42,7 +45,10 @@ TRAINING, VERBS = LAYER_OF["training"], LAYER_OF["pretrain"]
 
 READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """What the command line loads of a room above it: it knows of nothing but bytes."""
-SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
+SLIM_STAGES = (
+    *("pretrain", "finetune", "translate", "upcycle"),
+    *("finetune_tagger", "finetune_reader", "evaluate_task"),
+)
 SLIM_PACKAGES = {
     *("torch", "deepspeed", "numba", "numpy"),
     *("sentencepiece", "safetensors", "pydantic", "tqdm"),
