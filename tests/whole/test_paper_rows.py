@@ -312,7 +312,7 @@ def tiers(run: Path, *, target: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
     languages = [code for code in load_recipe("dense_opus100").corpus.languages if code != "en"]
     lines = {code: 4 if code == "de" else 2 + (code == "ru") for code in languages}
@@ -387,7 +387,7 @@ def test_a_dry_run_of_table_3_names_every_stage_and_makes_nothing(
     assert not out_dir.exists()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_rows_of_table_3_are_made_from_the_32_pairs(
     inputs_of_table_3: dict[str, Path], tmp_path: Path
 ) -> None:
