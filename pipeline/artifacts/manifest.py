@@ -36,6 +36,7 @@ Kind = Literal[
     "translations",
     "evaluation",
     "export",
+    "analysis",
 ]
 
 FORMAT_VERSION: dict[Kind, int] = {
@@ -49,6 +50,7 @@ FORMAT_VERSION: dict[Kind, int] = {
     "translations": 1,
     "evaluation": 1,
     "export": 1,
+    "analysis": 1,
 }
 
 

@@ -1,6 +1,7 @@
 """The training loop: updates, validation, checkpoints, and stopping in step with all ranks."""
 
 import math
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -49,6 +50,7 @@ from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.unspaced_lines import describe_unspaced, unspaced_lines
 from pipeline.training.updates import Updater
 from pipeline.training.validation import summarize_validation
 
@@ -71,6 +73,9 @@ def training_data(call: StageCall) -> TrainingData:
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model on the call's data and write the stage's checkpoint."""
     data.check(max_positions=model.spec.model.max_positions)
+    unspaced = unspaced_lines(model.spec, data.train_lines)
+    if unspaced and world.rank == 0:
+        print(f"{call.out_dir}: {describe_unspaced(unspaced)}.", file=sys.stderr, flush=True)
     engine = Engine(
         model,
         call.recipe,
@@ -441,6 +446,8 @@ class TrainingRun:
                 f"fp16 overflowed {progress.overflows:,} times; each of these updates was made "
                 "again at a smaller loss scale"
             )
+        if unspaced := unspaced_lines(self.engine.model.spec, training):
+            lines.append(describe_unspaced(unspaced))
         if self.quarantine.entries:
             lines.append(
                 f"{len(self.quarantine.entries):,} micro-batches were left out, whose gradients "

@@ -29,9 +29,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoints",),
     ("training",),
-    ("decoding", "evaluation", "estimates"),
+    ("decoding", "evaluation", "estimates", "analysis"),
     ("survey",),
-    ("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+    (
+        *("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+        *("analyze_scales", "analyze_vectors", "analyze_lengths"),
+    ),
     ("cli",),
 )
 """Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
