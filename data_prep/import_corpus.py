@@ -269,7 +269,7 @@ def import_section(
     split, languages = section.split, section.languages
     first, second = (_open_text(writer, split, languages, code) for code in languages)
     found, sample, characters = LineCounts(), EvenSample(), [0, 0]
-    limit = _limit(config, split)
+    limit = _limit(config, split, languages)
     with first, second:
         for one, other in good_lines(
             section.lines,
@@ -431,7 +431,9 @@ def _open_text(
     return path.open("a", encoding="utf-8", newline="\n")
 
 
-def _limit(config: CorpusConfig, split: Split) -> int | None:
+def _limit(config: CorpusConfig, split: Split, languages: tuple[str, str]) -> int | None:
+    if split == "test" and set(config.untested) & set(languages):
+        return 0
     match split:
         case "train":
             return config.max_train_lines

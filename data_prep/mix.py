@@ -1,126 +1,287 @@
 """mix: temperature sampling probabilities, and how often each pair will be seen.
 
 Reads shards, makes a mixture (``mixture.json``), which depends on how much text there is and on the
-temperature alone. How often training will see each pair is said for the recipe's updates and
-batches, in the summary and statistics: another number of updates makes no other mixture.
+settings of the mixture alone. How often training will see each pair is said for the recipe's
+updates and batches, in the summary and statistics: another number of updates makes no other
+mixture.
 """
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import emptied_pairs, line_counts, pair_counts
-from pipeline.artifacts.mixture import MIXTURE_NAME, temperature_probabilities
-from pipeline.config import Recipe
-from pipeline.errors import ArtifactError
+from pipeline.artifacts.corpus import Direction, emptied_pairs, line_counts, pair_counts
+from pipeline.artifacts.mixture import (
+    MIXTURE_NAME,
+    Phase,
+    capped_shares,
+    temperature_probabilities,
+)
+from pipeline.config import MixtureConfig, PhaseConfig, Recipe
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
 
 
 @dataclass(frozen=True)
-class PairShare:
-    """A pair's part in training."""
+class PairSize:
+    """How much training text a pair has: sentence pairs, and tokens of each of its sides."""
 
-    train_lines: int
-    probability: float
+    lines: int
+    first_tokens: int
+    second_tokens: int
+
+    @property
+    def in_batches(self) -> float:
+        """Expected size of a sentence in a batch: its longer side's mean tokens, and 2.
+
+        The two are end-of-sentence and a language token. Batches count the longer side, padding
+        aside.
+        """
+        return max(self.first_tokens, self.second_tokens) / self.lines + 2
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A pair or a direction as the temperature sees it.
+
+    Attributes:
+        amount: sentences or target tokens there are of it.
+        per_draw: how many of them a draw takes on average.
+    """
+
+    amount: int
+    per_draw: float
 
 
 def run(call: StageCall) -> None:
     """Weigh the pairs and write what that means for the planned number of updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
-    counts = line_counts(shards, "train")
-    probabilities = temperature_probabilities(
-        counts, sampling_temperature=recipe.mixture.sampling_temperature
-    )
-    sentences = expected_sentences(recipe, probabilities, tokens_per_sentence(shards))
-    shares = {pair: PairShare(count, probabilities[pair]) for pair, count in counts.items()}
-    epochs = expected_epochs(shares, sentences=sentences)
+    sizes = pair_sizes(shards)
+    config = recipe.mixture
+    found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
+    phases, capped = [phase for phase, _ in found], [names for _, names in found]
+    drawn = [
+        expected_draws(recipe, phase, sizes, updates=updates)
+        for phase, updates in zip(phases, updates_by_phase(recipe, phases), strict=True)
+    ]
+    sentences = math.fsum(count for counts in drawn for count in counts.values())
+    epochs = {
+        pair: math.fsum(counts[pair] for counts in drawn) / size.lines
+        for pair, size in sizes.items()
+    }
     with call.new_artifact() as writer:
-        pairs = {pair: asdict(share) for pair, share in shares.items()}
-        writer.write_json(MIXTURE_NAME, {"pairs": pairs})
+        writer.write_json(MIXTURE_NAME, to_json(phases, sizes))
         writer.statistics |= {
             "updates": recipe.training.updates,
             "expected_sentences": sentences,
             "expected_epochs": epochs,
-            "table": table(shares, epochs),
+            "table": table(sizes, phases, epochs),
         }
-        writer.summary += summary(
-            shares,
-            epochs,
-            updates=recipe.training.updates,
-            sentences=sentences,
-            emptied=emptied_pairs(shards),
-        )
+        writer.summary += [
+            repeats(sizes, epochs, updates=recipe.training.updates, sentences=sentences),
+            *how_drawn(config, phases, capped),
+        ]
+        if left := sorted(emptied_pairs(shards)):
+            writer.summary.append(f"left out, no training data left: {listed(left)}")
 
 
-def tokens_per_sentence(shards: Artifact) -> dict[str, float]:
-    """Pair → expected size of a sentence in a batch: its longer side's mean tokens, and 2.
+def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
+    """Pair → how much training text it has.
 
-    The two are end-of-sentence and a language token. Batches count the longer side, padding aside.
+    Raises:
+        ArtifactError: the statistics do not say how many tokens a pair has.
     """
     tokens = pair_counts(shards, "tokens")
-    silent = [pair for pair in line_counts(shards, "train") if not tokens.get(pair)]
-    if silent:
-        raise ArtifactError(
-            f"The statistics of {shards.directory} do not say how many tokens {silent[0]} has: run "
-            "make_shards again."
-        )
-    return {
-        pair: max(tokens[pair].values()) / count + 2
-        for pair, count in line_counts(shards, "train").items()
-    }
+    found = {}
+    for pair, lines in line_counts(shards, "train").items():
+        sides = [tokens.get(pair, {}).get(code) for code in pair.split("-")]
+        if not any(sides) or None in sides:
+            raise ArtifactError(
+                f"The statistics of {shards.directory} do not say how many tokens {pair} has: run "
+                "make_shards again."
+            )
+        found[pair] = PairSize(lines, *(count or 0 for count in sides))
+    return found
 
 
-def expected_sentences(
-    recipe: Recipe, probabilities: Mapping[str, float], sizes: Mapping[str, float]
-) -> float:
-    """Sentence pairs that all updates of the recipe draw, over the whole mixture."""
-    mean_size = math.fsum(probability * sizes[pair] for pair, probability in probabilities.items())
-    tokens = recipe.training.updates * recipe.batches.micro_batches * recipe.batches.tokens
-    return tokens / mean_size
+def weigh(
+    sizes: Mapping[str, PairSize], config: MixtureConfig, phase: PhaseConfig
+) -> tuple[Phase, list[str]]:
+    """The probabilities of a phase, and which pairs (or directions) ``max_upsampling`` holds.
 
-
-def expected_epochs(shares: Mapping[str, PairShare], *, sentences: float) -> dict[str, float]:
-    """Pair → how often each of its sentence pairs is seen, in one of its two directions.
-
-    Both directions of a pair are drawn equally often.
+    Raises:
+        ConfigError: the phase names a pair that has no training lines.
     """
+    weighed = {
+        name: one
+        for pair in pairs_of(phase, sizes)
+        for name, one in weighed_parts(pair, sizes[pair], config).items()
+    }
+    amounts = {name: one.amount for name, one in weighed.items()}
+    shares = temperature_probabilities(
+        amounts, sampling_temperature=phase.sampling_temperature or config.sampling_temperature
+    )
+    capped = []
+    if config.max_upsampling is not None:
+        before = shares
+        shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
+        capped = [name for name in shares if shares[name] < before[name]]
+    # Of sentences, where the shares are of tokens: a draw of long sentences takes more of these.
+    draws = {name: shares[name] / weighed[name].per_draw for name in shares}
+    total = math.fsum(draws.values())
+    drawn = {name: draw / total for name, draw in draws.items()}
+    return _as_phase(phase.from_update, sizes, drawn, config), capped
+
+
+def _as_phase(
+    from_update: int,
+    sizes: Mapping[str, PairSize],
+    drawn: Mapping[str, float],
+    config: MixtureConfig,
+) -> Phase:
+    if config.sampling_over == "pairs":
+        return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes})
+    probabilities, forward = {}, {}
+    for pair in sizes:
+        there, back = (drawn.get(str(way), 0.0) for way in directions_of(pair))
+        probabilities[pair] = there + back
+        forward[pair] = there / (there + back) if there + back else 0.5
+    return Phase(from_update, probabilities, forward)
+
+
+def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
+    """A pair, or its two directions, by name; tokens are those of the target."""
+    by_tokens = config.sampling_unit == "tokens"
+    if config.sampling_over == "pairs":
+        tokens = size.first_tokens + size.second_tokens
+        one = Weighed(tokens, tokens / (2 * size.lines)) if by_tokens else Weighed(size.lines, 1.0)
+        return {pair: one}
+    targets = (size.second_tokens, size.first_tokens)
     return {
-        pair: sentences * share.probability / share.train_lines for pair, share in shares.items()
+        str(way): Weighed(max(tokens, 1), max(tokens, 1) / size.lines)
+        if by_tokens
+        else Weighed(size.lines, 1.0)
+        for way, tokens in zip(directions_of(pair), targets, strict=True)
     }
 
 
-def table(shares: Mapping[str, PairShare], epochs: Mapping[str, float]) -> list[str]:
-    """The mixture as lines of a Markdown table, the largest pair first."""
-    rows = [
-        f"| {pair} | {share.train_lines:,} | {share.probability:.4%} | {epochs[pair]:.3g} |"
-        for pair, share in sorted(shares.items(), key=lambda item: (-item[1].train_lines, item[0]))
+def directions_of(pair: str) -> tuple[Direction, Direction]:
+    """First language to second, and back."""
+    first, second = pair.split("-")
+    return Direction(first, second), Direction(second, first)
+
+
+def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
+    """The pairs a phase draws, sorted; ConfigError for one without training lines."""
+    named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
+    unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
+    if unknown:
+        raise ConfigError(
+            f"mixture.phases, from update {phase.from_update:,}, names {unknown[0]!r}, and the "
+            f"shards have no training lines of it: choose from {listed(sorted(sizes))}."
+        )
+    return sorted(named) if named else sorted(sizes)
+
+
+def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
+    """How many of the recipe's updates each phase makes; 0 where it would begin after them."""
+    updates = recipe.training.updates
+    begins = [min(phase.from_update - 1, updates) for phase in phases]
+    return [end - begin for begin, end in zip(begins, [*begins[1:], updates], strict=True)]
+
+
+def expected_draws(
+    recipe: Recipe, phase: Phase, sizes: Mapping[str, PairSize], *, updates: int
+) -> dict[str, float]:
+    """Pair → sentence pairs that so many updates draw of it, in both directions together."""
+    probabilities = phase.probabilities
+    mean_size = math.fsum(
+        probability * sizes[pair].in_batches for pair, probability in probabilities.items()
+    )
+    sentences = updates * recipe.batches.micro_batches * recipe.batches.tokens / mean_size
+    return {pair: sentences * probability for pair, probability in probabilities.items()}
+
+
+def to_json(phases: Sequence[Phase], sizes: Mapping[str, PairSize]) -> dict[str, Any]:
+    """The contents of ``mixture.json``."""
+    tables = [
+        {
+            pair: {
+                "train_lines": sizes[pair].lines,
+                "probability": probability,
+                **({"forward": phase.forward[pair]} if pair in phase.forward else {}),
+            }
+            for pair, probability in phase.probabilities.items()
+        }
+        for phase in phases
     ]
-    return ["| pair | training lines | probability | epochs |", "|---|---:|---:|---:|", *rows]
+    later = [
+        {"from_update": phase.from_update, "pairs": pairs}
+        for phase, pairs in zip(phases[1:], tables[1:], strict=True)
+    ]
+    return {"pairs": tables[0], **({"phases": later} if later else {})}
 
 
-def summary(
-    shares: Mapping[str, PairShare],
+def table(
+    sizes: Mapping[str, PairSize], phases: Sequence[Phase], epochs: Mapping[str, float]
+) -> list[str]:
+    """The mixture as lines of a Markdown table, the largest pair first."""
+    titles = ["probability", *(f"from update {phase.from_update:,}" for phase in phases[1:])]
+    columns = ["pair", "training lines", *titles, "epochs"]
+    rows = [
+        " | ".join(
+            (
+                f"| {pair}",
+                f"{size.lines:,}",
+                *(f"{phase.probabilities[pair]:.4%}" for phase in phases),
+                f"{epochs[pair]:.3g} |",
+            )
+        )
+        for pair, size in sorted(sizes.items(), key=lambda item: (-item[1].lines, item[0]))
+    ]
+    rule = "|".join(("", "---", *("---:" for _ in columns[1:]), ""))
+    return [f"| {' | '.join(columns)} |", rule, *rows]
+
+
+def repeats(
+    sizes: Mapping[str, PairSize],
     epochs: Mapping[str, float],
     *,
     updates: int,
     sentences: float,
-    emptied: Iterable[str],
-) -> list[str]:
-    """What is drawn from what, the pairs most and least repeated, and those left out."""
-    train_lines = sum(share.train_lines for share in shares.values())
+) -> str:
+    """What is drawn from what, and the pairs most and least repeated."""
+    train_lines = sum(size.lines for size in sizes.values())
     by_epochs = sorted(epochs, key=lambda pair: (-epochs[pair], pair))
     extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
     times = (f"each of {pair} {epochs[pair]:.3g} times" for pair in extremes)
-    lines = [
-        f"{counted(len(shares), 'pair')} with {counted(train_lines, 'training line')}; "
+    return (
+        f"{counted(len(sizes), 'pair')} with {counted(train_lines, 'training line')}; "
         f"{counted(updates, 'update')} of the recipe would draw about {sentences:,.0f} sentence "
         f"pairs: {', '.join(times)}"
+    )
+
+
+def how_drawn(
+    config: MixtureConfig, phases: Sequence[Phase], capped: Sequence[Sequence[str]]
+) -> list[str]:
+    """By what the temperature weighs, what is held back from repeats, and the phases."""
+    unit = "target tokens" if config.sampling_unit == "tokens" else config.sampling_unit
+    lines = [
+        f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"
     ]
-    if left := sorted(emptied):
-        lines.append(f"left out, no training data left: {listed(left)}")
+    if held := sorted({name for names in capped for name in names}):
+        lines.append(
+            f"held at {config.max_upsampling:g} times the share they would have at temperature 1: "
+            f"{listed(held)}"
+        )
+    for phase in phases[1:]:
+        drawn = sum(probability > 0 for probability in phase.probabilities.values())
+        lines.append(f"from update {phase.from_update:,}: {counted(drawn, 'pair')}")
     return lines
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     ValidationError,
     model_validator,
@@ -23,9 +24,20 @@ from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
+TAG_PRESETS: dict[str, TagScheme] = {
+    "m2m100": "src-tgt",
+    "mrasp2": "src-tgt",
+    "nllb": "src-tgt",
+    "nllb-legacy": "src-suffix-tgt",
+}
+"""Model family → the scheme its checkpoints were trained with, for ``batches.tag_scheme``. mRASP2's
+text begins with the source's token, and its decoder is forced to begin with the target's; NLLB's
+tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is False."""
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
 Activation = Literal["relu", "gelu"]
+Route = Literal["specific", "shared"]
+"""Which way through a model whose languages have weights of their own: theirs, or those of all."""
 
 Seed = Annotated[int, whole(0, 2**63 - 1)]
 Lines = Annotated[int, whole(0, 10**12)]
@@ -84,6 +96,8 @@ class CorpusConfig(Settings):
     by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    untested: tuple[str, ...] = ()
+    """No test lines are read of pairs with one of these languages."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"
     """How text of more than two languages at once is paired: each language with each; the pivot
     with each other one, and for test lines these with each other too; or the pivot alone."""
@@ -187,7 +201,7 @@ class ShardsConfig(Settings):
     """1: the best one. More: every training line stands in the shards so many times, each time
     by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
     of the text, and disk and time grow with it."""
-    segmentation_alpha: Annotated[float, number(least=0, most=10)] = 0.1
+    segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
     """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
     segmentation_nbest: Annotated[int, whole(-1, 1000)] = -1
     """Unigram draws from so many best segmentations; -1: from all."""
@@ -201,10 +215,42 @@ class ShardsConfig(Settings):
         return self
 
 
+class PhaseConfig(Settings):
+    """What is drawn from an update on."""
+
+    from_update: Updates = 1
+    """The first update of the phase, counted from 1."""
+    pairs: tuple[str, ...] = ()
+    """The pairs that are drawn (``de-en``); empty: all."""
+    sampling_temperature: Temperature | None = None
+    """None: mixture.sampling_temperature."""
+
+
 class MixtureConfig(Settings):
-    """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs."""
+    """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs or directions."""
 
     sampling_temperature: Temperature = 5.0
+    sampling_over: Literal["pairs", "directions"] = "pairs"
+    """``pairs``: both directions of a pair are drawn equally often; ``directions``: each direction
+    by its own size, which is another one where sizes are counted in tokens."""
+    sampling_unit: Literal["sentences", "tokens"] = "sentences"
+    """What n_i counts, and of what p_i is the share: sentence pairs, or target tokens."""
+    max_upsampling: Annotated[float, number(least=1, most=10**9)] | None = None
+    """No pair (or direction) is repeated more than this many times as often as all text would be at
+    T = 1: p_i ≤ max_upsampling · n_i / Σn. What that takes away goes to the others in proportion.
+    1: proportional; None: no bound."""
+    phases: tuple[PhaseConfig, ...] = ()
+    """What is drawn from which update on, ascending from update 1; empty: all pairs, always."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        begins = [phase.from_update for phase in self.phases]
+        if begins and (begins[0] != 1 or begins != sorted(set(begins))):
+            raise ValueError(
+                f"phases begin at updates {begins}, where the first is to begin at 1 and each "
+                "later than the one before: change from_update"
+            )
+        return self
 
 
 class GroupsConfig(Settings):
@@ -375,6 +421,64 @@ FeedForwardConfig = DenseConfig
 """Of layers without experts: a union once there are several, told apart by ``kind``."""
 
 
+class LowRankConfig(Settings):
+    """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
+
+    kind: Literal["low_rank"] = "low_rank"
+    rank: Annotated[int, whole(1, 2**16)] = 32
+    synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
+    """V of the source and F of the target language; or both of one language, in the encoder the
+    source."""
+    decoder_language: Literal["target", "source"] = "target"
+    """Of language-wise synthesis: whose modules the decoder has (paper: the target's; its code: the
+    source's)."""
+    within: Literal["feed_forward", "attention", "both"] = "feed_forward"
+    """Which linear layers have modules; those of experts (model.moe) have none."""
+    encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
+    """Layers that have modules, counted from 0; None: all."""
+    decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
+    shared: bool = False
+    """A further module for all languages, which fuse distillation teaches, and its route."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+class LanguageExpertsConfig(Settings):
+    """A language-level mixture of experts: one whole feed-forward per language."""
+
+    kind: Literal["language_experts"] = "language_experts"
+    every: Layers = 1
+    """Every n-th layer has them: layers n, 2n, … counted from 1."""
+    shared: bool = False
+    """A further feed-forward for all languages, which fuse distillation teaches, and its route."""
+    decoder_language: Literal["target", "source"] = "target"
+    """Whose feed-forwards the decoder has; the encoder has the source's."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+class ClsrConfig(Settings):
+    """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
+
+    kind: Literal["clsr"] = "clsr"
+    tables: Literal["per_side", "per_sublayer"] = "per_side"
+    """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
+    sublayer."""
+    attention_output: Literal["replaced", "kept"] = "replaced"
+    """Whether projections stand in the place of attention's own, or behind it. Kept, they start as
+    identities, so that the model starts as the plain one."""
+    gate_width: Annotated[int, whole(1, 2**16)] = 128
+    noise: Annotated[float, number(least=0, most=1000)] = 5.0
+    """Standard deviation of the noise on gates at the end of training; it grows from 0."""
+    languages: tuple[str, ...] | None = None
+    """Languages that have modules; None: all of the tokenizer's."""
+
+
+LanguageModulesConfig = Annotated[
+    LowRankConfig | LanguageExpertsConfig | ClsrConfig, Field(discriminator="kind")
+]
+
+
 class ModelConfig(Settings):
     """The encoder–decoder Transformer of the fairseq / Hugging Face M2M-100 family."""
 
@@ -394,6 +498,8 @@ class ModelConfig(Settings):
     front: FrontConfig = SubwordsConfig()
     feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
+    language_modules: LanguageModulesConfig | None = None
+    """Weights of languages' own, beside those of all."""
     initialization: Literal["xavier", "fairseq"] = "xavier"
     """What linear layers start from (``model/initial_values.py``). ``xavier``: Xavier-uniform
     weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
@@ -407,6 +513,15 @@ class ModelConfig(Settings):
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}: change one "
                 "of them"
             )
+        modules = self.language_modules
+        if isinstance(modules, LowRankConfig):
+            for name in ("encoder_layers", "decoder_layers"):
+                chosen, layers = getattr(modules, name), getattr(self, name)
+                if chosen is not None and max(chosen, default=0) >= layers:
+                    raise ValueError(
+                        f"language_modules.{name} names layer {max(chosen)}, and there are "
+                        f"{layers}, counted from 0: leave it out"
+                    )
         if self.width * self.max_positions > MAX_POSITION_VALUES:
             raise ValueError(
                 f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
@@ -443,6 +558,10 @@ class ModelConfig(Settings):
             )
 
 
+def _scheme_of_preset(value: object) -> object:
+    return TAG_PRESETS.get(value, value) if isinstance(value, str) else value
+
+
 class BatchesConfig(Settings):
     """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
 
@@ -454,7 +573,9 @@ class BatchesConfig(Settings):
     """About this many updates are drawn at once and sorted by length."""
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
-    tag_scheme: TagScheme = "src-tgt"
+    tag_scheme: Annotated[TagScheme, BeforeValidator(_scheme_of_preset)] = "src-tgt"
+    """Where the tags of the languages stand (``artifacts/tokenizer.py``); or, as another name of
+    its scheme, a family of models: m2m100, mrasp2, nllb or nllb-legacy."""
     tag_is_label: bool = False
     """The target language's tag, which decoding forces, is learnt and counted as the first label of
     a sentence, as fairseq does: needed where losses and perplexities are compared with those of
@@ -504,13 +625,22 @@ class OptimizerConfig(Settings):
 class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
-    objective: Literal["cross_entropy"] = "cross_entropy"
-    """What is minimised, one case each of ``training/losses.py``."""
+    objective: Literal["cross_entropy", "fuse_distillation"] = "cross_entropy"
+    """What is minimised, one case each of ``training/losses.py``. ``fuse_distillation``: both
+    routes of a model with language modules and a shared one, and how far they are apart."""
     label_smoothing: DropRate = 0.0
     balance_weight: LossWeight = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
     router_z_weight: LossWeight = 0.0
     """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
+    distillation: Literal["symmetric", "to_shared"] = "symmetric"
+    """Of fuse distillation: half of each divergence, and both routes learn; or that of the
+    languages' route from the shared one, from which only the latter learns."""
+    distillation_weight: LossWeight = 1.0
+    gate_budget: Annotated[float, number(least=0, most=1)] = 0.3
+    """Of gated projections (model.language_modules, clsr): the mean of the gates, to be had."""
+    gate_weight: LossWeight = 1.0
+    """Weight of the distance of that mean from the budget."""
 
 
 class TrainingConfig(Settings):
@@ -542,20 +672,37 @@ class TrainingConfig(Settings):
     the last bit; or those that rank 0 measures to be the fastest when the run begins, which differ
     in rounding: they stand in the training states, and are kept when the run goes on."""
     validate_every: Updates = 1000
+    best_by: Literal["all", "high", "medium", "low", "extremely_low"] = "all"
+    """Whose validation perplexity says which weights are kept: that of all directions, or of the
+    pairs of one resource tier."""
+    patience: Annotated[int, whole(0, 10**6)] = 0
+    """Training ends when so many validations in a row found no lower perplexity; 0: never."""
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
-    """Training states kept during training, besides the weights of the best validation perplexity;
+    """Training states kept during training, besides the weights of the best validation (best_by);
     what stays of them afterwards says saving.keep_states."""
-    resource_thresholds: tuple[Lines, Lines] = (200_000, 500_000)
-    """Pairs: low ≤ first, high ≥ second, medium between."""
+    best_by_route: Route = "specific"
+    """By which route's validation the weights are kept, of a model that has two."""
+    resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
+        200_000,
+        500_000,
+    )
+    """Pairs: low ≤ first, high ≥ second, medium between; of three numbers the first is the most of
+    an extremely low one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        low, high = self.resource_thresholds
-        if low >= high:
+        thresholds = list(self.resource_thresholds)
+        if thresholds != sorted(set(thresholds)):
             raise ValueError(
-                f"resource_thresholds [{low}, {high}] do not ascend: a pair of up to the first "
-                "number of lines is low, one of the second or more is high"
+                f"resource_thresholds {thresholds} do not ascend: a pair of up to the first "
+                "number of lines is low (extremely low, where there are three), one of the last "
+                "or more is high"
+            )
+        if self.best_by == "extremely_low" and len(thresholds) < 3:
+            raise ValueError(
+                "best_by is extremely_low, which is a tier only where resource_thresholds has "
+                "three numbers: give them, or name another tier"
             )
         return self
 
@@ -614,7 +761,11 @@ class DecodingConfig(Settings):
     """Source tokens × hypotheses at work (beam_size, or samples) of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
     """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "int8"] = "float32"
+    """int8, on CPU: linear layers in 8 bits, the rest in float32; see
+    ``decoding/quantization.py``."""
+    route: Route = "specific"
+    """Of a model with language modules and a shared one: through which it translates."""
     sampling_temperature: Temperature = 1.0
     """Tokens are sampled in proportion to p^(1/T): towards 0 the likeliest, with inf uniformly."""
     top_k: Annotated[int, whole(0, 10**9)] = 0
@@ -626,6 +777,8 @@ class DecodingConfig(Settings):
     equal samples, whatever stands beside them."""
     banned: tuple[str, ...] = ()
     """Phrases that no translation has, as the vocabulary spells them."""
+    required: tuple[str, ...] = ()
+    """Phrases that every translation has, as the vocabulary spells them; of beam search."""
     word_scores: bool = False
     """The log-probability of every word, by one pass over the finished translation."""
     router_language: str = ""
@@ -652,6 +805,11 @@ class DecodingConfig(Settings):
             raise ValueError(
                 "max_length_ratio and max_extra_length are both 0, so that no hypothesis could "
                 "have a token: raise one of them"
+            )
+        if self.required and self.search != "beam":
+            raise ValueError(
+                'required phrases are found by beam search alone: set search = "beam", or leave '
+                "them out"
             )
         if self.n_best > self.rows:
             raise ValueError(
@@ -739,6 +897,28 @@ class AnalysisConfig(Settings):
     """Languages whose vectors the router is shown; empty: all that the model knows."""
 
 
+class TasksConfig(Settings):
+    """finetune_tagger and finetune_reader: tasks other than translation, on an XLM-R."""
+
+    languages: tuple[str, ...] = ()
+    """Train on these; empty: on all that have training text."""
+    max_tokens: Annotated[int, whole(16, 2**20)] = 384
+    """Longer sentences are cut between words, longer passages into windows; specials included."""
+    stride: Annotated[int, whole(0, 2**20)] = 128
+    """Tokens that two neighbouring windows of a passage have in common."""
+    max_question_tokens: Annotated[int, whole(1, 2**20)] = 64
+    """Of a longer question the beginning is read."""
+    max_answer_tokens: Annotated[int, whole(1, 2**20)] = 30
+    """A longer answer is never given."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        twice = [code for code in self.languages if self.languages.count(code) > 1]
+        if twice:
+            raise ValueError(f"languages names {twice[0]!r} more than once: name it once")
+        return self
+
+
 class Recipe(Settings):
     """All settings, one section per concern; a stage reads only the sections it declares."""
 
@@ -761,6 +941,7 @@ class Recipe(Settings):
     decoding: DecodingConfig = DecodingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     analysis: AnalysisConfig = AnalysisConfig()
+    tasks: TasksConfig = TasksConfig()
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()
 
@@ -790,6 +971,23 @@ class Recipe(Settings):
                 "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
                 "always 1, and the router learns nothing from the translations; set it to "
                 '"probability", or top_k to 2'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_routes(self) -> Self:
+        """Of what is to be trained: every module learns something."""
+        modules = self.model.language_modules
+        has_shared = not isinstance(modules, ClsrConfig | None) and modules.shared
+        if self.loss.objective == "fuse_distillation" and not has_shared:
+            raise ValueError(
+                "loss.objective is fuse_distillation, which wants a model of two routes: set "
+                "model.language_modules.shared to true, of kind low_rank or language_experts"
+            )
+        if self.loss.objective != "fuse_distillation" and has_shared:
+            raise ValueError(
+                "model.language_modules.shared is true, and the shared module would learn nothing: "
+                'set it to false, or loss.objective to "fuse_distillation"'
             )
         return self
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -104,11 +104,24 @@ def _figure(number: float) -> str:
 def describe_validation(error: ValidationError, settings: type[Settings]) -> str:
     """pydantic's first findings as one sentence: where, what stands there, what may stand there."""
     findings = error.errors(include_url=False)
-    described = [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+    described = _with_choices_once(
+        [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+    )
     if len(findings) > MAX_FINDINGS:
         described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
     sentence = "; ".join(described).rstrip(".")
     return sentence if sentence.endswith("?") else f"{sentence}."
+
+
+def _with_choices_once(sentences: Sequence[str]) -> list[str]:
+    """Without the names there are to choose from where an earlier sentence lists the same."""
+    listed: set[str] = set()
+    kept = []
+    for sentence in sentences:
+        head, _, choices = sentence.partition(": choose from ")
+        kept.append(head if choices and choices in listed else sentence)
+        listed.add(choices)
+    return kept
 
 
 def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> str:
@@ -131,18 +144,32 @@ def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[
     """Names of the settings of the table that lies at a location below ``settings``."""
     found: Any = settings
     for part in location:
-        if isinstance(found, type) and issubclass(found, Settings):
-            found = found.model_fields[str(part)].annotation
+        tables = _tables_in(found)
+        tagged = [table for table in tables if _kind_of(table) == part]
+        if tagged:
+            found = tagged[0]
+        elif tables:
+            found = tables[0].model_fields[str(part)].annotation
         else:
             found = get_args(found)[-1]
-        if get_origin(found) in (UnionType, Union):
-            tables = [
-                entry
-                for entry in get_args(found)
-                if isinstance(entry, type) and issubclass(entry, Settings)
-            ]
-            found = tables[0] if tables else found
-    return tuple(found.model_fields)
+    return tuple(_tables_in(found)[0].model_fields)
+
+
+def _tables_in(annotation: Any) -> list[type[Settings]]:
+    """The settings among the types that a field may have, those told apart by their kind too."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return [annotation]
+    if get_origin(annotation) is Annotated:
+        return _tables_in(get_args(annotation)[0])
+    if get_origin(annotation) in (UnionType, Union):
+        return [table for entry in get_args(annotation) for table in _tables_in(entry)]
+    return []
+
+
+def _kind_of(table: type[Settings]) -> str | None:
+    """What tells a table from others in its place."""
+    kind = table.model_fields.get("kind")
+    return None if kind is None else str(kind.default)
 
 
 def one_line(error: Exception) -> str:
@@ -155,6 +182,9 @@ def shown(value: object) -> str:
     """A value as a refusal repeats it: short, on one line."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python prints no 5,000 digits
         return f"a number of {value.bit_length():,} bits"
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except ValueError:  # of a list with such a number
+        return f"a {type(value).__name__} with a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.artifacts.settings_diff import DECIDE_NOTHING, without_settings
+from pipeline.artifacts.settings_diff import DECIDE_NOTHING, undeciding, without_settings
 from pipeline.config import Recipe, chosen_settings
 from pipeline.ds_config import UNDECIDING_KEYS, load_ds_config
 
@@ -74,7 +74,7 @@ class Stage:
         """Of the settings in a manifest, those on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
         of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
-        return without_settings(chosen, (*self.undeciding, *of_machine))
+        return without_settings(chosen, (*undeciding(self.undeciding, config), *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
@@ -155,6 +155,12 @@ _TRAINING_INPUTS = {
     "shards": Input("shards", "tokenised sentences"),
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
+
+_TASK_SECTIONS = (
+    *("tasks", "model.language_modules", "mixture.sampling_temperature"),
+    *("batches", "optimizer", "loss", "training"),
+)
+_TASK_INPUTS = {"pretrained": Input("raw", "XLM-R as Hugging Face's save_pretrained writes it")}
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -358,6 +364,47 @@ STAGES: dict[str, Stage] = {
                 ),
             },
             parallel="workers",
+        ),
+        Stage(
+            name="finetune_tagger",
+            module="pipeline.finetune_tagger",
+            makes="task_model",
+            help="train an XLM-R to find named entities",
+            sections=_TASK_SECTIONS,
+            inputs={
+                **_TASK_INPUTS,
+                "data": Input("raw", "LANGUAGE/train and dev, as WikiANN or Universal NER"),
+            },
+            parallel="ranks",
+            trains=True,
+            undeciding=DECIDE_NOTHING,
+        ),
+        Stage(
+            name="finetune_reader",
+            module="pipeline.finetune_reader",
+            makes="task_model",
+            help="train an XLM-R to find answers in passages",
+            sections=_TASK_SECTIONS,
+            inputs={
+                **_TASK_INPUTS,
+                "data": Input("raw", "NAME.LANGUAGE.train.json and dev, as SQuAD v1.1"),
+            },
+            parallel="ranks",
+            trains=True,
+            undeciding=DECIDE_NOTHING,
+        ),
+        Stage(
+            name="evaluate_task",
+            module="pipeline.evaluate_task",
+            makes="task_evaluation",
+            help="score taggers or readers side by side, by language",
+            sections=(),
+            inputs={
+                "data": Input("raw", "test files, beside the training files or alone"),
+                "systems": Input(
+                    "task_model", "NAME=DIR; NAME@RUN=DIR of several runs of one", many=True
+                ),
+            },
         ),
     )
 }

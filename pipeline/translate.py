@@ -2,8 +2,8 @@
 
 Reads a checkpoint and a corpus; makes translations of all directions whose two languages the model
 knows, and lists the others. Batches are cut from all sentences of all directions sorted by length
-and dealt out to the ranks; what is done is kept in ``OUT.run`` and not done again after an
-interruption. (Lines of standard input: ``line_filter.py``.)
+and dealt out to the ranks, which meet again when all are done; what is done is kept in ``OUT.run``
+and not done again after an interruption. (Lines of standard input: ``line_filter.py``.)
 """
 
 if __name__ == "__main__":
@@ -37,7 +37,7 @@ from pipeline.artifacts.settings_diff import describe_change, with_defaults
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.collectives import from_rank_zero, wait_for_all
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.documents import unfinished_path
@@ -72,11 +72,13 @@ def run(call: StageCall) -> None:
         done = DoneLines(call, world)
         jobs = all_jobs(corpus, selection)
         todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]
-        batches = translator.cut(todo)
+        batches = translator.cut(todo, lengths_over_ranks(translator, todo, world))
+        is_cut_short = False
         with Progress(call.out_dir.name, total=len(todo), enabled=world.rank == 0) as bar:
             for turn in range(-(-len(batches) // world.size)):
-                if stop.agreed():
-                    raise Interrupted(f"stopped, what is translated is kept in {done.directory}")
+                if stop.requested:  # no rank waits for another here
+                    is_cut_short = True
+                    break
                 mine = batches[turn * world.size + world.rank :][:1]
                 for batch in mine:
                     done.write(batch, translator.translate(batch))
@@ -84,6 +86,8 @@ def run(call: StageCall) -> None:
                     done.time.save()
                 bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
         wait_for_all()
+        if any(gather_objects(is_cut_short)):
+            raise Interrupted(f"stopped, what is translated is kept in {done.directory}")
         if world.rank == 0:
             publish(call, done, selection=selection)
 
@@ -109,6 +113,15 @@ def select_directions(corpus: Artifact, *, checkpoint: Artifact) -> Selection:
             "with two of those."
         )
     return Selection(tuple(taken), tuple(sorted({*every} - {*taken})))
+
+
+def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
+    """Tokens of every line, of which each rank encodes its share."""
+    shares = gather_objects(translator.lengths(jobs[world.rank :: world.size]))
+    lengths = [0] * len(jobs)
+    for rank, share in enumerate(shares):
+        lengths[rank :: world.size] = share
+    return lengths
 
 
 def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:

@@ -54,14 +54,31 @@ ZERO_IS_SENSIBLE = {
     "max_length_ratio": "max_extra_length alone decides",
     "max_extra_length": "max_length_ratio alone decides",
     "pad_id": "an id like any other",
+    "lone_ids": "ids like any other",
+    "language_token_ids": "ids like any other",
+    "segmentation_nbest": "no choice: the best alone",
+    "layer": "the first",
+    "layers_before": "before all layers",
+    "scales": "the token alone",
+    "stride": "windows without overlap",
     "language_groups": "groups are numbered from 0",
     "skip_nonfinite_after": "nothing is left out",
+    "patience": "training never ends early",
     "top_k": "from all tokens",
     "alignment_layer": "the first",
+    "encoder_layers": "the first",
+    "decoder_layers": "the first",
+    "noise": "gates without noise",
+    "distillation_weight": "two losses alone",
+    "gate_budget": "no language-specific projections",
+    "gate_weight": "no budget",
 }
 INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}
-NEGATIVE_IS_SENSIBLE = {"length_penalty": "favours short hypotheses"}
+NEGATIVE_IS_SENSIBLE = {
+    "segmentation_nbest": "from all",
+    "length_penalty": "favours short hypotheses",
+}
 CHECKED_TOGETHER = {"language_groups": "numbered without gaps, which bounds them"}
 
 BASES: dict[type[Settings], dict[str, Any]] = {
@@ -72,6 +89,12 @@ BASES: dict[type[Settings], dict[str, Any]] = {
 """What is needed beside the number under test."""
 
 DICT_KEY = "a"
+
+
+class Kind(str):
+    """Of a table that is told from others in its place; in a refusal it stands as their name."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -92,10 +115,18 @@ class Numeric:
     def where(self) -> str:
         return ".".join(map(str, self.path))
 
+    @property
+    def without_kinds(self) -> str:
+        """Where, of a table that has no other in its place."""
+        return ".".join(str(part) for part in self.path if not isinstance(part, Kind))
+
     def document(self, value: object) -> dict[str, Any]:
         """The settings with this number set, everything else as it may be."""
         entry: Any = value
         for index, part in reversed(list(enumerate(self.path))):
+            if isinstance(part, Kind):
+                entry = {"kind": str(part), **entry}
+                continue
             entry = (
                 [entry if i == part else i + 1 for i in range(self.values)]
                 if isinstance(part, int)
@@ -121,8 +152,10 @@ def _numbers(
     if annotation in (int, float):
         yield Numeric(root, path, annotation is int, values)
     elif isinstance(annotation, type) and issubclass(annotation, Settings):
+        kind = annotation.model_fields.get("kind")
+        inside = path if kind is None else (*path, Kind(kind.default))
         for name, field in annotation.model_fields.items():
-            yield from _numbers(field.annotation, root, (*path, name), values)
+            yield from _numbers(field.annotation, root, (*inside, name), values)
     elif get_origin(annotation) in (Union, UnionType):
         for entry in get_args(annotation):
             yield from _numbers(entry, root, path, values)
@@ -194,7 +227,7 @@ def test_a_number_out_of_range_is_refused_with_its_name_and_range(
     if entry.setting in CHECKED_TOGETHER:
         assert entry.setting in said
         return
-    assert entry.where in said
+    assert entry.where in said or entry.without_kinds in said
     kind_of_number = "a whole number" if entry.whole else "a number"
     assert f"choose {kind_of_number} " in said, said
 
@@ -235,6 +268,9 @@ def test_ranges_are_told_in_words() -> None:
         ("[optimizer]\nlearning_rate = 1e-6", "final_learning_rate 1e-05 exceeds learning_rate"),
         ("[training]\nupdates = 4000", "warmup_updates 4,000 is not below training.updates 4,000"),
         ("[training]\nresource_thresholds = [5, 5]", "resource_thresholds [5, 5] do not ascend"),
+        ("[training]\nresource_thresholds = [5, 6, 6]", "[5, 6, 6] do not ascend"),
+        ('[training]\nbest_by = "extremely_low"', "has three numbers"),
+        ("[[mixture.phases]]\nfrom_update = 5", "phases begin at updates [5]"),
         ('[batches]\ntag_is_label = true\ntag_scheme = "tgt"', "forces no tag on the decoder"),
         ("[decoding]\nmax_length_ratio = 0\nmax_extra_length = 0", "no hypothesis could have"),
     ],
@@ -270,6 +306,13 @@ def test_settings_that_work_together_are_accepted(text: str, tmp_path: Path) -> 
 def test_a_stored_model_of_a_shape_one_would_not_train_can_still_be_described() -> None:
     spec = {**BASES[ModelSpec], "model": {"moe": {"num_experts": 4, "top_k": 1}}}
     assert ModelSpec.model_validate(spec).model.moe is not None
+
+
+def test_a_wrong_name_in_a_table_that_has_others_in_its_place_is_told_from_its_own_names() -> None:
+    wrong = {"name": "test", "model": {"language_modules": {"kind": "clsr", "gate_widht": 4}}}
+    with pytest.raises(ValidationError) as caught:
+        Recipe.model_validate(wrong)
+    assert "did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
 
 
 def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:

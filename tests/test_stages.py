@@ -14,6 +14,7 @@ from pipeline.stages import STAGES, stage_config
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),
     *("feed_forward", "feed_forward_width", "front", "max_positions", "moe", "norm", "num_heads"),
+    "language_modules",
     *("initialization", "positions", "scale_embedding", "width"),
 }
 TRAINING: dict[str, set[str]] = {
@@ -26,10 +27,21 @@ TRAINING: dict[str, set[str]] = {
         *("betas", "clip_norm", "epsilon", "final_learning_rate", "learning_rate", "schedule"),
         *("warmup_updates", "weight_decay"),
     },
-    "loss": {"balance_weight", "label_smoothing", "objective", "router_z_weight"},
+    "loss": {
+        *("balance_weight", "label_smoothing", "objective", "router_z_weight"),
+        *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
+    },
     "training": {
-        *("attention_dropout", "dropout", "expert_output_masking", "moe_dropout"),
-        *("router_jitter", "seed", "updates", "validate_every"),
+        *("attention_dropout", "best_by", "best_by_route", "dropout", "expert_output_masking"),
+        *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
+    },
+}
+TASK: dict[str, set[str]] = {
+    **TRAINING,
+    "model": {"language_modules"},
+    "mixture": {"sampling_temperature"},
+    "tasks": {
+        *("languages", "max_answer_tokens", "max_question_tokens", "max_tokens", "stride"),
     },
 }
 DECIDING: dict[str, dict[str, set[str]]] = {
@@ -37,7 +49,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "corpus": {
             *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
             *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
-            "swapped_sides",
+            *("swapped_sides", "untested"),
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
@@ -62,7 +74,12 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             "segmentations",
         }
     },
-    "mix": {"mixture": {"sampling_temperature"}},
+    "mix": {
+        "mixture": {
+            *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
+            "sampling_unit",
+        }
+    },
     "group_languages": {
         "groups": {"extend", "max_group_share", "method", "pivot"},
         "languages": {"family"},
@@ -82,8 +99,9 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # How many lines at once: where evaluation_capacity_factor is set, which tokens an
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
-            *("alignment_layer", "alignments", "banned", "n_best", "sampling_temperature"),
-            *("router_language", "search", "seed", "top_k", "top_p", "word_scores"),
+            *("alignment_layer", "alignments", "banned", "n_best", "required", "route"),
+            *("router_language", "sampling_temperature", "search", "seed", "top_k", "top_p"),
+            "word_scores",
         }
     },
     "retrieve": {},
@@ -96,6 +114,9 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         },
         "training": {"resource_thresholds"},
     },
+    "finetune_tagger": TASK,
+    "finetune_reader": TASK,
+    "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
 DECIDING["analyze_vectors"] = {
@@ -111,7 +132,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
             *("cpu_kernels", "resource_thresholds", "skip_nonfinite_after"),
         }
     }
-    for stage in ("pretrain", "finetune")
+    for stage in ("pretrain", "finetune", "finetune_tagger", "finetune_reader")
 }
 """Stage → section → settings that stand in its manifest, and decide nothing."""
 

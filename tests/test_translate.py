@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -35,10 +36,11 @@ from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.translator import Job, Translator
 from pipeline.decoding.words import UNKNOWN
 from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import World
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
-from pipeline.translate import WorkingTime
+from pipeline.translate import WorkingTime, lengths_over_ranks
 
 LANGUAGES = ("de", "en", "fr")
 MAX_POSITIONS = 40
@@ -530,7 +532,14 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def arrange(batches: int) -> None:
         asked = iter(range(10**6))
-        monkeypatch.setattr(StopFlag, "agreed", lambda _: next(asked) >= batches)
+
+        def requested(_: StopFlag) -> bool:
+            return next(asked) >= batches
+
+        def ignore(_: StopFlag, _value: bool) -> None:
+            """What the flag itself says of being asked."""
+
+        monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
 
     return arrange
 
@@ -688,6 +697,29 @@ def test_two_ranks_translate_what_one_does_even_when_one_began(
     ended = run_process(bench.command("out", "--processes", "2"))
     assert ended.returncode == 0, ended.stderr
     assert_same(bench.found("out"), bench.found("whole"))
+
+
+def test_every_rank_encodes_its_share_alone_and_all_cut_the_same_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class ByCharacters:
+        def lengths(self, jobs: Sequence[Job]) -> list[int]:
+            return [len(job.text) for job in jobs]
+
+    jobs = [Job(Direction("de", "en"), line, "x" * (7 * line % 11)) for line in range(11)]
+    shares = [ByCharacters().lengths(jobs[rank::3]) for rank in range(3)]
+    for rank in range(3):
+        encoded: list[list[int]] = []
+
+        def gathered(share: list[int], into: list[list[int]] = encoded) -> list[list[int]]:
+            into.append(share)
+            return shares
+
+        monkeypatch.setattr("pipeline.translate.gather_objects", gathered)
+        world = World(rank, 3, rank, 3, "", 0)
+        found = lengths_over_ranks(cast(Translator, ByCharacters()), jobs, world)
+        assert found == [len(job.text) for job in jobs]
+        assert encoded == [shares[rank]]
 
 
 def test_a_signal_keeps_what_is_translated(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

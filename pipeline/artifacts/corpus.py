@@ -163,15 +163,22 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     return {code: script for code, script in scripts.items() if script}
 
 
-Resource = Literal["high", "medium", "low"]
+Resource = Literal["high", "medium", "low", "extremely_low"]
+_TIERS: tuple[Resource, ...] = ("extremely_low", "low", "medium")
+"""Below high, ascending."""
 
 
-def resource_of(imported_lines: int, *, thresholds: tuple[int, int]) -> Resource:
-    """Resource group of a pair: low up to the first threshold, high from the second on."""
-    low, high = thresholds
+def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource:
+    """Resource tier of a pair: high from the last threshold on, low up to the first of two.
+
+    Of three thresholds the first is the most of an extremely low pair, the second of a low one.
+    """
+    *upper_bounds, high = thresholds
     if imported_lines >= high:
         return "high"
-    return "medium" if imported_lines > low else "low"
+    tiers = _TIERS[-len(thresholds) :]
+    bounded = zip(tiers, upper_bounds, strict=False)
+    return next((tier for tier, most in bounded if imported_lines <= most), "medium")
 
 
 def languages(artifact: Artifact) -> list[str]:

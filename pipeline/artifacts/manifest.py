@@ -35,6 +35,8 @@ Kind = Literal[
     "training_state",
     "translations",
     "evaluation",
+    "task_model",
+    "task_evaluation",
     "export",
     "analysis",
 ]
@@ -49,6 +51,8 @@ FORMAT_VERSION: dict[Kind, int] = {
     "training_state": 1,
     "translations": 1,
     "evaluation": 1,
+    "task_model": 1,
+    "task_evaluation": 1,
     "export": 1,
     "analysis": 1,
 }

@@ -1,8 +1,14 @@
-"""The mixture: how often each pair is drawn, and the counts and temperature behind it."""
+"""The mixture: how often each pair is drawn, from which update on.
+
+``mixture.json`` has ``pairs``, pair → ``train_lines``, ``probability`` and, where directions are
+drawn by their own sizes, ``forward``: the share of its draws that go from its first language to its
+second. What changes later stands under ``phases``, as ``{"from_update": n, "pairs": …}`` each.
+"""
 
 import math
 from collections.abc import Mapping
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import languages, line_counts
@@ -12,6 +18,34 @@ from pipeline.settings import shown
 MIXTURE_NAME = "mixture.json"
 SUM_TOLERANCE = 1e-6
 """Of probabilities that were written with all their digits."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is drawn from an update on.
+
+    Attributes:
+        from_update: the first update of the phase, counted from 1.
+        probabilities: pair → probability that a sentence pair drawn is of this pair.
+        forward: pair → share of its draws from its first language to its second; a pair that is not
+            in it is drawn in both directions equally often, epoch by epoch in turn.
+    """
+
+    from_update: int
+    probabilities: Mapping[str, float]
+    forward: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The phases of a training, ascending; the first begins at update 1, and all have all pairs."""
+
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def constant(cls, probabilities: Mapping[str, float]) -> "Mixture":
+        """One phase, both directions of every pair equally often."""
+        return cls((Phase(1, probabilities),))
 
 
 def lines_per_language(artifact: Artifact) -> dict[str, int]:
@@ -50,24 +84,79 @@ def temperature_probabilities(
     return {name: weight / total for name, weight in weights.items()}
 
 
-def read_mixture(artifact: Artifact) -> dict[str, float]:
-    """Pair → probability that a sentence pair drawn for training is of this pair.
+def capped_shares(
+    shares: Mapping[str, float], counts: Mapping[str, int], *, max_upsampling: float
+) -> dict[str, float]:
+    """Shares of which none exceeds ``max_upsampling`` times its part of all counts.
+
+    What that takes from some goes to the others in proportion to their shares: min(c_i, λ s_i) with
+    c_i = max_upsampling · n_i / Σn, and the one λ at which they sum to 1.
+
+    Args:
+        shares: name → share, which sum to 1; 0 where the count is.
+        max_upsampling: at least 1, so that there are such shares.
+    """
+    total = sum(counts.values())
+    caps = {name: max_upsampling * (counts[name] / total) for name in shares}
+    drawn = [name for name, share in shares.items() if share > 0]
+    # By the λ at which each meets its cap: those before a place are capped, if any.
+    ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
+    kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
+    found = dict.fromkeys(shares, 0.0)
+    for place, name in enumerate(ascending):
+        scale = kept / open_shares
+        if caps[name] >= scale * shares[name]:
+            found |= {other: scale * shares[other] for other in ascending[place:]}
+            break
+        found[name] = caps[name]
+        kept -= caps[name]
+        open_shares = math.fsum(shares[other] for other in ascending[place + 1 :])
+    whole = math.fsum(found.values())
+    return {name: share / whole for name, share in found.items()}
+
+
+def read_mixture(artifact: Artifact) -> Mixture:
+    """What is drawn in training, phase after phase.
 
     Raises:
-        ArtifactError: the file holds something else, or the probabilities do not sum to 1.
+        ArtifactError: the file holds something else, or probabilities do not sum to 1.
     """
     document = artifact.read_json(MIXTURE_NAME)
-    pairs = document.get("pairs") if isinstance(document, dict) else None
-    found: dict[str, float] = {}
-    for name, entry in sorted(pairs.items()) if isinstance(pairs, dict) else ():
-        probability = entry.get("probability") if isinstance(entry, dict) else None
-        if not isinstance(probability, int | float) or not 0 <= probability <= 1:
-            _refuse(artifact, f"gives pair {shown(name)!r} no probability from 0 to 1")
-        found[name] = float(probability)
+    first = document if isinstance(document, dict) else {}
+    later = first.get("phases", [])
+    if not isinstance(later, list) or not all(isinstance(entry, dict) for entry in later):
+        _refuse(artifact, "has no list of tables under 'phases'")
+    phases = tuple(_read_phase(artifact, entry) for entry in ({**first, "from_update": 1}, *later))
+    begins = [phase.from_update for phase in phases]
+    if begins != sorted(set(begins)):
+        _refuse(artifact, f"has phases from updates {begins}, which do not ascend")
+    if any(phase.probabilities.keys() != phases[0].probabilities.keys() for phase in phases):
+        _refuse(artifact, "has phases of different pairs")
+    return Mixture(phases)
+
+
+def _read_phase(artifact: Artifact, document: Mapping[str, Any]) -> Phase:
+    begin, pairs = document.get("from_update"), document.get("pairs")
+    if not isinstance(begin, int) or isinstance(begin, bool) or not 1 <= begin < 2**63:
+        _refuse(artifact, "has a phase that does not say from which update on")
+    entries = dict(sorted(pairs.items())) if isinstance(pairs, dict) else {}
+    found = {name: _share(artifact, name, entry, "probability") for name, entry in entries.items()}
     total = math.fsum(found.values())
     if not math.isclose(total, 1, abs_tol=SUM_TOLERANCE):
         _refuse(artifact, f"has probabilities that sum to {total:g}, not to 1")
-    return found
+    forward = {
+        name: _share(artifact, name, entry, "forward")
+        for name, entry in entries.items()
+        if "forward" in entry
+    }
+    return Phase(begin, found, forward)
+
+
+def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
+    share = entry.get(key) if isinstance(entry, dict) else None
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        _refuse(artifact, f"gives pair {shown(name)!r} no {key} from 0 to 1")
+    return float(share)
 
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:

@@ -377,7 +377,7 @@ def _looks_like_a_run(directory: Path) -> bool:
         return False
     return (
         any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
-        or _kind_at(directory / "best") == "checkpoint"
+        or _kind_at(directory / "best") in ("checkpoint", "task_model")
         or _begins(directory / "identity.json", b"[{")
         or _begins(directory / "lock", b"process ")
     )

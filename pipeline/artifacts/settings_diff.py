@@ -23,9 +23,27 @@ rounding), on which ranks experts lie, what is computed twice to save memory, ho
 validation, and whether a run that cannot go on without leaving micro-batches out ends there.
 ([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
 
-DECIDE_WHICH_WEIGHTS = ("batches.evaluation_tokens", "training.validate_every")
-"""Settings that change no update, but after which of them the weights may be kept: a run goes on
-with other ones, a finished model is another with them."""
+THRESHOLDS = "training.resource_thresholds"
+
+DECIDE_WHICH_WEIGHTS = (
+    "batches.evaluation_tokens",
+    "training.best_by_route",
+    "training.patience",
+    "training.validate_every",
+)
+"""Settings that change no update, but after which of them the weights may be kept, or how many
+there are: a run goes on with other ones, a finished model is another with them. (With another
+``training.best_by`` it does not: the perplexity of what was kept is of other pairs.)"""
+
+
+def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Of settings that decide nothing, those that do not with these other ones.
+
+    Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
+    weights are kept.
+    """
+    by_tier = config.get("training", {}).get("best_by", "all") != "all"
+    return [name for name in names if not (by_tier and name == THRESHOLDS)]
 
 
 def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from pipeline.artifacts.settings_diff import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
     describe_change,
+    undeciding,
     with_defaults,
     without_settings,
 )
@@ -80,7 +81,7 @@ def why_not_to_go_on(
 def _of_every_update(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide each update; on which ranks and ZeRO stage it is made, does not."""
     kept = {name: section for name, section in config.items() if name != "ds_config"}
-    return without_settings(kept, _MAY_DIFFER)
+    return without_settings(kept, undeciding(_MAY_DIFFER, config))
 
 
 def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, int] | None:

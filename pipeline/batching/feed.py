@@ -1,6 +1,6 @@
 """From shards to micro-batches: what a training stage reads of its data."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ import torch
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
+from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import (
@@ -29,6 +30,7 @@ from pipeline.batching.global_step import (
     Planner,
     evaluation_batches,
 )
+from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig, TagScheme
 from pipeline.errors import ArtifactError, ConfigError
@@ -200,7 +202,7 @@ class Turn:
 
     step: GlobalStep
     indices: list[int]
-    batch: Batch
+    batch: AnyBatch
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Update:
 
     step: GlobalStep
     indices: list[int]
-    batches: Iterator[Batch]
+    batches: Iterator[AnyBatch]
 
 
 class TrainingData:
@@ -222,7 +224,7 @@ class TrainingData:
     def __init__(
         self,
         shards: Artifact,
-        probabilities: Mapping[str, float],
+        mixture: Mixture,
         config: BatchesConfig,
         *,
         seed: int,
@@ -230,30 +232,19 @@ class TrainingData:
         self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
-        self.planner = Planner(self.train.offsets, probabilities, config, seed=seed)
+        self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
         self.imported_lines = imported_lines(shards)
-        self._pins = torch.cuda.is_available()
 
-    def updates(self, cursor: tuple[int, int], *, rank: int, ranks: int) -> Generator[Update]:
+    def updates(
+        self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
+    ) -> Generator[Update]:
         """Updates from a cursor on as a rank sees them, without end; plans and batches read ahead.
 
-        Closing it ends the threads that do so.
+        ``update``: how many were made before the cursor. Closing it ends the threads that read.
         """
-        turns = read_ahead(self._turns(cursor, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
-        with closing(turns):
-            for first in turns:
-                others = islice(turns, len(first.indices) - 1)
-                batches = (turn.batch for turn in chain([first], others))
-                yield Update(first.step, first.indices, batches)
-
-    def _turns(self, cursor: tuple[int, int], *, rank: int, ranks: int) -> Generator[Turn]:
-        with closing(self.planner.steps(cursor)) as steps:
-            for step in steps:
-                indices = [turn[rank] for turn in step.turns(ranks)]
-                for index in indices:
-                    batch = self.train.batch(step.micro_batches[index])
-                    yield Turn(step, indices, batch.pinned() if self._pins else batch)
+        steps = self.planner.steps(cursor, update=update)
+        return read_updates(steps, self.train.batch, rank=rank, ranks=ranks)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
         return self.valid.evaluation_plan(budget=budget)
@@ -272,6 +263,41 @@ class TrainingData:
                 f"{max_positions} positions: raise model.max_positions, or lower "
                 "shards.max_tokens and make the shards again."
             )
+
+
+def read_updates(
+    steps: Generator[GlobalStep],
+    read: Callable[[MicroBatch], AnyBatch],
+    *,
+    rank: int,
+    ranks: int,
+) -> Generator[Update]:
+    """The updates of planned steps as a rank sees them, their batches read ahead.
+
+    Closing it ends the thread that does so, and ``steps``.
+    """
+    turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
+    with closing(turns):
+        for first in turns:
+            others = islice(turns, len(first.indices) - 1)
+            batches = (turn.batch for turn in chain([first], others))
+            yield Update(first.step, first.indices, batches)
+
+
+def _turns(
+    steps: Generator[GlobalStep],
+    read: Callable[[MicroBatch], AnyBatch],
+    *,
+    rank: int,
+    ranks: int,
+) -> Generator[Turn]:
+    pins = torch.cuda.is_available()
+    with closing(steps):
+        for step in steps:
+            indices = [turn[rank] for turn in step.turns(ranks)]
+            for index in indices:
+                batch = read(step.micro_batches[index])
+                yield Turn(step, indices, batch.pinned() if pins else batch)
 
 
 def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:

@@ -6,6 +6,10 @@ each stream the share its probability gives it, exactly (a pair's count after w 
 share of all draws, rounded). The window's sentences are sorted by length, cut into micro-batches
 within the token budget, shuffled, and dealt out M at a time to the updates, whose ranks share them
 by size. Any window can be computed on its own, so that resuming reads nothing of the past.
+
+Where a mixture weighs directions, each direction of a pair is a stream of its own. Where it changes
+at some update, a *phase* begins: its windows have numbers of their own, and its streams go on where
+the updates before it have brought them, counted as so many updates take on average.
 """
 
 import heapq
@@ -13,13 +17,14 @@ import itertools
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig
@@ -40,6 +45,12 @@ Integers = npt.NDArray[np.signedinteger[Any]]
 
 KEY_BITS = 63
 """Of a sort key: a whole number that is not negative."""
+
+PHASE_WINDOWS = 2**40
+"""Numbers of windows that each phase has for its own."""
+
+IN_TURN = -1
+"""The direction of a stream whose epochs alternate."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +125,56 @@ class GlobalStep:
 
 
 @dataclass(frozen=True)
+class _Stream:
+    """Epoch after epoch of a pair's lines, as a phase draws them."""
+
+    pair: int
+    name: str
+    """Of the pair, or of the direction: what its random choices are seeded by."""
+    direction: int
+    """0 or 1 as in ``MicroBatch.reverse_B``, or ``IN_TURN``."""
+    share: float
+    """Of all draws of the phase."""
+    begin: float
+    """Draws before the phase, as many as are to be expected."""
+
+
+@dataclass(frozen=True)
+class _PlannedPhase:
+    """A phase of the mixture in the planner's numbers."""
+
+    streams: tuple[_Stream, ...]
+    window_sentences: int
+    last_update: int | None
+    """None: it has no end."""
+
+
+@dataclass(frozen=True)
 class _Draws:
-    """What a window takes from the stream of a pair: draws from ``start`` up to ``stop``."""
+    """What a window takes from a stream: draws from ``start`` up to ``stop``."""
 
     pair: int
     size: int
     start: int
     stop: int
+    name: str = ""
+    direction: int = IN_TURN
+    room: int = 1
+    """Epochs that items are numbered for, at least: as many as the pair's other stream touches."""
 
     @property
     def first_epoch(self) -> int:
         return self.start // self.size
 
     @property
-    def epochs(self) -> int:
+    def touched(self) -> int:
         """How many epochs the draws touch."""
         return -(-self.stop // self.size) - self.first_epoch
+
+    @property
+    def epochs(self) -> int:
+        """By how many epochs its items are numbered."""
+        return max(self.touched, self.room)
 
     @property
     def item_bits(self) -> int:
@@ -215,18 +260,19 @@ class Planner:
     def __init__(
         self,
         pairs: Mapping[str, PairOffsets],
-        probabilities: Mapping[str, float],
+        mixture: Mixture,
         config: BatchesConfig,
         *,
         seed: int,
     ) -> None:
-        """Both mappings are by pair name; the pairs are numbered in sorted order.
+        """Pairs are known by their names, and numbered in sorted order.
 
         Raises:
-            ConfigError: the pairs differ from those of the probabilities, or a sentence exceeds
-                the token budget.
+            ConfigError: the pairs differ from those of the mixture, or a sentence exceeds the token
+                budget.
         """
         self.names = tuple(sorted(pairs))
+        probabilities = mixture.phases[0].probabilities
         missing = [name for name in self.names if name not in probabilities]
         if missing:
             raise ConfigError(
@@ -241,7 +287,6 @@ class Planner:
         self._config = config
         self._seed = seed
         self._pairs = [pairs[name] for name in self.names]
-        self._probability = np.array([probabilities[name] for name in self.names])
         self._longest = max((pair.longest for pair in self._pairs), default=0)
         longest = self._longest + max(SOURCE_EXTRA, TARGET_EXTRA)
         if longest > config.tokens:
@@ -249,11 +294,35 @@ class Planner:
                 f"The longest training sentence has {longest} tokens with its tags, and "
                 f"batches.tokens is {config.tokens}: raise it, or lower shards.max_tokens."
             )
-        self.window_sentences = self._window_sentences()
+        self._phases = self._planned_phases(mixture)
         self._kept: tuple[int, PlannedWindow] | None = None
 
-    def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+    @property
+    def window_sentences(self) -> int:
+        """Sentences of a window of the first phase."""
+        return self._phases[0].window_sentences
+
+    def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
         """Global steps from a cursor on, without end; (0, 0) is the first update.
+
+        Args:
+            update: updates that were made before the cursor.
+        """
+        while True:
+            phase = cursor[0] // PHASE_WINDOWS
+            last = self._phases[phase].last_update
+            with closing(self._steps_of_phase(cursor)) as steps:
+                for step in steps:
+                    update += 1
+                    if update == last:
+                        step = replace(step, next_cursor=((phase + 1) * PHASE_WINDOWS, 0))
+                    cursor = step.next_cursor
+                    yield step
+                    if update == last:
+                        break
+
+    def _steps_of_phase(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+        """Steps as if the cursor's phase had no end.
 
         The window after the present one is planned meanwhile.
         """
@@ -317,7 +386,7 @@ class Planner:
 
     def _sorted_keys(self, window: int) -> tuple[Integers, _KeyLayout, Integers]:
         """Sorted keys of a window's sentences, how they are read, and epochs by pair."""
-        draws = self._draws(window)
+        draws = _with_room(self._draws(window))
         layout = _KeyLayout(draws, longest=self._longest, one_direction=self._config.one_direction)
         key = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
         other, filled = np.empty_like(key), 0
@@ -331,10 +400,19 @@ class Planner:
         return key, layout, epochs
 
     def _draws(self, window: int) -> list[_Draws]:
-        """What a window takes from the pairs of which it takes anything."""
+        """What a window takes from the streams of which it takes anything."""
+        phase = self._phases[window // PHASE_WINDOWS]
+        place = window % PHASE_WINDOWS
         all_draws = (
-            _Draws(index, len(pair), self._drawn(index, window), self._drawn(index, window + 1))
-            for index, pair in enumerate(self._pairs)
+            _Draws(
+                stream.pair,
+                len(self._pairs[stream.pair]),
+                self._drawn(stream, place, sentences=phase.window_sentences),
+                self._drawn(stream, place + 1, sentences=phase.window_sentences),
+                name=stream.name,
+                direction=stream.direction,
+            )
+            for stream in phase.streams
         )
         draws = [draw for draw in all_draws if draw.stop > draw.start]
         if not draws:
@@ -355,6 +433,7 @@ class Planner:
             draw.pair,
             draw.epochs,
             draw.first_epoch,
+            draw.direction,
             offsets.first,
             offsets.second,
             layout.shift_F,
@@ -362,7 +441,7 @@ class Planner:
         )
 
     def _items(self, draw: _Draws) -> Iterator[Integers]:
-        """What is drawn of a pair, in any order: line · epochs + epoch, the window's first being 0.
+        """What a stream gives, in any order: line · epochs + epoch, the window's first being 0.
 
         Of epochs that lie within the window every line is drawn, so that their order is not asked.
         """
@@ -381,23 +460,62 @@ class Planner:
     def _lines(self, draw: _Draws, start: int, stop: int) -> Integers:
         """Lines of some draws of one epoch."""
         epoch = start // draw.size
-        key = derive_seed("epoch order", self._seed, self.names[draw.pair], epoch)
+        key = derive_seed("epoch order", self._seed, draw.name, epoch)
         position_N = np.arange(start, stop) - epoch * draw.size
         return shuffled(position_N, size=draw.size, key=key)
 
-    def _drawn(self, index: int, window: int) -> int:
-        """Sentences of a pair drawn before a window: its exact share, randomly rounded."""
-        phase = derive_seed("phase", self._seed, self.names[index]) / 2**63
-        share = float(self._probability[index])
-        return math.floor(window * self.window_sentences * share + phase)
+    def _drawn(self, stream: _Stream, windows: int, *, sentences: int) -> int:
+        """What is drawn of a stream before so many windows of its phase are over.
 
-    def _window_sentences(self) -> int:
+        That is its exact share, randomly rounded.
+        """
+        offset = derive_seed("phase", self._seed, stream.name) / 2**63
+        return math.floor(stream.begin + windows * sentences * stream.share + offset)
+
+    def _planned_phases(self, mixture: Mixture) -> tuple[_PlannedPhase, ...]:
+        """The phases, and what is drawn of each stream before each of them."""
+        ends = [phase.from_update - 1 for phase in mixture.phases[1:]]
+        drawn: dict[str, float] = {}
+        planned = []
+        for phase, end in itertools.zip_longest(mixture.phases, ends):
+            sentences = self._window_sentences(phase)
+            streams = tuple(self._streams(phase, drawn))
+            planned.append(_PlannedPhase(streams, sentences, last_update=end))
+            if end is not None:
+                windows = (end - phase.from_update + 1) / self._config.window_steps
+                drawn |= {one.name: one.begin + windows * sentences * one.share for one in streams}
+        return tuple(planned)
+
+    def _streams(self, phase: Phase, drawn: Mapping[str, float]) -> Iterator[_Stream]:
+        """The streams of a phase; ``drawn``: how much was before it of those there were."""
+        for pair, name in enumerate(self.names):
+            probability, forward = phase.probabilities[name], phase.forward.get(name)
+            if forward is None:
+                yield _Stream(pair, name, IN_TURN, probability, drawn.get(name, 0.0))
+                continue
+            first, second = name.split("-")
+            for direction, way, share in (
+                (0, f"{first}>{second}", forward),
+                (1, f"{second}>{first}", 1 - forward),
+            ):
+                yield _Stream(pair, way, direction, probability * share, drawn.get(way, 0.0))
+
+    def _window_sentences(self, phase: Phase) -> int:
         extra = max(SOURCE_EXTRA, TARGET_EXTRA)
+        probability = np.array([phase.probabilities[name] for name in self.names])
         # Quotients of whole numbers: the same to the last bit, however the sums are taken.
         means = [(pair.longer + extra * len(pair)) / len(pair) for pair in self._pairs]
-        mean = float(np.dot(means, self._probability) / self._probability.sum())
+        mean = float(np.dot(means, probability) / probability.sum())
         wanted = self._config.window_steps * self._config.micro_batches * self._config.tokens
         return max(self._config.micro_batches, round(wanted / mean))
+
+
+def _with_room(draws: Sequence[_Draws]) -> list[_Draws]:
+    """The same draws; the streams of a pair number their items by as many epochs."""
+    room: dict[int, int] = {}
+    for draw in draws:
+        room[draw.pair] = max(room.get(draw.pair, 1), draw.touched)
+    return [replace(draw, room=room[draw.pair]) for draw in draws]
 
 
 def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> Integers:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
@@ -116,7 +117,7 @@ def load_model(
     return model
 
 
-def load_weights(model: Transformer, checkpoint: Artifact) -> None:
+def load_weights(model: nn.Module, checkpoint: Artifact) -> None:
     """Copy a checkpoint's weights into a model of the same shape.
 
     Raises:

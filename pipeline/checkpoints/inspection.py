@@ -18,7 +18,7 @@ from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tok
 from pipeline.checkpoints.training_state import read_position, split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.errors import ArtifactError
-from pipeline.model.parameters import count_parameters
+from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import text_table, track
 
@@ -86,9 +86,7 @@ def _inspect_model(spec: ModelSpec, headers: Iterable[TensorHeader]) -> dict[str
         dtypes[header.dtype] = dtypes.get(header.dtype, 0) + 1
     return {
         "model": spec.model_dump(mode="json"),
-        "parameters": count_parameters(
-            spec.model, vocabulary_size=spec.vocabulary_size, num_groups=spec.num_groups
-        ),
+        "parameters": count_parameters_of(spec),
         "dtypes": dtypes,
     }
 

@@ -2,9 +2,11 @@
 
 In memory the experts of a layer are stacked, and under expert parallelism a rank holds only its
 own: ``….feed_forward.experts.up.weight`` (E, F, D). In artifacts every expert has its own tensor
-under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever wrote it.
+under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever wrote it. Modules of
+languages are stacked, too, and have tensors of their own under their languages' codes.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.model.initial_values import initialize
+from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.moe.experts import Experts
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, shape_of_model
@@ -46,29 +49,80 @@ def dense_name(name: str) -> str | None:
     return f"{before}.{after.partition('.')[2]}" if found else None
 
 
+@dataclass(frozen=True)
+class LanguageTensor:
+    """A tensor of a language's module, or of a gate that decides between modules.
+
+    ``stack`` is the name that those of all languages share, ``dense`` that of the plain model's
+    tensor of the same shape and meaning, where there is one.
+    """
+
+    stack: str
+    dense: str | None
+
+
+_OF_LANGUAGES = re.compile(
+    r"(?P<low_rank>.*\.low_rank)\.[^.]+\.(vertical|flat)"
+    r"|(?P<feed_forward>.*\.feed_forward)\.of_language\.[^.]+\.(?P<inner>(up|down)\.(weight|bias))"
+    r"|(?P<projections>.*\.?projections)\.[^.]+\.weight"
+    r"|(?P<gate>.*_routing\.gate)\.(up|down)\.(weight|bias)"
+)
+
+
+def language_tensor(name: str) -> LanguageTensor | None:
+    """What a tensor of language modules is; None for others."""
+    found = _OF_LANGUAGES.fullmatch(name)
+    if found is None:
+        return None
+    layer = found["feed_forward"]
+    if layer is not None:
+        return LanguageTensor(f"{layer}.of_language", f"{layer}.{found['inner']}")
+    stack = found["low_rank"] or found["projections"] or found["gate"]
+    return LanguageTensor(stack, None)
+
+
 def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
     """Every tensor an artifact of this model has from this rank, in the model's order."""
-    stacked: dict[str, Experts] = {
-        f"{module_name}.{name}": module
+    stacked: dict[str, tuple[str, Experts | LanguageStack]] = {
+        f"{module_name}.{name}" if module_name else name: (module_name, module)
         for module_name, module in model.named_modules()
-        if isinstance(module, Experts)
+        if isinstance(module, Experts | LanguageStack)
         for name, _ in module.named_parameters()
     }
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
-        experts = stacked.get(name)
-        if experts is None:
-            yield NamedSlice(name, owner, parameter, parameter.data, 0)
-            continue
-        for index, value in enumerate(parameter.data.unbind(0)):
-            yield NamedSlice(
-                name=expert_name(name, experts.first_expert + index),
-                owner=owner,
-                parameter=parameter,
-                value=value,
-                offset=index * value.numel(),
-                expert=experts.first_expert + index,
-            )
+        stack_name, stack = stacked.get(name, ("", None))
+        match stack:
+            case None:
+                yield NamedSlice(name, owner, parameter, parameter.data, 0)
+            case Experts():
+                yield from _slices_of_experts(name, stack, owner, parameter)
+            case LanguageStack():
+                inner = name.removeprefix(f"{stack_name}.")
+                yield from _slices_of_languages(stack_name, inner, stack, owner, parameter)
+
+
+def _slices_of_experts(
+    name: str, experts: Experts, owner: nn.Module, parameter: nn.Parameter
+) -> Iterator[NamedSlice]:
+    for index, value in enumerate(parameter.data.unbind(0)):
+        yield NamedSlice(
+            name=expert_name(name, experts.first_expert + index),
+            owner=owner,
+            parameter=parameter,
+            value=value,
+            offset=index * value.numel(),
+            expert=experts.first_expert + index,
+        )
+
+
+def _slices_of_languages(
+    stack_name: str, inner: str, stack: LanguageStack, owner: nn.Module, parameter: nn.Parameter
+) -> Iterator[NamedSlice]:
+    """``….low_rank``, ``vertical`` → ``….low_rank.de.vertical`` and so on."""
+    prefix = f"{stack_name}." if stack_name else ""
+    for index, (slot, value) in enumerate(zip(stack.slots, parameter.data.unbind(0), strict=True)):
+        yield NamedSlice(f"{prefix}{slot}.{inner}", owner, parameter, value, index * value.numel())
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:

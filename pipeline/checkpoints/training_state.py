@@ -123,6 +123,8 @@ class Position:
     """Last update that was validated."""
     best_perplexity: Sum | None = None
     best_update: Whole | None = None
+    validations_since_best: Whole = 0
+    """In a row, none of which found a lower perplexity."""
     seconds: Seconds = 0.0
     interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=4)] = (0.0, 0.0, 0.0, 0.0)
     """Sums over all ranks since the last line of metrics: see ``training/loop.py``."""

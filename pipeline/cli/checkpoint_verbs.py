@@ -120,6 +120,37 @@ def _prune_experts(options: argparse.Namespace) -> int:
     return 0
 
 
+def _prune_languages(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.language_pruning import prune_languages
+
+    with interruptible(), sole_writer(options.out):
+        kept = prune_languages(
+            options.directory,
+            languages=options.languages,
+            out_dir=options.out,
+            overwrite=options.overwrite,
+        )
+    print(
+        f"{options.out}: the modules of {' '.join(kept.languages)}, {kept.after:,} of "
+        f"{kept.before:,} parameters"
+    )
+    return 0
+
+
+def _fold(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.folding import fold_checkpoint
+
+    with interruptible(), sole_writer(options.out):
+        folded = fold_checkpoint(
+            options.directory, out_dir=options.out, overwrite=options.overwrite
+        )
+    print(
+        f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
+        + (f", {folded.matrices} matrices folded" if folded.matrices else "")
+    )
+    return 0
+
+
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR")
 
@@ -186,6 +217,14 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
     _add_output_options(parser)
 
 
+def _add_language_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument(
+        "--languages", nargs="+", required=True, metavar="CODE", help="whose modules to keep"
+    )
+    _add_output_options(parser)
+
+
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
@@ -239,5 +278,17 @@ _VERBS = (
         "make a checkpoint of the experts that serve the given target languages",
         _add_pruning_options,
         _prune_experts,
+    ),
+    Verb(
+        "checkpoint prune-languages",
+        "make a checkpoint with the language modules of the given languages alone",
+        _add_language_options,
+        _prune_languages,
+    ),
+    Verb(
+        "checkpoint fold",
+        "make an ordinary checkpoint of the route that all languages of a model share",
+        _add_unpacking_options,
+        _fold,
     ),
 )

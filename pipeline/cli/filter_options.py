@@ -1,6 +1,7 @@
 """What ``mmnmt translate`` as a filter can be asked for beside one translation per line."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,7 +11,7 @@ from pipeline.config import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.settings import describe_validation
 
-_SETTINGS = ("n_best", "word_scores", "alignments", "banned")
+_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
 """Options that are settings of the recipe, for this one call."""
 
 
@@ -39,6 +40,19 @@ def add_detail_options(group: argparse._ArgumentGroup) -> None:
         help="what no translation has, as the vocabulary spells it (repeatable)",
     )
     group.add_argument(
+        "--must",
+        action="append",
+        metavar="PHRASE",
+        dest="required",
+        help="what every translation has, as the vocabulary spells it (repeatable)",
+    )
+    group.add_argument(
+        "--must-file",
+        type=Path,
+        metavar="FILE",
+        help="line n has the phrases that the translation of line n must have, tabs between them",
+    )
+    group.add_argument(
         "--prefixes",
         action="store_true",
         help="behind a tab, lines have what their translation begins with",
@@ -47,8 +61,10 @@ def add_detail_options(group: argparse._ArgumentGroup) -> None:
 
 def first_detail_option(options: argparse.Namespace) -> str | None:
     """The first of them that is given, as it is written."""
-    given = [name for name in (*_SETTINGS, "prefixes") if getattr(options, name)]
-    return f"--{given[0].replace('_', '-')}" if given else None
+    given = [name for name in (*_SETTINGS, "must_file", "prefixes") if getattr(options, name)]
+    if not given:
+        return None
+    return "--must" if given[0] == "required" else f"--{given[0].replace('_', '-')}"
 
 
 def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
@@ -59,8 +75,11 @@ def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> Decod
     """
     asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
     asked = {name: value for name, value in asked.items() if value}
-    if "banned" in asked:
-        asked["banned"] = (*decoding.banned, *asked["banned"])
+    if options.route:
+        asked["route"] = options.route
+    for name in ("banned", "required"):
+        if name in asked:
+            asked[name] = (*getattr(decoding, name), *asked[name])
     try:
         return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
     except ValidationError as error:

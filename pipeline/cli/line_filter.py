@@ -25,6 +25,7 @@ def filter_command(options: argparse.Namespace) -> int:
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
     from pipeline.decoding.line_filter import filter_lines
+    from pipeline.decoding.phrase_file import read_phrases
 
     counts = filter_lines(
         checkpoint,
@@ -33,6 +34,7 @@ def filter_command(options: argparse.Namespace) -> int:
         target=options.target,
         lines=IncomingLines(sys.stdin.fileno()),
         has_prefixes=options.prefixes,
+        phrases=None if options.must_file is None else read_phrases(options.must_file),
         write=_write_line,
         say=lambda text: say_once(f"mmnmt translate: {text}"),
     )

@@ -24,6 +24,7 @@ def _describe(options: argparse.Namespace) -> int:
         recipe.model,
         vocabulary_size=vocabulary_size,
         num_groups=_num_groups(recipe, options.groups),
+        num_languages=_num_languages(recipe, options.languages),
     )
     if options.json:
         described = {
@@ -72,6 +73,30 @@ def _num_groups(recipe: Recipe, asked: int | None) -> int:
     return moe.num_groups
 
 
+def _num_languages(recipe: Recipe, asked: int | None) -> int:
+    """Languages with modules, as asked for or the recipe's; 1 of a model without modules.
+
+    Raises:
+        ConfigError: the recipe has none and some were asked for, or leaves them to the tokenizer
+            and none were asked for.
+    """
+    modules = recipe.model.language_modules
+    if modules is None:
+        if asked is not None:
+            raise ConfigError(
+                f"Recipe {recipe.name!r} has no language modules: leave --languages out."
+            )
+        return 1
+    if asked is not None:
+        return asked
+    if modules.languages is None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer: pass "
+            "--languages N."
+        )
+    return len(modules.languages)
+
+
 def _list(_options: argparse.Namespace) -> int:
     rows = [[name, load_recipe(name).description] for name in recipe_names()]
     print(text_table(["recipe", "description"], rows))
@@ -86,6 +111,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
         recipe,
         vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
         num_groups=_num_groups(recipe, options.groups),
+        num_languages=_num_languages(recipe, options.languages),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
         device=options.device,
@@ -103,6 +129,7 @@ def _estimate_time(options: argparse.Namespace) -> int:
     sizes: dict[str, int] = {
         "vocabulary_size": options.vocabulary or recipe.tokenizer.vocabulary_size,
         "num_groups": _num_groups(recipe, options.groups),
+        "num_languages": _num_languages(recipe, options.languages),
     }
     import torch  # once the recipe is known to be good
 
@@ -162,6 +189,12 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         type=whole_number(MAX_GROUPS),
         metavar="G",
         help="language groups of the router (default: the recipe's num_groups)",
+    )
+    parser.add_argument(
+        "--languages",
+        type=whole_number(MAX_GROUPS),
+        metavar="L",
+        help="languages that have modules (default: those that the recipe names)",
     )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 

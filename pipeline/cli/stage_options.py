@@ -2,9 +2,11 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from pipeline.cli.filter_options import add_detail_options, first_detail_option
 from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.config import Route
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.stages import Stage
 
@@ -40,6 +42,11 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     )
     _add_process_options(parser, stage)
     if stage.name == "translate":
+        parser.add_argument(
+            "--route",
+            choices=get_args(Route),
+            help="of a model with language modules and a shared one: in place of the recipe's",
+        )
         _add_filter_options(parser)
     if stage.name == "upcycle":
         _add_declaration_options(parser)

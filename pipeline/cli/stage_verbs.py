@@ -135,6 +135,9 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
     given = vars(options)
     named = stage.sections and options.recipe
     recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
+    if given.get("route"):
+        route = {"route": given["route"]}
+        recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})
     artifacts: dict[str, Artifact] = {}
     raw: dict[str, RawInput] = {}
     for name, wanted in stage.inputs.items():

@@ -19,10 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config import DecodingConfig
+from pipeline.decoding.constraints import Candidates, Constraints
 from pipeline.decoding.decoder_states import DecoderStates
-from pipeline.decoding.hypotheses import Source, Translation, length_limit, not_numbers
+from pipeline.decoding.hypotheses import (
+    Source,
+    Translation,
+    length_limit,
+    no_room_for_phrases,
+    not_numbers,
+)
 from pipeline.decoding.restrictions import Restrictions
 from pipeline.decoding.stopping import stopping_rule
+from pipeline.kernels.beam_steps import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 
 
@@ -84,16 +92,16 @@ class Search:
         self.device = model.device
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
-        self.states = DecoderStates(model, sources, beams=self.beams)
+        self.constraints = Constraints.of(sources, specials=specials, eos_id=eos_id)
+        self.states = DecoderStates(model, sources, route=config.route)
         self.prompt_length = self.states.prompt_length
         positions = model.spec.model.max_positions - self.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]
         self.ended = [_Ended() for _ in sources]
         self.active = list(range(len(sources)))
-        beam_grid = (len(sources), self.beams)
-        self.tokens_BJT = torch.empty(*beam_grid, 0, dtype=torch.int64, device=self.device)
-        self.scores_BJ = torch.full(beam_grid, -torch.inf, device=self.device)
-        self.scores_BJ[:, 0] = 0.0
+        grid = (len(sources), 1)  # all beams begin alike
+        self.tokens_BJT = torch.empty(*grid, 0, dtype=torch.int64, device=self.device)
+        self.scores_BJ = torch.zeros(grid, device=self.device)
 
     def run(self) -> list[list[Translation]]:
         x_RD = self.states.begin()
@@ -106,7 +114,7 @@ class Search:
 
     def _best(self, ended: _Ended) -> list[Translation]:
         if not ended.hypotheses:
-            raise not_numbers()
+            raise not_numbers() if self.constraints is None else no_room_for_phrases()
         return [Translation(tokens, score) for score, tokens in ended.hypotheses[: self.n_best]]
 
     def advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
@@ -114,8 +122,8 @@ class Search:
         score_BC, beam_BC, token_BC = self._candidates(logits_RV, length)
         self._collect(score_BC, beam_BC, token_BC, length)
         running_BC = score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
-        running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
-        self._mark_done(running_BJ[:, 0].tolist(), length)
+        running_BJ, choice_BJ = self._running(running_BC)
+        self._mark_done(running_BJ.amax(1).tolist(), length)
         keep = [row for row, index in enumerate(self.active) if not self.ended[index].done]
         if not keep:
             return None
@@ -129,25 +137,61 @@ class Search:
         self.tokens_BJT = torch.cat([self.tokens_BJT, token_BJ[:, :, None]], dim=2)
         return token_BJ.flatten()
 
+    def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """The J candidates that go on: the best, or the first that get a place."""
+        if self.constraints is None:
+            running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
+            return running_BJ, choice_BJ
+        place_BC = (running_BC == -torch.inf).long().argsort(dim=1, stable=True)
+        choice_BJ = place_BC[:, : self.beams]
+        return running_BC.gather(1, choice_BJ), choice_BJ
+
     def _candidates(self, logits_RV: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, beams and tokens of the 2 · J best extensions of every sentence, best first."""
-        log_p_RV = F.log_softmax(logits_RV, dim=1, dtype=torch.float32)
-        log_p_RV[:, self.model.spec.pad_id] = -torch.inf
+        """Scores, beams and tokens of the 2 · J best extensions of every sentence, best first.
+
+        Where phrases must appear there are others beside, in the order they get their places.
+        """
+        logits_RV = logits_RV.float()
+        normalizer_R = log_normalizer(logits_RV)
+        logits_RV[:, self.model.spec.pad_id] = -torch.inf
         if self.restrictions is not None:
-            self.restrictions.apply(log_p_RV, self.tokens_BJT, active=self.active, length=length)
+            self.restrictions.apply(logits_RV, self.tokens_BJT, active=self.active, length=length)
         at_limit = [length >= self.limits[index] for index in self.active]
         if any(at_limit) and self.rule.forces_end_at_limit:
-            rows = torch.tensor(at_limit, device=self.device).repeat_interleave(self.beams)
-            others = torch.ones(log_p_RV.shape[1], dtype=torch.bool, device=self.device)
+            rows = torch.tensor(at_limit, device=self.device)
+            rows = rows.repeat_interleave(self.scores_BJ.shape[1])
+            others = torch.ones(logits_RV.shape[1], dtype=torch.bool, device=self.device)
             others[self.eos_id] = False
-            log_p_RV.masked_fill_(rows[:, None] & others, -torch.inf)
-        width = min(2 * self.beams, log_p_RV.shape[1])
-        best_RC, token_RC = log_p_RV.topk(width, dim=1)
-        total_RC = best_RC + self.scores_BJ.view(-1, 1)
+            logits_RV.masked_fill_(rows[:, None] & others, -torch.inf)
+        if self.constraints is not None:
+            self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=self.active)
+        width = min(2 * self.beams, logits_RV.shape[1])
+        best_RC, token_RC = best_tokens(logits_RV, width)
+        total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
         total_BX = total_RC.view(len(self.active), -1)
+        missing = max(self.beams - total_BX.shape[1], 0)  # first tokens of a small vocabulary
+        total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
-        token_BC = token_RC.view(len(self.active), -1).gather(1, place_BC)
-        return score_BC, place_BC // width, token_BC
+        token_BX = F.pad(token_RC.view(len(self.active), -1), (0, missing))
+        beam_BC = (place_BC // width).clamp_max_(self.scores_BJ.shape[1] - 1)
+        token_BC = token_BX.gather(1, place_BC)
+        if self.constraints is None:
+            return score_BC, beam_BC, token_BC
+        before_R = self.scores_BJ.view(-1) - normalizer_R
+        dealt = self.constraints.allocate(
+            Candidates(score_BC, beam_BC, token_BC),
+            logits_RV + before_R[:, None],
+            self.tokens_BJT,
+            active=self.active,
+            is_last=[here and not self.rule.forces_end_at_limit for here in at_limit],
+        )
+        return self._at_least_beams(dealt)
+
+    def _at_least_beams(self, found: Candidates) -> tuple[Tensor, Tensor, Tensor]:
+        """Filled up with candidates that nothing takes."""
+        missing = (0, max(self.beams - found.score_BC.shape[1], 0))
+        score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
+        return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
 
     def _normalized(self, score: float, length: int) -> float:
         counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
@@ -163,11 +207,20 @@ class Search:
             at_limit = [length >= self.limits[index] for index in self.active]
             ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
-        for row, column in ends_BJ.nonzero().tolist():
-            past = self.tokens_BJT[row, int(beam_BC[row, column])].tolist()
-            last = int(token_BC[row, column])
-            score = self._normalized(float(score_BC[row, column]), length)
+        row_X, column_X = ends_BJ.nonzero().unbind(1)
+        if not len(row_X):
+            return
+        past_XT = self.tokens_BJT[row_X, beam_BC[row_X, column_X]].tolist()
+        ends = zip(
+            row_X.tolist(),
+            past_XT,
+            token_BC[row_X, column_X].tolist(),
+            score_BC[row_X, column_X].tolist(),
+            strict=True,
+        )
+        for row, past, last, total in ends:
             tokens = (*past,) if last == self.eos_id else (*past, last)
+            score = self._normalized(total, length)
             self.ended[self.active[row]].add(score, tokens, keep=self.beams)
 
     def _mark_done(self, best_running: Sequence[float], length: int) -> None:

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
+from pipeline.config import Route
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.model.language_modules.low_rank import project
 from pipeline.model.layers import DecoderLayer
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
@@ -43,6 +45,7 @@ def forced_pass(
     *,
     eos_id: int,
     attention_of: int | None = None,
+    route: Route = "specific",
 ) -> list[ForcedPass]:
     """Log-probabilities of the tokens, and the attention of decoder layer ``attention_of``."""
     model.eval()
@@ -53,9 +56,12 @@ def forced_pass(
     source_N = _flat([one.tokens for one in sources], device)
     pairs = [(one.source_language, one.target_language) for one in sources]
     languages = torch.tensor(pairs, device=device).unbind(1)
-    tokens = model.tokens_of(target, *languages)
+    tokens = model.tokens_of(target, *languages, route=route)
     memory_ND, _ = model.encode(
-        source_N, model.embedding(source_N), source, model.tokens_of(source, *languages)
+        source_N,
+        model.embedding(source_N),
+        source,
+        model.tokens_of(source, *languages, route=route),
     )
     embedded_ND = model.embedding(_flat(inputs, device))
     x_ND = model.decoder.enter(embedded_ND, tokens.position_N, model.positions_TD)
@@ -63,7 +69,7 @@ def forced_pass(
     for number, layer in enumerate(model.decoder_layers()):
         if number == attention_of:
             attention_BTS = _attention(layer, x_ND, target, tokens, memory_ND, source).cpu()
-        x_ND, _ = layer(x_ND, target, tokens, memory_ND, source)
+        x_ND = layer(x_ND, target, tokens, memory_ND, source).x_ND
     log_p_BT = _log_probabilities(model, x_ND, inputs, eos_id=eos_id)
     found = []
     for row, (one, ids) in enumerate(zip(sources, inputs, strict=True)):
@@ -108,9 +114,9 @@ def _attention(
     x_ND = norm.leave(x_ND, context_ND)
 
     cross = layer.cross_attention
-    query_ND = cross.query(layer.cross_attention_norm.enter(x_ND))
+    query_ND = project(cross.query, layer.cross_attention_norm.enter(x_ND), tokens)
     query_BHTK = cross.heads(target.unpack(query_ND)).float()
-    key_BHSK = cross.keys(memory_ND, memory).key_BHSK.float()
+    key_BHSK = cross.keys(memory_ND, memory, tokens.over(memory)).key_BHSK.float()
     score_BHTS = query_BHTK @ key_BHSK.transpose(2, 3) / math.sqrt(query_BHTK.shape[3])
     is_padding = ~memory.mask_BT[:, None, None, :]
     return score_BHTS.masked_fill(is_padding, -torch.inf).softmax(3).mean(1)

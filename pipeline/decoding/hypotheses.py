@@ -21,6 +21,8 @@ class Source:
     """What every hypothesis begins with: it is part of the result, and of its score."""
     banned: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that no hypothesis has."""
+    required: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that every hypothesis has."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,18 @@ def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: 
 
 
 def length_limit(source: Source, config: DecodingConfig, *, positions: int) -> int:
-    """As :func:`max_target_length`, and at least a forced prefix and its end-of-sentence.
+    """As :func:`max_target_length`, and at least what is forced on it and its end-of-sentence.
 
     Raises:
-        ConfigError: the prefix has no room in the model's positions.
+        ConfigError: that has no room in the model's positions.
     """
-    needed = len(source.prefix) + 1
-    if source.prefix and needed > positions:
+    forced = len(source.prefix) + sum(map(len, set(source.required)))
+    needed = forced + 1
+    if forced and needed > positions:
+        what = "A forced prefix has" if not source.required else "What a translation must have is"
         raise ConfigError(
-            f"A forced prefix has {len(source.prefix):,} tokens, and the model has positions for "
-            f"{positions - 1:,}: shorten it."
+            f"{what} {forced:,} tokens, and the model has positions for {positions - 1:,}: shorten "
+            "it."
         )
     return max(max_target_length(len(source.tokens), config, positions=positions), needed)
 
@@ -57,4 +61,12 @@ def not_numbers() -> CheckpointError:
     return CheckpointError(
         "The model's scores are not numbers, so that it cannot translate: its weights are "
         "finite but too large; name another checkpoint."
+    )
+
+
+def no_room_for_phrases() -> ConfigError:
+    """The error of a sentence none of whose hypotheses has all it must have."""
+    return ConfigError(
+        "No translation was found that has all the phrases it must have: they cannot stand beside "
+        "a forced prefix or what is banned, or the model's scores are not numbers; ask for fewer."
     )

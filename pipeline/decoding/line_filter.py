@@ -82,6 +82,7 @@ def filter_lines(
     write: Callable[[str], None],
     say: Callable[[str], None],
     has_prefixes: bool = False,
+    phrases: Iterator[tuple[str, ...]] | None = None,
 ) -> FilterCounts:
     """Translate the lines in order, as they come.
 
@@ -95,6 +96,8 @@ def filter_lines(
             that were split.
         has_prefixes: a line's translation begins with what stands behind its first tab, if it has
             one.
+        phrases: of every line in order, what its translation must have; those behind the last
+            must have none.
 
     Raises:
         ConfigError: a language the model does not know, or both the same.
@@ -106,7 +109,10 @@ def filter_lines(
     try:
         while batch := lines.take(BATCH_LINES):
             batch, prefixes = _take_prefixes(translator, batch) if has_prefixes else (batch, None)
-            translations = translate_lines(translator, direction, batch, prefixes=prefixes)
+            batch, required = _take_phrases(translator, batch, prefixes, phrases or iter(()))
+            translations = translate_lines(
+                translator, direction, batch, prefixes=prefixes, required=required
+            )
             for line, hypothesis in zip(batch, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:
@@ -134,12 +140,14 @@ def translate_lines(
     lines: Sequence[IncomingLine],
     *,
     prefixes: Sequence[str] | None = None,
+    required: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Hypothesis]:
     """Their translations in order; computed in batches of similar length."""
     begun = prefixes or [""] * len(lines)
+    wanted = required or [()] * len(lines)
     jobs = [
-        Job(direction, index, without_line_breaks(line.text), prefix=prefix)
-        for index, (line, prefix) in enumerate(zip(lines, begun, strict=True))
+        Job(direction, index, without_line_breaks(line.text), prefix=prefix, required=phrases)
+        for index, (line, prefix, phrases) in enumerate(zip(lines, begun, wanted, strict=True))
     ]
     found: dict[int, Hypothesis] = {}
     for batch in translator.cut(jobs):
@@ -160,6 +168,23 @@ def _take_prefixes(
         texts.append(replace(line, text=text))
         prefixes.append(prefix)
     return texts, prefixes
+
+
+def _take_phrases(
+    translator: Translator,
+    lines: Sequence[IncomingLine],
+    prefixes: Sequence[str] | None,
+    phrases: Iterator[tuple[str, ...]],
+) -> tuple[list[IncomingLine], list[tuple[str, ...]]]:
+    """The next lines and what their translations must have; what none can have is named."""
+    taken, required = [], []
+    for line, prefix in zip(lines, prefixes or [""] * len(lines), strict=True):
+        wanted = next(phrases, ())
+        if not line.problem and (problem := translator.phrases_problem(wanted, prefix=prefix)):
+            wanted, line = (), replace(line, text="", problem=problem)
+        taken.append(line)
+        required.append(wanted)
+    return taken, required
 
 
 def _written(hypothesis: Hypothesis) -> str:

@@ -38,11 +38,11 @@ class Restrictions:
         banned: dict[tuple[int, ...], set[int]] = {}
         for index, source in enumerate(sources):
             for sequence in source.banned:
-                _check(sequence, specials=specials)
+                check_tokens(sequence, specials=specials)
                 _check_prefix(source.prefix, sequence)
                 banned.setdefault(sequence, set()).add(index)
             if source.prefix:
-                _check(source.prefix, specials=specials)
+                check_tokens(source.prefix, specials=specials)
         return cls(
             tuple(source.prefix for source in sources),
             {sequence: frozenset(indices) for sequence, indices in banned.items()},
@@ -81,11 +81,12 @@ def _forbid(
     log_p_BJV[rows_B, :, last] = column_BJ.masked_fill(stands_BJ, -torch.inf)
 
 
-def _check(sequence: tuple[int, ...], *, specials: frozenset[int]) -> None:
+def check_tokens(sequence: tuple[int, ...], *, specials: frozenset[int]) -> None:
+    """Raises ConfigError for a sequence that no hypothesis can have."""
     if not sequence or specials.intersection(sequence):
         raise ConfigError(
             f"No hypothesis can have the tokens {list(sequence)}, which are none or have padding "
-            "or end-of-sentence among them: give a prefix or banned sequence without."
+            "or end-of-sentence among them: give a prefix, banned sequence or phrase without."
         )
 
 

@@ -50,7 +50,7 @@ class Sampler:
         self.samples = config.n_best
         specials = frozenset((model.spec.pad_id, eos_id))
         self.restrictions = Restrictions.of(sources, specials=specials)
-        self.states = DecoderStates(model, sources, beams=self.samples)
+        self.states = DecoderStates(model, sources, route=config.route)
         positions = model.spec.model.max_positions - self.states.prompt_length
         self.limits = [length_limit(source, config, positions=positions) for source in sources]
         self.active = list(range(len(sources)))
@@ -76,7 +76,10 @@ class Sampler:
         return uniform_BJT
 
     def run(self) -> list[list[Translation]]:
-        x_RD = self.states.begin()
+        x_BD = self.states.begin()
+        every_B = torch.arange(len(self.active), device=x_BD.device)
+        self.states.keep(every_B, torch.zeros_like(every_B)[:, None].expand(-1, self.samples))
+        x_RD = x_BD.repeat_interleave(self.samples, dim=0)
         for length in range(1, max(self.limits) + 1):
             next_R = self.advance(self.model.project(x_RD), length)
             if next_R is None:

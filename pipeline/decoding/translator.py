@@ -7,6 +7,7 @@ and joined again (``sentences.py``); its hypothesis says so.
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -20,9 +21,10 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.config import DecodingConfig
+from pipeline.config import DecodingConfig, Route
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.quantization import quantize
 from pipeline.decoding.restrictions import has_sequence
 from pipeline.decoding.search import search
 from pipeline.decoding.sentences import join_sentences, split_to_fit
@@ -30,6 +32,11 @@ from pipeline.decoding.words import align, texts_of, word_spans
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
 from pipeline.model.front.ada_msha import AdaMsha
+from pipeline.model.language_modules.choice import (
+    has_two_routes,
+    refuse_languages_without_modules,
+)
+from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 
 TAG_TOKENS = 2
@@ -45,6 +52,9 @@ class Job:
     text: str
     prefix: str = ""
     """What its translation begins with; of a line in parts, that of the first."""
+    required: tuple[str, ...] = ()
+    """Phrases that its translation has, beside those of all; of a line in parts, that of the
+    first."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class _Part:
     tokens: list[int]
     truncated: bool
     prefix: tuple[int, ...] = ()
+    required: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,21 +93,34 @@ class Translator:
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
         refuse_other_tokenizer(checkpoint, self.tokenizer)
-        self.scheme = read_spec(checkpoint).tag_scheme
+        spec = read_spec(checkpoint)
+        self.scheme = spec.tag_scheme
+        refuse_route(checkpoint, spec, config.route)
         dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the current one
         self.model: Transformer = load_model(checkpoint, device=device, dtype=dtype)
+        if config.precision == "int8":
+            quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
-        self._banned = tuple(self._banned_tokens(phrase) for phrase in config.banned)
+        self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
+        self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
         if config.router_language:
             self.show_router(config.router_language)
 
-    def cut(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Batches of similar length, longest first, within the budget of tokens times rows."""
-        lengths = [len(self._encode(job.text)) for job in jobs]
+    def lengths(self, jobs: Sequence[Job]) -> list[int]:
+        """Tokens of every text."""
+        return [len(self._encode(job.text)) for job in jobs]
+
+    def cut(self, jobs: Sequence[Job], lengths: Sequence[int] | None = None) -> list[list[Job]]:
+        """Batches of similar length, longest first, within the budget of tokens times rows.
+
+        ``lengths`` are their :meth:`lengths` where they are known.
+        """
+        if lengths is None:
+            lengths = self.lengths(jobs)
         return [[jobs[index] for index in batch] for batch in self._batches(lengths)]
 
     def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
@@ -131,14 +155,36 @@ class Translator:
             return "has a prefix with a banned phrase in it"
         return ""
 
+    def phrases_problem(self, phrases: Sequence[str], *, prefix: str = "") -> str:
+        """Why no translation can have all of them beside those of all; empty where one can."""
+        wanted = {tuple(self._encode(phrase)) for phrase in phrases}
+        tokens = [token for phrase in wanted for token in phrase]
+        if not all(wanted) or self.tokenizer.unk_id in tokens:
+            return "has a phrase with characters that the vocabulary does not have"
+        if any(has_sequence(one, banned) for one in wanted for banned in self._banned):
+            return "has a phrase with a banned one in it"
+        count = sum(map(len, wanted | {*self._required})) + len(self._encode(prefix))
+        if phrases and count > self.max_tokens - 1:
+            return (
+                f"must have {count:,} tokens in its translation, of which the model takes "
+                f"{self.max_tokens - 1:,}"
+            )
+        return ""
+
     def language(self, code: str) -> int:
-        """Index of a language of this model, by the code the model has for it."""
+        """Index of a language of this model, by the code the model has for it.
+
+        Raises:
+            ConfigError: there is none, or the route wants a module that it does not have.
+        """
         if code not in self._language:
             near = nearest_codes(code, self._language)
             raise ConfigError(
                 f"This model does not know the language {code!r}: it knows "
                 f"{', '.join(self._language)}" + (f"; nearest is {near[0]!r}." if near else ".")
             )
+        if self.config.route == "specific":
+            refuse_languages_without_modules(self.model.spec, [code])
         return self._language[code]
 
     def show_router(self, language: str | None) -> None:
@@ -171,11 +217,11 @@ class Translator:
         self.language(spelling)  # says that there is no such language
         return spelling
 
-    def _banned_tokens(self, phrase: str) -> tuple[int, ...]:
+    def _phrase(self, phrase: str, kind: Literal["banned", "required"]) -> tuple[int, ...]:
         tokens = tuple(self._encode(phrase))
         if not tokens or self.tokenizer.unk_id in tokens:
             raise ConfigError(
-                f"The banned phrase {phrase!r} is empty or has characters that the model's "
+                f"The {kind} phrase {phrase!r} is empty or has characters that the model's "
                 "vocabulary does not have, so that no translation has it: leave it out."
             )
         return tokens
@@ -204,9 +250,22 @@ class Translator:
             return []
         if problem := self.prefix_problem(job.prefix):
             raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
+        if problem := self.phrases_problem(job.required, prefix=job.prefix):
+            raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
         prefix = tuple(self._encode(job.prefix))
+        of_line = (tuple(self._encode(phrase)) for phrase in job.required)
+        required = (*self._required, *of_line)
         if len(tokens) <= self.max_tokens:
-            return [_Part(index, job.direction, tokens, truncated=False, prefix=prefix)]
+            return [
+                _Part(
+                    index,
+                    job.direction,
+                    tokens,
+                    truncated=False,
+                    prefix=prefix,
+                    required=required,
+                )
+            ]
         encoded = [self._encode(text) for text in split_to_fit(job.text, fits=self._fits)]
         parts = [tokens for tokens in encoded if tokens]
         return [
@@ -216,6 +275,7 @@ class Translator:
                 tokens[: self.max_tokens],
                 truncated=len(tokens) > self.max_tokens,
                 prefix=() if number else prefix,
+                required=() if number else required,
             )
             for number, tokens in enumerate(parts)
         ]
@@ -238,7 +298,14 @@ class Translator:
         if not (self.config.word_scores or self.config.alignments):
             return [None] * len(sources)
         eos_id, layer = self.tokenizer.eos_id, self._alignment_layer
-        return forced_pass(self.model, sources, best, eos_id=eos_id, attention_of=layer)
+        return forced_pass(
+            self.model,
+            sources,
+            best,
+            eos_id=eos_id,
+            attention_of=layer,
+            route=self.config.route,
+        )
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Indices in batches, longest first, whose padded tokens times rows fit the budget."""
@@ -326,6 +393,17 @@ class Translator:
             target_language=languages[1],
             prefix=part.prefix,
             banned=self._banned,
+            required=part.required,
+        )
+
+
+def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
+    """Raises ConfigError where a model has no such route."""
+    if route == "shared" and not has_two_routes(spec.model):
+        raise ConfigError(
+            f"{checkpoint.directory} has one route, and no module that all languages share "
+            '(decoding.route is "shared"): leave the route out, or name a model of fuse '
+            "distillation."
         )
 
 

@@ -25,6 +25,8 @@ from pipeline.model.attention import Attention
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.front.passage import Passage, Source
 from pipeline.model.front.subwords import SubwordFront
+from pipeline.model.language_modules.clsr import ConditionalRouting
+from pipeline.model.language_modules.low_rank import LowRankLinear
 from pipeline.model.layers import DecoderLayer, EncoderLayer
 from pipeline.model.moe.dispatch import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
@@ -111,6 +113,8 @@ def _layer_bytes(
     """What one layer keeps, by part."""
     attentions = [module for module in layer.children() if isinstance(module, Attention)]
     part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
+    gates = [module for module in layer.children() if isinstance(module, ConditionalRouting)]
+    size += sum(_gated_bytes(one, batch, width=width) for one in gates)
     return {"attention": sum(_attention_bytes(one, batch) for one in attentions), part: size}
 
 
@@ -127,7 +131,7 @@ def _width(model: Transformer) -> int:
 
 def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:
     match module:
-        case FeedForward():
+        case FeedForward() if not isinstance(module.up, LowRankLinear):
             return "feed-forward", _feed_forward_bytes(module, batch)
         case MixtureOfExperts():
             return "experts", _moe_bytes(module, batch)
@@ -147,7 +151,15 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
     score = batch.score_bytes(head_width=width // num_heads)
     scores = num_heads * batch.tokens * batch.length * score
     rate = batch.regularization.dropout
-    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores
+    low_ranks = [one for one in attention.children() if isinstance(one, LowRankLinear)]
+    low_rank = sum(one.low_rank.flat.shape[1] for one in low_ranks) * batch.tokens * batch.value
+    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores + low_rank
+
+
+def _gated_bytes(routing: ConditionalRouting, batch: MicroBatchShape, *, width: int) -> int:
+    """(3 e D + e G + 5 · 4) N: the sublayer's result, both projections of it, and the gate."""
+    gate_width = routing.gate.up.out_features
+    return batch.tokens * (batch.value * (3 * width + gate_width) + 5 * FLOAT32)
 
 
 def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:

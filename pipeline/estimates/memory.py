@@ -111,6 +111,7 @@ def estimate(
     ds_config: Mapping[str, Any],
     device: Device = "cuda",
     sentence_length: int | None = None,
+    num_languages: int = 1,
 ) -> MemoryEstimate:
     """Memory of a training run, per rank.
 
@@ -121,6 +122,7 @@ def estimate(
         sentence_length: tokens per sentence, tags included, where attention keeps its scores (on
             CPU, unless its kernel is fused); None: of all that the recipe allows, the length at
             which it keeps the most.
+        num_languages: languages that have modules, in a model that has some.
 
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
@@ -130,7 +132,12 @@ def estimate(
         recipe, zero, device=device, processes=processes, sentence_length=sentence_length
     )
     model = shape_of_model(
-        placeholder_spec(recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups)
+        placeholder_spec(
+            recipe.model,
+            vocabulary_size=vocabulary_size,
+            num_groups=num_groups,
+            num_languages=num_languages,
+        )
     )
     groups = _optimizer_groups(model, recipe, processes=processes)
     held = _HeldByZero(
@@ -140,7 +147,7 @@ def estimate(
         embedding=_largest_embedding(model),
         frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
     )
-    kept = sum(activation_bytes(model, batch).values())
+    kept = _passes(recipe) * sum(activation_bytes(model, batch).values())
     working = _working_bytes(recipe, batch, vocabulary_size=vocabulary_size)
     phases: dict[Phase, Parts] = {
         "start": held.start(),
@@ -438,10 +445,16 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     logits = batch.tokens * vocabulary_size
     embedding = batch.value * vocabulary_size * recipe.model.width
     return max(
-        _loss_bytes(batch, vocabulary_size=vocabulary_size),
+        _passes(recipe) * _loss_bytes(batch, vocabulary_size=vocabulary_size)
+        + _divergence_bytes(recipe, batch, vocabulary_size=vocabulary_size),
         batch.value * logits + embedding,
         embedding + _layer_temporaries(recipe.model, batch),
     )
+
+
+def _passes(recipe: Recipe) -> int:
+    """Of a micro-batch through the model, before the backward pass."""
+    return 2 if recipe.loss.objective == "fuse_distillation" else 1
 
 
 def _loss_bytes(batch: MicroBatchShape, *, vocabulary_size: int) -> int:
@@ -452,6 +465,14 @@ def _loss_bytes(batch: MicroBatchShape, *, vocabulary_size: int) -> int:
     copies = 3 if batch.value < FLOAT32 else 2
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
     return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * vocabulary_size
+
+
+def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
+    """Of fuse distillation: the gradient of each route's logits, where it learns from it."""
+    if recipe.loss.objective != "fuse_distillation":
+        return 0
+    gradients = 2 if recipe.loss.distillation == "symmetric" else 1
+    return gradients * batch.tokens * batch.value * vocabulary_size
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:

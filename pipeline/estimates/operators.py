@@ -181,6 +181,7 @@ def count_training(
     *,
     vocabulary_size: int,
     num_groups: int,
+    num_languages: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Counted:
     """Forward pass, loss and backward pass of a full micro-batch.
@@ -188,7 +189,12 @@ def count_training(
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
     that there is padding.
     """
-    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups)
+    model = _model(
+        recipe,
+        vocabulary_size=vocabulary_size,
+        num_groups=num_groups,
+        num_languages=num_languages,
+    )
     model.to(dtype).train()
     batch = micro_batch(recipe.batches.tokens).to(META)
     even = _routes_per_expert(recipe.model, len(batch.target_N))
@@ -197,12 +203,19 @@ def count_training(
     return mode.counted
 
 
-def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Counted:
+def count_decoding_step(
+    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+) -> Counted:
     """From the decoder's states to those of the next token, in the precision of the recipe.
 
     The batch is full, no sentence ends, and the cache need not grow.
     """
-    model = _model(recipe, vocabulary_size=vocabulary_size, num_groups=num_groups).eval()
+    model = _model(
+        recipe,
+        vocabulary_size=vocabulary_size,
+        num_groups=num_groups,
+        num_languages=num_languages,
+    ).eval()
     model.to(torch.bfloat16 if recipe.decoding.precision == "bfloat16" else torch.float32)
     beams, prompt = recipe.decoding.beam_size, (0, 0)
     sentences = max(recipe.decoding.tokens // (SENTENCE_LENGTH * beams), 1)
@@ -214,17 +227,26 @@ def count_decoding_step(recipe: Recipe, *, vocabulary_size: int, num_groups: int
     with torch.no_grad():  # inference mode would show operators before they are taken apart
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
-            x_RD = search.states.begin()
+            first_R = search.advance(model.project(search.states.begin()), 1)
+            assert first_R is not None, "no sentence ends"
+            x_RD = search.states.step(first_R, len(prompt))
         with OperatorCounter(host_number=even, model=model) as mode:
-            next_R = search.advance(model.project(x_RD), 1)
+            next_R = search.advance(model.project(x_RD), 2)
             assert next_R is not None, "no sentence ends"
-            search.states.step(next_R, len(prompt))
+            search.states.step(next_R, len(prompt) + 1)
     return mode.counted
 
 
-def _model(recipe: Recipe, *, vocabulary_size: int, num_groups: int) -> Transformer:
+def _model(
+    recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int
+) -> Transformer:
     return build_model(
-        placeholder_spec(recipe.model, vocabulary_size=vocabulary_size, num_groups=num_groups),
+        placeholder_spec(
+            recipe.model,
+            vocabulary_size=vocabulary_size,
+            num_groups=num_groups,
+            num_languages=num_languages,
+        ),
         regularization=Regularization.of(recipe.training),
         device=META,
     )

@@ -16,7 +16,7 @@ from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.documents import read_json_lines
 from pipeline.errors import UserError
-from pipeline.model.parameters import count_parameters
+from pipeline.model.parameters import count_parameters_of
 
 OPERATIONS_PER_PARAMETER = 6
 """Floating-point operations of one target token and one active parameter: a multiplication and an
@@ -248,7 +248,5 @@ def read_parameters(checkpoint: Artifact) -> Parameters | None:
         spec = stated_spec(checkpoint)
     except (UserError, OSError, ValueError):
         return None
-    counts = count_parameters(
-        spec.model, vocabulary_size=spec.vocabulary_size, num_groups=spec.num_groups
-    )
+    counts = count_parameters_of(spec)
     return Parameters(total=counts["total"], active=counts["active"])

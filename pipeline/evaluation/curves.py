@@ -41,7 +41,7 @@ def curve_figures(history: History, *, places: Mapping[str, int]) -> list[str]:
     for group in get_args(Resource):
         figures.append(
             _figure(
-                f"Validation, {group} resource",
+                f"Validation, {group.replace('_', ' ')} resource",
                 curves,
                 places,
                 axis=UPDATES,

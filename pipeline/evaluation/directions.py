@@ -58,7 +58,7 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
 
 
 def describe_directions(
-    corpus: Artifact, *, thresholds: tuple[int, int], training: Artifact | None = None
+    corpus: Artifact, *, thresholds: tuple[int, ...], training: Artifact | None = None
 ) -> list[DirectionProfile]:
     """All directions that have test lines, sorted, each with its family and resource group.
 

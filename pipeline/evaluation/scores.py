@@ -166,7 +166,7 @@ class Evaluation:
     columns: tuple[Column, ...]
     """One per score, in the order of the recipe."""
     pivot: str | None
-    thresholds: tuple[int, int]
+    thresholds: tuple[int, ...]
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]
     """Code → English name, of all languages of the corpus."""

@@ -252,12 +252,11 @@ def notes(evaluation: Evaluation, *, missing: Sequence[str]) -> list[str]:
     Args:
         missing: folders behind the systems that could not be found.
     """
-    low, high = evaluation.thresholds
     found = [
         "Averages are arithmetic means over directions; the number of directions stands with each "
         "column.",
-        f"Resource groups go by the training lines of the pair before cleaning: low up to "
-        f"{low:,}, high from {high:,}, medium between; pairs without training lines have none.",
+        f"Resource groups go by the training lines of the pair before cleaning: "
+        f"{_bounds(evaluation.thresholds)}; pairs without training lines have none.",
     ]
     if evaluation.significance is not None:
         found.append(significance_note(evaluation.significance.resamples))
@@ -273,6 +272,13 @@ def notes(evaluation: Evaluation, *, missing: Sequence[str]) -> list[str]:
             f"since: {', '.join(missing)}."
         )
     return found
+
+
+def _bounds(thresholds: Sequence[int]) -> str:
+    """Which numbers of lines each resource group has."""
+    *lowest, low, high = thresholds
+    below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
+    return f"{below}low up to {low:,}, high from {high:,}, medium between"
 
 
 def significance_note(resamples: int) -> str:

@@ -103,6 +103,7 @@ def make_keys(
     pair: int,
     epochs: int,
     first_epoch: int,
+    direction: int,
     first_offsets: Integers,
     second_offsets: Integers,
     shift_F: Integers,
@@ -111,13 +112,15 @@ def make_keys(
     """Sort keys of the items of a pair, line · ``epochs`` + epoch, in their place.
 
     ``first_epoch`` is the number of the first epoch of which the window has something.
+    ``direction`` is 0 or 1 where all items are in one, -1 where it alternates from epoch to epoch.
     """
     for n in range(len(key_N)):
         item = key_N[n]
         line = item // epochs
         first = first_offsets[line + 1] - first_offsets[line]
         second = second_offsets[line + 1] - second_offsets[line]
-        reverse = (line + first_epoch + item - line * epochs) & 1
+        in_turn = (line + first_epoch + item - line * epochs) & 1
+        reverse = in_turn if direction < 0 else direction
         source, target = (second, first) if reverse else (first, second)
         key_N[n] = (
             (pair << shift_F[PAIR])

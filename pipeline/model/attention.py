@@ -1,6 +1,7 @@
 """Multi-head attention over packed hidden states.
 
-Legend: B batch, T query length, S key length, N real tokens, D model width, H heads, K head width.
+Legend: B batch, T query length, S key length, N real tokens, R rows of a decoding step, D model
+width, H heads, K head width.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.packed_attention import Spans, attend_packed, can_attend_packed
 from pipeline.kernels.products import Linear
 from pipeline.kernels.scaled_dot_product import attend
+from pipeline.model.language_modules.low_rank import project
 from pipeline.model.tokens import Tokens
 
 
@@ -21,8 +23,6 @@ class KeyValues:
 
     key_BHSK: Tensor
     value_BHSK: Tensor
-    mask: Tensor | None = None
-    """(B, 1, T, S), True where a decoding step may attend, where it may not attend everywhere."""
 
 
 class Projected(NamedTuple):
@@ -31,6 +31,20 @@ class Projected(NamedTuple):
     query_ND: Tensor
     key_ND: Tensor
     value_ND: Tensor
+
+
+class StepKeys(Protocol):
+    """What the rows of a decoding step attend to: entries of their own or of their sentence."""
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        """The context of every row, (R, D)."""
+
+
+class GrowingKeys(StepKeys, Protocol):
+    """The past of every row."""
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        """The last token of every row becomes part of it."""
 
 
 class Contextualizer(Protocol):
@@ -50,13 +64,13 @@ class Attention(nn.Module):
         self.query = Linear(width, width)
         self.key = Linear(width, width)
         self.value = Linear(width, width)
-        self.output = Linear(width, width)
+        self.output: nn.Module = Linear(width, width)
 
     def forward(
         self,
         x_ND: Tensor,
         packing: Packing,
-        tokens: Tokens,  # noqa: ARG002 (for projections that depend on languages)
+        tokens: Tokens,
         *,
         is_causal: bool = False,
         mask_BTT: Tensor | None = None,
@@ -67,9 +81,11 @@ class Attention(nn.Module):
         Sentences are right-padded, so that under a causal mask no real query sees padding. Where
         the device can, and nothing asks for a mask, none of them is padded at all.
         """
-        states = self.project(x_ND) if contextualizer is None else contextualizer(self, x_ND)
+        states = (
+            self.project(x_ND, tokens) if contextualizer is None else contextualizer(self, x_ND)
+        )
         if mask_BTT is None and self._stays_packed(x_ND):
-            return self._attend_packed(states, packing, packing, is_causal=is_causal)
+            return self._attend_packed(states, packing, packing, tokens, is_causal=is_causal)
         query_BHTK, *keys_BHTK = (self.heads(packing.unpack(state)) for state in states)
         mask = None if is_causal else packing.key_mask(beside=query_BHTK)
         if mask_BTT is not None:
@@ -78,29 +94,51 @@ class Attention(nn.Module):
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
         keys = KeyValues(*keys_BHTK)
-        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=is_causal)
+        return self._attend(
+            query_BHTK, keys, packing, mask=mask, is_causal=is_causal, tokens=tokens
+        )
 
-    def project(self, x_ND: Tensor) -> Projected:
+    def project(self, x_ND: Tensor, tokens: Tokens) -> Projected:
         """Plain projections, which look at no neighbour."""
-        return Projected(self.query(x_ND), self.key(x_ND), self.value(x_ND))
+        return Projected(
+            project(self.query, x_ND, tokens),
+            project(self.key, x_ND, tokens),
+            project(self.value, x_ND, tokens),
+        )
 
     def attend_to(
-        self, x_ND: Tensor, packing: Packing, memory_ND: Tensor, memory: Packing
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        memory_ND: Tensor,
+        memory: Packing,
+        tokens: Tokens,
     ) -> Tensor:
         """Cross-attention from the real tokens of ``packing`` to those of ``memory``."""
         if self._stays_packed(x_ND):
-            states = Projected(self.query(x_ND), self.key(memory_ND), self.value(memory_ND))
-            return self._attend_packed(states, packing, memory, is_causal=False)
-        keys = self.keys(memory_ND, memory)
-        query_BHTK = self.heads(packing.unpack(self.query(x_ND)))
+            of_memory = tokens.over(memory)
+            states = Projected(
+                project(self.query, x_ND, tokens),
+                project(self.key, memory_ND, of_memory),
+                project(self.value, memory_ND, of_memory),
+            )
+            return self._attend_packed(states, packing, memory, tokens, is_causal=False)
+        keys = self.keys(memory_ND, memory, tokens.over(memory))
+        query_BHTK = self.heads(packing.unpack(project(self.query, x_ND, tokens)))
         mask = memory.key_mask(beside=query_BHTK)
-        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False)
+        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False, tokens=tokens)
 
     def _stays_packed(self, x_ND: Tensor) -> bool:
         return can_attend_packed(x_ND, head_width=x_ND.shape[1] // self.num_heads)
 
     def _attend_packed(
-        self, states: Projected, packing: Packing, memory: Packing, *, is_causal: bool
+        self,
+        states: Projected,
+        packing: Packing,
+        memory: Packing,
+        tokens: Tokens,
+        *,
+        is_causal: bool,
     ) -> Tensor:
         """From real tokens to real tokens, of the sentence itself or of its source."""
         context_NHK = attend_packed(
@@ -110,8 +148,7 @@ class Attention(nn.Module):
             is_causal=is_causal,
             dropout=self.dropout if self.training else 0.0,
         )
-        projected: Tensor = self.output(context_NHK.flatten(1))
-        return projected
+        return project(self.output, context_NHK.flatten(1), tokens)
 
     def _attend(
         self,
@@ -121,6 +158,7 @@ class Attention(nn.Module):
         *,
         mask: Tensor | None,
         is_causal: bool,
+        tokens: Tokens,
     ) -> Tensor:
         context_BHTK = attend(
             query_BHTK,
@@ -131,40 +169,25 @@ class Attention(nn.Module):
             dropout=self.dropout if self.training else 0.0,
         )
         context_BTD = context_BHTK.transpose(1, 2).flatten(2)
-        projected: Tensor = self.output(packing.pack(context_BTD))
-        return projected
+        return project(self.output, packing.pack(context_BTD), tokens)
 
-    def keys(self, memory_ND: Tensor, memory: Packing) -> KeyValues:
-        """Keys and values of packed tokens, (B, H, S, K)."""
+    def keys(self, memory_ND: Tensor, memory: Packing, tokens: Tokens) -> KeyValues:
+        """Keys and values of packed tokens, which ``tokens`` tells of, (B, H, S, K)."""
         return KeyValues(
-            self.heads(memory.unpack(self.key(memory_ND))),
-            self.heads(memory.unpack(self.value(memory_ND))),
+            self.heads(memory.unpack(project(self.key, memory_ND, tokens))),
+            self.heads(memory.unpack(project(self.value, memory_ND, tokens))),
         )
 
-    def step(self, x_RD: Tensor, past: KeyValues, *, length: int) -> Tensor:
-        """Self-attention of one new token per row, whose key and value are written to ``past``.
+    def step(self, x_RD: Tensor, past: GrowingKeys, tokens: Tokens) -> Tensor:
+        """Self-attention of one new token per row, which is added to the row's past."""
+        states = self.project(x_RD, tokens)
+        past.append(states.key_ND, states.value_ND)
+        return project(self.output, past.attend(states.query_ND), tokens)
 
-        The rows of a sentence share its keys and values: they are written side by side from entry
-        ``length`` on, and ``past.mask`` says which entries are a row's own past and itself. Without
-        a mask a row attends to all entries up to its own.
-        """
-        batch = past.key_BHSK.shape[0]
-        beams = x_RD.shape[0] // batch
-        stop = length + beams
-        x_BJD = x_RD.view(batch, beams, -1)
-        past.key_BHSK[:, :, length:stop] = self.heads(self.key(x_BJD))
-        past.value_BHSK[:, :, length:stop] = self.heads(self.value(x_BJD))
-        if past.mask is None:
-            past = KeyValues(past.key_BHSK[:, :, :stop], past.value_BHSK[:, :, :stop])
-        return self.step_memory(x_RD, past, mask=past.mask)
-
-    def step_memory(self, x_RD: Tensor, memory: KeyValues, *, mask: Tensor | None) -> Tensor:
-        """Cross-attention of one new token per row; rows of a sentence share its memory."""
-        batch = memory.key_BHSK.shape[0]
-        query_BJD = self.query(x_RD).view(batch, -1, x_RD.shape[-1])
-        context_BHJK = attend(self.heads(query_BJD), memory.key_BHSK, memory.value_BHSK, mask=mask)
-        projected: Tensor = self.output(context_BHJK.transpose(1, 2).reshape(x_RD.shape))
-        return projected
+    def step_memory(self, x_RD: Tensor, memory: StepKeys, tokens: Tokens) -> Tensor:
+        """Cross-attention of one new token per row."""
+        context_RD = memory.attend(project(self.query, x_RD, tokens))
+        return project(self.output, context_RD, tokens)
 
     def heads(self, x_BTD: Tensor) -> Tensor:
         """(B, T, D) → (B, H, T, K)."""

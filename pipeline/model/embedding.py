@@ -31,6 +31,8 @@ class Embedding(nn.Module):
         self.input_scale: nn.Parameter | None = None
         self.output_scale: nn.Parameter | None = None
         self.output_weight: nn.Parameter | None = None
+        self.projection: nn.Module | None = None
+        """What stands in for the table at the output, where something does."""
         match config.input:
             case "learned" | "frozen":
                 is_learned = config.input == "learned"
@@ -62,6 +64,9 @@ class Embedding(nn.Module):
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Logits over the vocabulary, (N, V)."""
+        if self.projection is not None:
+            logits_NV: Tensor = self.projection(x_ND)
+            return logits_NV
         table_VD = self.weight if self.output_weight is None else self.output_weight
         if table_VD is not None:
             return linear(x_ND, table_VD)

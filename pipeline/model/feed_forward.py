@@ -7,9 +7,11 @@ type in ``config.FeedForwardConfig`` and a case of :func:`build_feed_forward`.
 
 from torch import Tensor, nn
 
-from pipeline.config import DenseConfig, ModelConfig
+from pipeline.config import DenseConfig, LanguageExpertsConfig, ModelConfig
 from pipeline.kernels.activations import Activation, activate
 from pipeline.kernels.products import Linear
+from pipeline.model.language_modules.language_experts import build_language_experts
+from pipeline.model.language_modules.low_rank import project
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord, build_mixture_of_experts
 from pipeline.model.moe.router import Side
@@ -30,9 +32,10 @@ class FeedForward(nn.Module):
     def forward(
         self,
         x_ND: Tensor,
-        tokens: Tokens,  # noqa: ARG002 (one signature)
+        tokens: Tokens,
     ) -> tuple[Tensor, RoutingRecord | None]:
-        return self.down(activate(self.up(x_ND), self.activation)), None
+        hidden_NF = activate(project(self.up, x_ND, tokens), self.activation)
+        return project(self.down, hidden_NF, tokens), None
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
@@ -58,6 +61,9 @@ def build_feed_forward(
             regularization=regularization,
             expert_parallel=expert_parallel,
         )
+    modules = model.language_modules
+    if isinstance(modules, LanguageExpertsConfig) and (layer + 1) % modules.every == 0:
+        return build_language_experts(spec, modules, side=side)
     match model.feed_forward:
         case DenseConfig():
             return FeedForward(

@@ -4,7 +4,7 @@ Legend: B batch, N real tokens, S source length, R rows of a decoding step, D mo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -14,27 +14,45 @@ from torch.utils.checkpoint import checkpoint
 from pipeline.batching.batch import Packing
 from pipeline.config import ModelConfig
 from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
-from pipeline.model.attention import Attention, Contextualizer, KeyValues
+from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
+from pipeline.model.language_modules.clsr import ConditionalRouting
 from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.tokens import Tokens
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states of a layer, and what its feed-forward has to report."""
+    """Hidden states of a layer, and what its sublayers have to report."""
 
     x_ND: Tensor
     record: RoutingRecord | None
+    gates: tuple[Tensor, ...] = ()
+    """Of sublayers that are followed by gated projections, (N,) each."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What the layers of a pass have to report, in order."""
+
+    routing: list[RoutingRecord] = field(default_factory=list)
+    gates: list[Tensor] = field(default_factory=list)
+
+    def add(self, output: LayerOutput) -> Tensor:
+        """Note what a layer reports; returns its states."""
+        if output.record is not None:
+            self.routing.append(output.record)
+        self.gates.extend(output.gates)
+        return output.x_ND
 
 
 @dataclass
 class LayerCache:
-    """What a decoder layer keeps between decoding steps, per sentence: its beams share it."""
+    """What a decoder layer keeps between decoding steps."""
 
-    past: KeyValues
-    """Keys and values of the target so far, preallocated along its length."""
-    memory: KeyValues
-    """Keys and values of the source, one per sentence."""
+    past: GrowingKeys
+    """Keys and values of the target so far."""
+    memory: StepKeys
+    """Keys and values of the source."""
 
 
 class ResidualNorm(nn.LayerNorm):
@@ -59,7 +77,9 @@ class ResidualNorm(nn.LayerNorm):
             if self.pre_norm:
                 return add_dropped(x, y, rate=self.dropout)
             return norm_of_sum(x, y, self, rate=self.dropout)
-        x = x + F.dropout(y, self.dropout, training=self.training and self.dropout > 0)
+        if self.training and self.dropout > 0:
+            y = F.dropout(y, self.dropout)
+        x = x + y
         return x if self.pre_norm else self(x)
 
     def pass_on(self, x: Tensor, y: Tensor, following: "ResidualNorm") -> tuple[Tensor, Tensor]:
@@ -70,8 +90,25 @@ class ResidualNorm(nn.LayerNorm):
         return x, following.enter(x)
 
 
+def routed(
+    routing: ConditionalRouting | None,
+    x_ND: Tensor,
+    y_ND: Tensor,
+    tokens: Tokens,
+    gates: list[Tensor],
+) -> Tensor:
+    """A sublayer's result y, through what follows it, whose gates are added to ``gates``."""
+    if routing is None:
+        return y_ND
+    y_ND, gate_N = routing(x_ND, y_ND, tokens)
+    gates.append(gate_N)
+    return y_ND
+
+
 class EncoderLayer(nn.Module):
     """Self-attention and feed-forward."""
+
+    sublayers = ("self_attention", "feed_forward")
 
     def __init__(
         self, model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
@@ -81,6 +118,8 @@ class EncoderLayer(nn.Module):
         self.self_attention_norm = attention_norm(model, regularization)
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+        self.self_attention_routing: ConditionalRouting | None = None
+        self.feed_forward_routing: ConditionalRouting | None = None
 
     def forward(
         self,
@@ -92,19 +131,25 @@ class EncoderLayer(nn.Module):
         contextualizer: Contextualizer | None = None,
     ) -> LayerOutput:
         """One layer over the packed source; with ``mask_BTT``, attending only where it is True."""
+        gates: list[Tensor] = []
         norm, following = self.self_attention_norm, self.feed_forward_norm
-        context_ND = self.self_attention(
-            norm.enter(x_ND), packing, tokens, mask_BTT=mask_BTT, contextualizer=contextualizer
+        entered_ND = norm.enter(x_ND)
+        y_ND = self.self_attention(
+            entered_ND, packing, tokens, mask_BTT=mask_BTT, contextualizer=contextualizer
         )
-        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
+        y_ND = routed(self.self_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm = following
         y_ND, record = self.feed_forward(entered_ND, tokens)
-        return LayerOutput(norm.leave(x_ND, y_ND), record)
+        y_ND = routed(self.feed_forward_routing, entered_ND, y_ND, tokens, gates)
+        return LayerOutput(norm.leave(x_ND, y_ND), record, tuple(gates))
 
 
 class DecoderLayer(nn.Module):
     """Causal self-attention, cross-attention and feed-forward."""
+
+    sublayers = ("self_attention", "cross_attention", "feed_forward")
 
     def __init__(
         self, model: ModelConfig, regularization: Regularization, feed_forward: nn.Module
@@ -116,6 +161,9 @@ class DecoderLayer(nn.Module):
         self.cross_attention_norm = attention_norm(model, regularization)
         self.feed_forward = feed_forward
         self.feed_forward_norm = feed_forward_norm(model, regularization, feed_forward)
+        self.self_attention_routing: ConditionalRouting | None = None
+        self.cross_attention_routing: ConditionalRouting | None = None
+        self.feed_forward_routing: ConditionalRouting | None = None
 
     def forward(
         self,
@@ -126,45 +174,44 @@ class DecoderLayer(nn.Module):
         memory: Packing,
     ) -> LayerOutput:
         """One layer over the packed target, all positions at once."""
+        gates: list[Tensor] = []
         norm, following = self.self_attention_norm, self.cross_attention_norm
-        context_ND = self.self_attention(norm.enter(x_ND), packing, tokens, is_causal=True)
-        x_ND, entered_ND = norm.pass_on(x_ND, context_ND, following)
+        entered_ND = norm.enter(x_ND)
+        y_ND = self.self_attention(entered_ND, packing, tokens, is_causal=True)
+        y_ND = routed(self.self_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm, following = following, self.feed_forward_norm
-        attended_ND = self.cross_attention.attend_to(entered_ND, packing, memory_ND, memory)
-        x_ND, entered_ND = norm.pass_on(x_ND, attended_ND, following)
+        y_ND = self.cross_attention.attend_to(entered_ND, packing, memory_ND, memory, tokens)
+        y_ND = routed(self.cross_attention_routing, entered_ND, y_ND, tokens, gates)
+        x_ND, entered_ND = norm.pass_on(x_ND, y_ND, following)
 
         norm = following
         y_ND, record = self.feed_forward(entered_ND, tokens)
-        return LayerOutput(norm.leave(x_ND, y_ND), record)
+        y_ND = routed(self.feed_forward_routing, entered_ND, y_ND, tokens, gates)
+        return LayerOutput(norm.leave(x_ND, y_ND), record, tuple(gates))
 
-    def step(
-        self,
-        x_RD: Tensor,
-        cache: LayerCache,
-        tokens: Tokens,
-        *,
-        length: int,
-        memory_mask: Tensor | None,
-    ) -> Tensor:
-        """One decoding step of R = B · beams rows, written to the cache from entry ``length`` on.
-
-        ``memory_mask`` is (B, 1, 1, S), True at real source tokens, or None where nothing is
-        padded. Beams of a sentence attend to its one copy of keys and values as if they were
-        positions of one query.
-        """
+    def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
+        """One decoding step of R rows, which are added to the past."""
+        unheard: list[Tensor] = []
         norm = self.self_attention_norm
-        context_RD = self.self_attention.step(norm.enter(x_RD), cache.past, length=length)
-        x_RD = norm.leave(x_RD, context_RD)
+        entered_RD = norm.enter(x_RD)
+        y_RD = self.self_attention.step(entered_RD, cache.past, tokens)
+        x_RD = norm.leave(
+            x_RD, routed(self.self_attention_routing, entered_RD, y_RD, tokens, unheard)
+        )
 
         norm = self.cross_attention_norm
-        attended_RD = self.cross_attention.step_memory(
-            norm.enter(x_RD), cache.memory, mask=memory_mask
+        entered_RD = norm.enter(x_RD)
+        y_RD = self.cross_attention.step_memory(entered_RD, cache.memory, tokens)
+        x_RD = norm.leave(
+            x_RD, routed(self.cross_attention_routing, entered_RD, y_RD, tokens, unheard)
         )
-        x_RD = norm.leave(x_RD, attended_RD)
 
         norm = self.feed_forward_norm
-        y_RD, _ = self.feed_forward(norm.enter(x_RD), tokens)
+        entered_RD = norm.enter(x_RD)
+        y_RD, _ = self.feed_forward(entered_RD, tokens)
+        y_RD = routed(self.feed_forward_routing, entered_RD, y_RD, tokens, unheard)
         return norm.leave(x_RD, y_RD)
 
 

@@ -12,21 +12,23 @@ from pipeline.config import AdaMshaConfig, ModelConfig, TagScheme, WsfConfig
 from pipeline.errors import ConfigError
 from pipeline.settings import Settings, describe_validation, whole
 
+Id = Annotated[int, whole(0, 2**31 - 1)]
+
 
 class ModelSpec(Settings):
     """All that is needed to build a model, with no other file at hand."""
 
     model: ModelConfig
     vocabulary_size: Annotated[int, whole(1, 2**31 - 1)]
-    pad_id: Annotated[int, whole(0, 2**31 - 1)]
+    pad_id: Id
     languages: tuple[str, ...]
     """Index = the language index of batches."""
     language_groups: tuple[int, ...] | None = None
     """Group of each language, for a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
-    language_token_ids: tuple[int, ...] | None = None
+    language_token_ids: tuple[Id, ...] | None = None
     """Id of each language's token, where the front wants to know (Ada-MSHA's language vector)."""
-    lone_ids: tuple[int, ...] | None = None
+    lone_ids: tuple[Id, ...] | None = None
     """Ids that are words of their own: white space, specials, language tokens; where the front
     wants to know (WSF)."""
 
@@ -51,6 +53,17 @@ class ModelSpec(Settings):
             self.languages
         ):
             raise ValueError("language_token_ids must give every language an id")
+        modules = self.model.language_modules
+        if modules is not None and modules.languages is not None:
+            unknown = sorted(set(modules.languages) - set(self.languages))
+            if unknown or not modules.languages:
+                raise ValueError(
+                    "model.language_modules.languages must name one or more of the tokenizer's "
+                    f"languages, {', '.join(self.languages)}"
+                    + (f"; {', '.join(unknown)} is none of them" if unknown else "")
+                )
+        if modules is not None and "shared" in self.languages:
+            raise ValueError("a language is called shared, as the module of all languages is")
         groups, moe = self.language_groups, self.model.moe
         if groups is None and moe is not None and moe.decoder_router == "language_group":
             raise ValueError("decoder_router is language_group, but there are no language_groups")
@@ -98,15 +111,23 @@ def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
     return marks
 
 
-def placeholder_spec(model: ModelConfig, *, vocabulary_size: int, num_groups: int) -> ModelSpec:
-    """A spec of that size with languages of no name, one per group: to count and to estimate."""
+def placeholder_spec(
+    model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+) -> ModelSpec:
+    """A spec of that size with languages of no name, at least one per group: to count with."""
+    modules = model.language_modules
+    named = () if modules is None or modules.languages is None else modules.languages
+    unnamed = max(num_groups, num_languages, 1) - len(named)
+    languages = (*named, *(f"l{index}" for index in range(unnamed)))
     return make_spec(
         model=model,
         vocabulary_size=vocabulary_size,
         pad_id=0,
-        languages=tuple(f"l{index}" for index in range(max(num_groups, 1))),
-        language_groups=tuple(range(num_groups)) if num_groups else None,
-        language_token_ids=(0,) * max(num_groups, 1),
+        languages=languages,
+        language_groups=tuple(i % num_groups for i in range(len(languages)))
+        if num_groups
+        else None,
+        language_token_ids=(0,) * len(languages),
         lone_ids=(0,),
     )
 

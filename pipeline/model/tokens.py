@@ -3,16 +3,15 @@
 Legend: B sentences, N tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from torch import Tensor
 
+from pipeline.batching.batch import Packing
+from pipeline.config import Route
+from pipeline.kernels.low_rank_products import SentenceSlots
 from pipeline.kernels.placement import RouteNumbers
-
-Route = Literal["specific", "shared"]
-"""Which way through a model whose languages have weights of their own: theirs, or those of all."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Tokens:
         source_language_B, target_language_B: indices into the tokenizer's languages.
         language_group_B: group of the target language.
         route: of a model that has two.
+        progress: share of the training that was done before this update; of no use without it.
     """
 
     sentence_N: Tensor
@@ -33,6 +33,7 @@ class Tokens:
     target_language_B: Tensor
     language_group_B: Tensor
     route: Route = "specific"
+    progress: float = 0.0
 
     @cached_property
     def source_language_N(self) -> Tensor:
@@ -54,6 +55,22 @@ class Tokens:
                 len(self.sentence_N), num_choices, num_experts, self.sentence_N.device
             )
         return self._route_numbers[shape]
+
+    def over(self, packing: Packing) -> "Tokens":
+        """What there is to know of other tokens of the same sentences: of their sources, say."""
+        if id(packing) not in self._over:
+            other = replace(self, sentence_N=packing.sentence_N, position_N=packing.position_N)
+            self._over[id(packing)] = packing, other
+        return self._over[id(packing)][1]
+
+    @cached_property
+    def _over(self) -> dict[int, tuple[Packing, "Tokens"]]:
+        return {}
+
+    @cached_property
+    def kept_slots(self) -> dict[tuple[object, ...], SentenceSlots]:
+        """Kind of language module → the slots that serve these sentences, once they are known."""
+        return {}
 
     @cached_property
     def _route_numbers(self) -> dict[tuple[int, int], RouteNumbers]:

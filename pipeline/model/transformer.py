@@ -24,20 +24,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing
-from pipeline.config import ModelConfig
+from pipeline.config import ModelConfig, Route
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
 from pipeline.model.embedding import Embedding
 from pipeline.model.feed_forward import build_feed_forward
 from pipeline.model.front.choice import build_front
 from pipeline.model.front.passage import HasBuffers, Passage, Source
-from pipeline.model.layers import DecoderLayer, EncoderLayer, run_layer
+from pipeline.model.language_modules.choice import add_gates, add_low_rank
+from pipeline.model.language_modules.clsr import Projections
+from pipeline.model.layers import DecoderLayer, EncoderLayer, Reports, run_layer
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import Side
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Route, Tokens
+from pipeline.model.tokens import Tokens
 
 POSITION_OFFSET = 2
 """fairseq counts positions from padding index + 1, and its padding index is 1."""
@@ -49,6 +51,8 @@ class Output:
 
     logits_LV: Tensor
     routing: tuple[RoutingRecord, ...]
+    gates: tuple[Tensor, ...] = ()
+    """Of sublayers that are followed by gated projections, (N,) each."""
 
 
 class Stack(nn.Module):
@@ -59,6 +63,8 @@ class Stack(nn.Module):
         self.dropout = dropout
         self.layers = nn.ModuleList(layers)
         self.embedding_norm = nn.LayerNorm(model.width) if model.embedding_norm else None
+        self.projections: Projections | None = None
+        """Of languages, shared by all sublayers."""
         self.final_norm = nn.LayerNorm(model.width) if model.norm == "pre" else None
         if model.positions == "learned":
             self.positions = nn.Embedding(model.max_positions + POSITION_OFFSET, model.width)
@@ -110,12 +116,16 @@ class Transformer(nn.Module):
             DecoderLayer(model, rates, feed_forward("decoder", i))
             for i in range(model.decoder_layers)
         ]
+        add_low_rank(spec, encoder, side="encoder")
+        add_low_rank(spec, decoder, side="decoder")
         self.recomputes = False
         """Of every layer only its input is kept for the backward pass."""
         self.embedding = Embedding(spec)
         self.front = build_front(spec)
         self.encoder = Stack(model, encoder, dropout=rates.dropout)
         self.decoder = Stack(model, decoder, dropout=rates.dropout)
+        self.encoder.projections = add_gates(spec, encoder)
+        self.decoder.projections = add_gates(spec, decoder)
         self.positions_TD: Tensor
         self.group_of_language: Tensor
         self.register_buffer("positions_TD", torch.empty(0), persistent=False)
@@ -130,39 +140,37 @@ class Transformer(nn.Module):
         """(Re)compute what is not a parameter: sinusoids and the groups of languages."""
         model = self.spec.model
         device = device or torch.get_default_device()
-        if model.positions == "sinusoidal":
-            self.positions_TD = sinusoids(model.max_positions, model.width).to(device)
+        is_table = model.positions == "sinusoidal"
+        table_TD = sinusoids(model.max_positions if is_table else 0, model.width)
+        self.positions_TD = table_TD.to(device)
         groups = self.spec.language_groups or (0,) * len(self.spec.languages)
         self.group_of_language = torch.tensor(groups, dtype=torch.int64, device="cpu").to(device)
         if isinstance(self.front, HasBuffers):
             self.front.reset_buffers(device)
 
-    def forward(self, batch: Batch, *, route: Route = "specific") -> Output:
-        """Logits for every label of the batch."""
+    def forward(self, batch: Batch, *, route: Route = "specific", progress: float = 0.0) -> Output:
+        """Logits for every label of the batch; ``progress``: share of training done so far."""
         embedded = self.embedding(torch.cat([batch.source_N, batch.target_N]))
         source_ND, target_ND = embedded.split([len(batch.source_N), len(batch.target_N)])
         languages = batch.source_language_B, batch.target_language_B
-        source = self.tokens_of(batch.source, *languages, route=route)
-        target = self.tokens_of(batch.target, *languages, route=route)
-        memory_ND, records = self.encode(batch.source_N, source_ND, batch.source, source)
+        source = self.tokens_of(batch.source, *languages, route=route, progress=progress)
+        target = self.tokens_of(batch.target, *languages, route=route, progress=progress)
+        memory_ND, reports = self.encode(batch.source_N, source_ND, batch.source, source)
         x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
         for layer in self.decoder.layers:
-            x_ND, record = run_layer(
-                layer,
-                *(x_ND, batch.target, target, memory_ND, batch.source),
-                recomputes=self._recomputes_now,
-            )
-            records += [record] if record is not None else []
-        return Output(self.project(x_ND.index_select(0, batch.label_rows_L)), tuple(records))
+            states = x_ND, batch.target, target, memory_ND, batch.source
+            x_ND = reports.add(run_layer(layer, *states, recomputes=self._recomputes_now))
+        logits_LV = self.project(x_ND.index_select(0, batch.label_rows_L))
+        return Output(logits_LV, tuple(reports.routing), tuple(reports.gates))
 
     def encode(
         self, ids_N: Tensor, embedded_ND: Tensor, packing: Packing, tokens: Tokens
-    ) -> tuple[Tensor, list[RoutingRecord]]:
-        """Source tokens and their embeddings → memory (N, D), with the routing records."""
+    ) -> tuple[Tensor, Reports]:
+        """Source tokens and their embeddings → memory (N, D), with what layers report."""
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
         passage = Passage(self.encoder.layers, packing, tokens, recomputes=self._recomputes_now)
         x_ND = self.front(x_ND, Source(ids_N, packing, tokens, self.embedding), passage)
-        return self.encoder.leave(x_ND), passage.records
+        return self.encoder.leave(x_ND), passage.reports
 
     @property
     def _recomputes_now(self) -> bool:
@@ -175,6 +183,7 @@ class Transformer(nn.Module):
         target_language_B: Tensor,
         *,
         route: Route = "specific",
+        progress: float = 0.0,
     ) -> Tokens:
         """What layers are told about the real tokens of a packing."""
         return Tokens(
@@ -184,6 +193,7 @@ class Transformer(nn.Module):
             target_language_B=target_language_B,
             language_group_B=self.group_of_language[target_language_B],
             route=route,
+            progress=progress,
         )
 
     def project(self, x_ND: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from deepspeed.runtime import compiler  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 from deepspeed.utils import groups  # noqa: E402
 
-from pipeline.batching.batch import Batch  # noqa: E402
+from pipeline.batching.labelled import AnyBatch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
 from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
@@ -48,10 +48,10 @@ from pipeline.errors import ConfigError  # noqa: E402
 from pipeline.hints import hint  # noqa: E402
 from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
 from pipeline.kernels.compiled_regions import check_compiler  # noqa: E402
+from pipeline.model.labeller import Trained  # noqa: E402
 from pipeline.model.layers import compile_regions  # noqa: E402
 from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
-from pipeline.model.transformer import Transformer  # noqa: E402
 from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
 from pipeline.training.loss_scale import (  # noqa: E402
     may_fall,
@@ -204,7 +204,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Trained,
         recipe: Recipe,
         *,
         world: World,
@@ -247,12 +247,13 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[Batch],
+        micro_batches: Iterable[AnyBatch],
         *,
         seeds: Sequence[int],
         total_labels: int,
         learning_rate: float,
         stand_ins: Collection[int] = (),
+        progress: float = 0.0,
     ) -> StepResult:
         """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
 
@@ -263,7 +264,8 @@ class Engine:
         sum over the global step divided by its labels.
 
         Batches at the turns of ``stand_ins`` take the place of ones that are left out: ranks keep
-        step, and DeepSpeed gets its gradients, all of them zero.
+        step, and DeepSpeed gets its gradients, all of them zero. ``progress`` is the share of the
+        training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
@@ -273,7 +275,7 @@ class Engine:
         labels = 0
         for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             torch.manual_seed(seed)
-            objective, terms = self._engine(batch.to(self.device))
+            objective, terms = self._engine(batch.to(self.device), progress)
             counts = turn not in stand_ins
             self._engine.backward(objective * (scale if counts else 0.0))
             if self._gradient_order is not None:
@@ -304,14 +306,23 @@ class Engine:
         """Whether an update that overflows now is to be tried again at a smaller loss scale."""
         return may_fall(self._zero.loss_scaler)
 
-    def verdict(self, batch: Batch, *, micro_batch: int, seed: int, total_labels: int) -> Verdict:
+    def verdict(
+        self,
+        batch: AnyBatch,
+        *,
+        micro_batch: int,
+        seed: int,
+        total_labels: int,
+        progress: float = 0.0,
+    ) -> Verdict:
         """Whether a micro-batch's gradient is finite, as it would be in :meth:`train_step`.
 
         Nothing is reduced or kept; all ranks that share experts call this together.
         """
         self.model.train()
         torch.manual_seed(seed)
-        terms = training_loss(self.model, batch.to(self.device), self._loss_config)
+        batch = batch.to(self.device)
+        terms = training_loss(self.model, batch, self._loss_config, progress=progress)
         scale = self._zero.loss_scale * self.world.size / total_labels
         parameters = trainable(self.model)
         gradients = torch.autograd.grad(terms.objective * scale, parameters)
@@ -321,7 +332,7 @@ class Engine:
             is_finite[is_own] = is_finite[is_own] and bool(gradient.isfinite().all())
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
-    def rehearse(self, batch: Batch) -> None:
+    def rehearse(self, batch: AnyBatch) -> None:
         """Forward and backward without an update: too large a batch fails here, at the start.
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
@@ -330,7 +341,7 @@ class Engine:
         terms = training_loss(self.model, batch.to(self.device), self._loss_config)
         torch.autograd.grad(terms.objective, trainable(self.model))
 
-    def evaluate(self, batch: Batch) -> LossTerms:
+    def evaluate(self, batch: AnyBatch) -> LossTerms:
         """Loss terms of a batch without dropout and without gradients."""
         self.model.eval()
         with torch.no_grad():
@@ -449,15 +460,15 @@ class _Range:
 class _Objective(nn.Module):
     """Model and loss as the one module DeepSpeed calls."""
 
-    def __init__(self, model: Transformer, recipe: Recipe, *, has_expert_groups: bool) -> None:
+    def __init__(self, model: Trained, recipe: Recipe, *, has_expert_groups: bool) -> None:
         super().__init__()
         self.model = model
         self.loss_config = recipe.loss
         if has_expert_groups and model.spec.model.moe is not None:
             self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, LossTerms]:
-        terms = training_loss(self.model, batch, self.loss_config)
+    def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
+        terms = training_loss(self.model, batch, self.loss_config, progress=progress)
         return terms.objective, terms
 
 
@@ -477,7 +488,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _mark_experts(model: Transformer, group_name: str) -> None:
+def _mark_experts(model: Trained, group_name: str) -> None:
     """What ZeRO looks for on a parameter that is not replicated over all ranks."""
     for module in model.modules():
         if isinstance(module, Experts):

@@ -6,21 +6,18 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
-from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.corpus import Direction, resource_of
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
-from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.artifacts.training_states import replanned
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
-from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -29,13 +26,14 @@ from pipeline.checkpoints.training_state import (
     write_pieces,
 )
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import Recipe
+from pipeline.config import Recipe, Route, TrainingConfig
 from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.errors import Interrupted
+from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
@@ -50,9 +48,9 @@ from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
-from pipeline.training.unspaced_lines import describe_unspaced, unspaced_lines
+from pipeline.training.task import Task, Translation
+from pipeline.training.unspaced_lines import unspaced_notes
 from pipeline.training.updates import Updater
-from pipeline.training.validation import summarize_validation
 
 MEASURED_TOKENS = 512
 """Of a micro-batch, when kernels are measured: enough for threads, and done within seconds."""
@@ -71,11 +69,17 @@ def training_data(call: StageCall) -> TrainingData:
 
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
-    """Train a model on the call's data and write the stage's checkpoint."""
-    data.check(max_positions=model.spec.model.max_positions)
-    unspaced = unspaced_lines(model.spec, data.train_lines)
-    if unspaced and world.rank == 0:
-        print(f"{call.out_dir}: {describe_unspaced(unspaced)}.", file=sys.stderr, flush=True)
+    """Train a model to translate the call's data, and write the stage's checkpoint."""
+    check_tier(data, call.recipe.training)
+    notes = unspaced_notes(model.spec, data.train_lines)
+    for note in notes if world.rank == 0 else ():
+        print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
+    train_task(call, model, Translation(call, data, notes=notes), world=world)
+
+
+def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
+    """Train a model for a task and write the stage's artifact."""
+    task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,
         call.recipe,
@@ -83,18 +87,30 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
         ds_config=call.ds_config,
         make_optimizer=lambda groups: make_optimizer(groups, call.recipe.optimizer),
     )
-    TrainingRun(call, engine, data, world=world).run()
+    TrainingRun(call, engine, task, world=world).run()
+
+
+def check_tier(data: TrainingData, training: TrainingConfig) -> None:
+    """Raises ConfigError where the best weights go by a tier that nothing is validated on."""
+    tiers = {
+        resource_of(data.imported_lines.get(pair, 0), thresholds=training.resource_thresholds)
+        for pair in data.valid.offsets
+    }
+    if training.best_by != "all" and training.best_by not in tiers:
+        raise ConfigError(
+            f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
+            f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
+            "training.resource_thresholds."
+        )
 
 
 class TrainingRun:
     """One training run, from its last state (or the start) to its final checkpoint."""
 
-    def __init__(
-        self, call: StageCall, engine: Engine, data: TrainingData, *, world: World
-    ) -> None:
+    def __init__(self, call: StageCall, engine: Engine, task: Task, *, world: World) -> None:
         self.call = call
         self.recipe: Recipe = call.recipe
-        self.engine, self.data, self.world = engine, data, world
+        self.engine, self.task, self.data, self.world = engine, task, task.data, world
         self.run_directory = RunDirectory(
             call.out_dir,
             stage=call.stage.name,
@@ -103,7 +119,7 @@ class TrainingRun:
             world=world,
         )
         self.quarantine = Quarantine(self.run_directory.quarantine_path, world=world)
-        self.updater = Updater(engine, data, call.recipe, self.quarantine)
+        self.updater = Updater(engine, self.data, call.recipe, self.quarantine)
         self.position = Position()
         self.replanned: list[dict[str, int]] = []
         self.routing = RoutingCounter(engine.model.spec).result()
@@ -138,10 +154,18 @@ class TrainingRun:
             closing(self._updates()) as updates,
         ):
             self._validate_if_due(stop)
-            for feed in islice(updates, total - self.position.update):
-                bar.advance(note=self._update(feed))
+            while not self._is_done():
+                bar.advance(note=self._update(next(updates)))
                 self._validate_if_due(stop)
                 self._save_if_due(stop)
+
+    def _is_done(self) -> bool:
+        return self.position.update >= self.recipe.training.updates or self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        """The same on all ranks: it follows from sums over all of them, and from the state."""
+        patience = self.recipe.training.patience
+        return 0 < patience <= self.position.validations_since_best
 
     def _choose_kernels(self) -> CpuKernels:
         """The kernels of rank 0's processor, or those it measures, or had measured, for this run.
@@ -187,13 +211,16 @@ class TrainingRun:
 
     def _rehearse(self) -> None:
         """Run the largest batch of the next window once: if memory runs out, let it be now."""
-        if self.position.update < self.recipe.training.updates:
+        if not self._is_done():
             largest = self.data.planner.largest(self.position.cursor[0])
             torch.manual_seed(derive_seed("rehearsal", self.recipe.training.seed))
             self.engine.rehearse(self.data.train.batch(largest))
 
     def _updates(self) -> Generator[Update]:
-        return self.data.updates(self.position.cursor, rank=self.world.rank, ranks=self.world.size)
+        position, world = self.position, self.world
+        return self.data.updates(
+            position.cursor, rank=world.rank, ranks=world.size, update=position.update
+        )
 
     def _update(self, feed: Update) -> str:
         """One update; returns the note for the progress bar."""
@@ -243,29 +270,48 @@ class TrainingRun:
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
         if not due or self.position.validated >= update:
             return
-        found = summarize_validation(
-            self._validation_losses(stop),
-            imported_lines=self.data.imported_lines,
-            thresholds=training.resource_thresholds,
-        )
+        by_route = {
+            route: self.task.summarize(losses)
+            for route, losses in self._validation_losses(stop).items()
+        }
+        found = by_route[training.best_by_route if len(by_route) > 1 else "specific"]
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
-        self._write_record("validation", {**asdict(found), **routing})
-        perplexity = found.perplexity
-        best = self.position.best_perplexity
-        self.position = replace(self.position, validated=update)
-        if best is None or perplexity < best:
-            self.position = replace(self.position, best_perplexity=perplexity, best_update=update)
-            self._save_best()
+        routes = {"routes": {route: asdict(one) for route, one in by_route.items()}}
+        more = {**routing, **(routes if len(by_route) > 1 else {})}
+        self._write_record("validation", {**asdict(found), **more})
+        self._keep_if_best(self.task.kept_by(found))
 
-    def _validation_losses(self, stop: StopFlag) -> dict[Direction, tuple[float, int]]:
-        """Direction → (summed cross entropy, labels), over all ranks; renews ``routing``.
+    def _keep_if_best(self, perplexity: float) -> None:
+        """Keep the weights of the lowest perplexity so far, and count validations since then.
+
+        A validation that an earlier attempt came through before it ended counts as it did then:
+        what that attempt kept is of this update or of a later one.
+        """
+        position = replace(self.position, validated=self.position.update)
+        best, best_update = position.best_perplexity, position.best_update
+        if best is None or best_update is None or perplexity < best:
+            self.position = replace(
+                position,
+                best_perplexity=perplexity,
+                best_update=position.update,
+                validations_since_best=0,
+            )
+            self._save_best()
+        else:
+            since = position.validations_since_best + 1 if best_update < position.update else 0
+            self.position = replace(position, validations_since_best=since)
+
+    def _validation_losses(self, stop: StopFlag) -> dict[Route, dict[Direction, tuple[float, int]]]:
+        """Of every route that is trained: direction → (summed cross entropy, labels).
+
+        Over all ranks; renews ``routing``.
 
         All ranks run the same number of batches: where there is none left for a rank it runs one
         whose result is not counted, since experts may live on other ranks.
         """
         plan = self.data.validation(budget=self.recipe.batches.evaluation_tokens)
         directions = sorted({direction for direction, _ in plan})
-        sums = torch.zeros(len(directions), 2, dtype=torch.float64)
+        sums = torch.zeros(len(directions), 3, dtype=torch.float64)
         spec = self.engine.model.spec
         counter = RoutingCounter(spec)
         for batch_plan, row in self._my_share(plan, directions):
@@ -275,15 +321,26 @@ class TrainingRun:
             if row is not None:
                 target = spec.languages.index(directions[row].target)
                 counter.add(terms.routing, language=target)
+                shared = terms.shared_cross_entropy
                 sums[row] += torch.tensor(
-                    [float(terms.cross_entropy), float(batch_plan.num_labels)], dtype=torch.float64
+                    [
+                        float(batch_plan.num_labels),
+                        float(terms.cross_entropy),
+                        0.0 if shared is None else float(shared),
+                    ],
+                    dtype=torch.float64,
                 )
         all_sum(sums)
         all_sum(counter.sums)
         self.routing = counter.result()
+        trains_both = self.recipe.loss.objective == "fuse_distillation"
+        routes: tuple[Route, ...] = ("specific", "shared") if trains_both else ("specific",)
         return {
-            direction: (float(sums[row, 0]), int(sums[row, 1]))
-            for row, direction in enumerate(directions)
+            route: {
+                direction: (float(sums[row, column]), int(sums[row, 0]))
+                for row, direction in enumerate(directions)
+            }
+            for column, route in enumerate(routes, start=1)
         }
 
     def _my_share(
@@ -360,7 +417,7 @@ class TrainingRun:
 
         self.run_directory.write(
             self.run_directory.best_dir,
-            kind="checkpoint",
+            kind=self.task.makes,
             write=write,
             in_background=in_background,
         )
@@ -375,11 +432,7 @@ class TrainingRun:
         self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
     ) -> None:
         """What a checkpoint has beside its weights."""
-        write_model_files(
-            writer,
-            spec=self.engine.model.spec,
-            tokenizer_dir=tokenizer_folder(self.call.artifacts["shards"]),
-        )
+        self.task.describe(writer, self.engine.model.spec)
         if routing.layers:
             writer.write_json(ROUTING_FILE, routing.to_json())
         writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
@@ -398,7 +451,7 @@ class TrainingRun:
         if self.world.rank != 0:
             return
         self._settle_states()
-        best = open_artifact(run_directory.best_dir, kind="checkpoint")
+        best = open_artifact(run_directory.best_dir, kind=self.task.makes)
         # What earlier attempts had done when they were stopped, and all of this one: loading, the
         # last validation and writing too, which the curves' clock leaves out.
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
@@ -428,13 +481,18 @@ class TrainingRun:
                 pass
 
     def _summary(self) -> list[str]:
-        progress, training = self.position, self.data.train_lines
+        progress = self.position
         lines = [
-            f"{progress.update:,} updates on {sum(training.values()):,} sentence pairs of "
-            f"{len(training)} language pairs, {progress.seconds:,.0f} s of training",
-            f"kept the weights of update {progress.best_update:,}, whose validation perplexity, "
-            f"{progress.best_perplexity:.3f}, is the lowest",
+            f"{progress.update:,} updates on {self.task.trained_on()}, "
+            f"{progress.seconds:,.0f} s of training",
+            f"kept the weights of update {progress.best_update:,}, whose validation perplexity"
+            f"{self._of_tier()}, {progress.best_perplexity:.3f}, is the lowest",
         ]
+        if self._is_out_of_patience() and progress.update < self.recipe.training.updates:
+            lines.append(
+                f"ended {self.recipe.training.updates - progress.update:,} updates early: "
+                f"{progress.validations_since_best:,} validations in a row found none lower"
+            )
         if self.replanned:
             changes = (
                 f"{change['from']:,} → {change['to']:,} after update {change['after']:,}"
@@ -446,14 +504,17 @@ class TrainingRun:
                 f"fp16 overflowed {progress.overflows:,} times; each of these updates was made "
                 "again at a smaller loss scale"
             )
-        if unspaced := unspaced_lines(self.engine.model.spec, training):
-            lines.append(describe_unspaced(unspaced))
+        lines += self.task.notes
         if self.quarantine.entries:
             lines.append(
                 f"{len(self.quarantine.entries):,} micro-batches were left out, whose gradients "
                 f"were not finite: see {self.quarantine.path.name}"
             )
         return lines
+
+    def _of_tier(self) -> str:
+        tier = self.recipe.training.best_by
+        return "" if tier == "all" else f" on {tier.replace('_', ' ')}-resource pairs"
 
     def _elapsed(self) -> float:
         return round(time.monotonic() - self._clock, 3)

@@ -7,14 +7,17 @@ in a file of its own, a name in ``config.LossConfig`` and a case of :func:`train
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from pipeline.batching.batch import Batch
+from pipeline.batching.labelled import AnyBatch
 from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
+from pipeline.kernels.divergence import summed_divergence
+from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
-from pipeline.model.transformer import Output, Transformer
+from pipeline.model.transformer import Output
 
 
 @dataclass(frozen=True)
@@ -26,27 +29,60 @@ class LossTerms:
         cross_entropy: summed over labels, in nats, without smoothing; detached.
         balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
         routing: one record per MoE layer.
+        shared_cross_entropy: of the shared route, where both are trained; the other is then that
+            of the languages' route.
     """
 
     objective: Tensor
     cross_entropy: Tensor
     balance: Tensor
     routing: tuple[RoutingRecord, ...]
+    shared_cross_entropy: Tensor | None = None
 
 
-def training_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
-    """The loss of a micro-batch, as configured."""
+def training_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
+) -> LossTerms:
+    """The loss of a micro-batch, as configured; ``progress``: share of training done so far."""
     match config.objective:
+        case "fuse_distillation":
+            return fuse_distillation_loss(model, batch, config, progress=progress)
         case "cross_entropy":
-            return translation_loss(model, batch, config)
+            return translation_loss(model, batch, config, progress=progress)
 
 
-def translation_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
+def translation_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
+) -> LossTerms:
     """Cross entropy over real target tokens + number of labels · weighted router losses."""
-    return loss_terms(model(batch), batch, config)
+    return loss_terms(model(batch, progress=progress), batch, config)
 
 
-def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
+def fuse_distillation_loss(
+    model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
+) -> LossTerms:
+    """(CE + CE_shared) / 2 + weight · divergence of both routes (Xu et al., 2023, §3.1 and §4).
+
+    Two passes of one batch, through the languages' modules and through the shared one; what is
+    reported of routing is that of the first.
+    """
+    specific = model(batch, route="specific", progress=progress)
+    shared = model(batch, route="shared", progress=progress)
+    of_specific, of_shared = (loss_terms(one, batch, config) for one in (specific, shared))
+    apart = summed_divergence(
+        specific.logits_LV, shared.logits_LV, is_symmetric=config.distillation == "symmetric"
+    )
+    both = (of_specific.objective + of_shared.objective) / 2
+    return LossTerms(
+        objective=both + config.distillation_weight * apart,
+        cross_entropy=of_specific.cross_entropy,
+        balance=(of_specific.balance + of_shared.balance) / 2,
+        routing=of_specific.routing,
+        shared_cross_entropy=of_shared.cross_entropy,
+    )
+
+
+def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
     """Of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
@@ -62,6 +98,9 @@ def loss_terms(output: Output, batch: Batch, config: LossConfig) -> LossTerms:
         if config.router_z_weight:
             router_z = router_z + z_loss(record.logits_NE)
     per_token = config.balance_weight * balance + config.router_z_weight * router_z
+    if output.gates:
+        mean_gate = torch.cat(output.gates).mean()
+        per_token = per_token + config.gate_weight * (mean_gate - config.gate_budget).abs()
     return LossTerms(
         objective=smoothed + batch.num_labels * per_token,
         cross_entropy=cross_entropy,

@@ -24,10 +24,13 @@ def unspaced_lines(spec: ModelSpec, train_lines: Mapping[str, int]) -> dict[str,
     return dict(sorted(found.items()))
 
 
-def describe_unspaced(lines: Mapping[str, int]) -> str:
-    """One sentence about them, without a full stop."""
+def unspaced_notes(spec: ModelSpec, train_lines: Mapping[str, int]) -> tuple[str, ...]:
+    """One sentence about them, without a full stop; none where there are none."""
+    lines = unspaced_lines(spec, train_lines)
+    if not lines:
+        return ()
     names = listed(f"{code} ({counted(number, 'line')})" for code, number in lines.items())
     return (
-        f"model.front wsf parts words by white space, which is not written between those of "
-        f"{names}: what stands between two spaces is one word there, as a rule the whole line"
+        "model.front wsf parts words by white space, which is not written between those of "
+        f"{names}: what stands between two spaces is one word there, as a rule the whole line",
     )

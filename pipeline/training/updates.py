@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pipeline.batching.batch import Batch
-from pipeline.batching.feed import TrainingData, Update
+from pipeline.batching.feed import Update
+from pipeline.batching.labelled import AnyBatch
 from pipeline.config import Recipe
 from pipeline.distributed.collectives import gather_objects
 from pipeline.errors import CheckpointError
@@ -26,6 +26,7 @@ from pipeline.seeds import derive_seed
 from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.optim import learning_rate
 from pipeline.training.quarantine import Quarantine, culprits, left_out
+from pipeline.training.task import Data
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,7 @@ class Made:
 class Updater:
     """Makes the updates of a run; all ranks call it together."""
 
-    def __init__(
-        self, engine: Engine, data: TrainingData, recipe: Recipe, quarantine: Quarantine
-    ) -> None:
+    def __init__(self, engine: Engine, data: Data, recipe: Recipe, quarantine: Quarantine) -> None:
         self._engine, self._data, self._recipe = engine, data, recipe
         self._quarantine = quarantine
         self._tries = recipe.training.skip_nonfinite_after
@@ -53,7 +52,7 @@ class Updater:
             CheckpointError: on all ranks, where its gradient stays not finite.
         """
         scale_before = self._engine.loss_scale
-        batches: Iterable[Batch] = feed.batches
+        batches: Iterable[AnyBatch] = feed.batches
         overflows = tries = 0
         has_left_out = False
         while True:
@@ -75,7 +74,7 @@ class Updater:
                 self._engine.restore_loss_scale(scale_before)
                 overflows, has_left_out = 0, True
 
-    def _try(self, feed: Update, batches: Iterable[Batch], *, update: int) -> StepResult:
+    def _try(self, feed: Update, batches: Iterable[AnyBatch], *, update: int) -> StepResult:
         recipe, without = self._recipe, self._quarantine.of_update(update)
         taken = self._taken(feed, without)
         return self._engine.train_step(
@@ -86,6 +85,7 @@ class Updater:
                 recipe.optimizer, update, total_updates=recipe.training.updates
             ),
             stand_ins=[turn for turn, index in enumerate(feed.indices) if index in without],
+            progress=self._progress(update),
         )
 
     def _taken(self, feed: Update, without: frozenset[int]) -> list[int]:
@@ -101,8 +101,8 @@ class Updater:
         return [smallest if index in without else index for index in feed.indices]
 
     def _with_stand_ins(
-        self, feed: Update, batches: Iterable[Batch], taken: list[int]
-    ) -> Iterator[Batch]:
+        self, feed: Update, batches: Iterable[AnyBatch], taken: list[int]
+    ) -> Iterator[AnyBatch]:
         for own, index, batch in zip(feed.indices, taken, batches, strict=True):
             yield batch if own == index else self._batch(feed, index)
 
@@ -132,12 +132,17 @@ class Updater:
                 micro_batch=own,
                 seed=self._seed(update, index),
                 total_labels=_labels(feed, known),
+                progress=self._progress(update),
             )
             for own, index in zip(feed.indices, self._taken(feed, known), strict=True)
         ]
 
-    def _batch(self, feed: Update, index: int) -> Batch:
+    def _batch(self, feed: Update, index: int) -> AnyBatch:
         return self._data.train.batch(feed.step.micro_batches[index])
+
+    def _progress(self, update: int) -> float:
+        """Share of the training that was done before an update."""
+        return (update - 1) / self._recipe.training.updates
 
     def _seed(self, update: int, index: int) -> int:
         return derive_seed("dropout", self._recipe.training.seed, update, index)

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from pipeline.artifacts.corpus import Direction, resource_of
+from pipeline.artifacts.corpus import Direction, Resource, resource_of
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,20 @@ class Validation:
     pairs: Mapping[str, float]
     resources: Mapping[str, float]
 
+    def perplexity_of(self, tier: Resource | Literal["all"]) -> float:
+        """Overall, or of the pairs of one resource tier, of which there must be some."""
+        return self.perplexity if tier == "all" else perplexity_of_loss(self.resources[tier])
+
+
+def perplexity_of_loss(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
 
 def summarize_validation(
     losses: dict[Direction, tuple[float, int]],
     *,
     imported_lines: dict[str, int],
-    thresholds: tuple[int, int],
+    thresholds: tuple[int, ...],
 ) -> Validation:
     """Means over tokens of summed losses: direction → (nats, labels)."""
 
@@ -43,7 +52,7 @@ def summarize_validation(
     overall = mean(losses)
     return Validation(
         loss=overall,
-        perplexity=math.exp(min(overall, 700.0)),
+        perplexity=perplexity_of_loss(overall),
         directions={str(direction): mean([direction]) for direction in losses},
         pairs={pair: mean(chosen) for pair, chosen in by_pair.items()},
         resources={resource: mean(chosen) for resource, chosen in by_resource.items()},

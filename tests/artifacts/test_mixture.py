@@ -3,6 +3,7 @@
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,15 @@ from hypothesis import strategies as st
 
 from data_prep import mix
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.mixture import lines_per_language, read_mixture, temperature_probabilities
+from pipeline.artifacts.mixture import (
+    Phase,
+    capped_shares,
+    lines_per_language,
+    read_mixture,
+    temperature_probabilities,
+)
 from pipeline.config import BatchesConfig, MixtureConfig, OptimizerConfig, Recipe, TrainingConfig
-from pipeline.errors import ArtifactError, DataError
+from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
 
 COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}
@@ -29,6 +36,7 @@ def mixture(
     sampling_temperature: float = 2.0,
     updates: int = 50,
     micro_batches: int = 8,
+    **settings: Any,
 ) -> Artifact:
     with new_artifact(
         tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
@@ -38,7 +46,7 @@ def mixture(
         writer.statistics |= {"tokens": TOKENS, "emptied": ["de-fr"]}
     recipe = Recipe(
         name="test",
-        mixture=MixtureConfig(sampling_temperature=sampling_temperature),
+        mixture=MixtureConfig(sampling_temperature=sampling_temperature, **settings),
         batches=BatchesConfig(micro_batches=micro_batches, tokens=100),
         optimizer=OptimizerConfig(warmup_updates=5),
         training=TrainingConfig(updates=updates),
@@ -100,7 +108,9 @@ def test_nothing_is_drawn_from_what_is_empty() -> None:
 def test_the_mixture_is_read_as_it_was_computed(tmp_path: Path) -> None:
     roots = {pair: math.sqrt(count) for pair, count in COUNTS.items()}
     expected = {pair: root / sum(roots.values()) for pair, root in roots.items()}
-    assert read_mixture(mixture(tmp_path)) == pytest.approx(expected)
+    (phase,) = read_mixture(mixture(tmp_path)).phases
+    assert phase.probabilities == pytest.approx(expected)
+    assert (phase.from_update, phase.forward) == (1, {})
 
 
 def test_expected_epochs_spend_the_tokens_of_all_updates(tmp_path: Path) -> None:
@@ -112,7 +122,7 @@ def test_expected_epochs_spend_the_tokens_of_all_updates(tmp_path: Path) -> None
     assert spent == pytest.approx(50 * 8 * 100)
     drawn = {pair: epochs[pair] * count for pair, count in COUNTS.items()}
     shares = {pair: count / sum(drawn.values()) for pair, count in drawn.items()}
-    assert shares == pytest.approx(read_mixture(made))
+    assert shares == pytest.approx(read_mixture(made).phases[0].probabilities)
     assert made.statistics["expected_sentences"] == pytest.approx(sum(drawn.values()))
 
 
@@ -142,6 +152,7 @@ def test_the_summary_has_the_pairs_most_and_least_repeated_and_those_left_out(
         f"3 pairs with 1,004 training lines; 50 updates of the recipe would draw about "
         f"{sentences:,.0f} sentence pairs: each of en-yi {epochs['en-yi']} times, each of de-en "
         f"{epochs['de-en']} times",
+        "temperature 2 over pairs, by their sentences",
         "left out, no training data left: de-fr",
     )
 
@@ -166,6 +177,7 @@ def test_a_pivot_counts_in_each_of_its_pairs(tmp_path: Path) -> None:
         ({"de-en": {"probability": "1"}}, "'de-en' no probability from 0 to 1"),
         ({"de-en": {"share": 1.0}}, "'de-en' no probability from 0 to 1"),
         ({"de-en": 1.0}, "'de-en' no probability from 0 to 1"),
+        ({"de-en": {"probability": 1.0, "forward": 2}}, "'de-en' no forward from 0 to 1"),
         ({}, "sum to 0, not to 1"),
         ([], "sum to 0, not to 1"),
     ],
@@ -177,3 +189,159 @@ def test_a_mixture_of_other_content_is_refused(tmp_path: Path, pairs: object, re
         writer.write_json("mixture.json", {"pairs": pairs})
     with pytest.raises(ArtifactError, match=reason):
         read_mixture(open_artifact(tmp_path / "mixture", kind="mixture"))
+
+
+@pytest.mark.parametrize(
+    ("later", "reason"),
+    [
+        ({}, "no list of tables under 'phases'"),
+        ([1], "no list of tables under 'phases'"),
+        ([{"pairs": {"de-en": {"probability": 1}}}], "does not say from which update on"),
+        ([{"from_update": True, "pairs": {}}], "does not say from which update on"),
+        ([{"from_update": 1, "pairs": {"de-en": {"probability": 1}}}], "do not ascend"),
+        ([{"from_update": 5, "pairs": {"de-en": {"probability": 0.5}}}], "sum to 0.5, not to 1"),
+        ([{"from_update": 5, "pairs": {"en-fr": {"probability": 1}}}], "of different pairs"),
+    ],
+)
+def test_phases_of_other_content_are_refused(tmp_path: Path, later: object, reason: str) -> None:
+    with new_artifact(
+        tmp_path / "mixture", kind="mixture", stage="mix", config={}, inputs={}
+    ) as writer:
+        pairs = {"de-en": {"probability": 1.0}}
+        writer.write_json("mixture.json", {"pairs": pairs, "phases": later})
+    with pytest.raises(ArtifactError, match=reason):
+        read_mixture(open_artifact(tmp_path / "mixture", kind="mixture"))
+
+
+# Caps on repeats
+
+
+def poured(shares: dict[str, float], caps: dict[str, float]) -> dict[str, float]:
+    """min(c_i, λ s_i) with the λ found by bisection, at which they sum to 1."""
+    low, high = 0.0, 2 * max(caps[name] / shares[name] for name in shares)
+    for _ in range(200):
+        scale = (low + high) / 2
+        total = sum(min(caps[name], scale * shares[name]) for name in shares)
+        low, high = (scale, high) if total < 1 else (low, scale)
+    return {name: min(caps[name], high * shares[name]) for name in shares}
+
+
+@given(counts_of_pairs, st.integers(1, 100), st.sampled_from([1.0, 1.01, 1.5, 3.0, 1e6]))
+def test_capped_shares_are_those_that_bisection_finds(
+    counts: dict[str, int], temperature: int, most: float
+) -> None:
+    shares = temperature_probabilities(counts, sampling_temperature=temperature)
+    caps = {name: most * count / sum(counts.values()) for name, count in counts.items()}
+    found = capped_shares(shares, counts, max_upsampling=most)
+    assert found == pytest.approx(poured(shares, caps), rel=1e-6)
+    assert math.fsum(found.values()) == pytest.approx(1, abs=1e-12)
+    assert all(found[name] <= caps[name] * (1 + 1e-9) for name in found)
+
+
+def test_a_cap_of_one_is_proportional_and_a_large_one_changes_nothing() -> None:
+    uniform = temperature_probabilities(COUNTS, sampling_temperature=math.inf)
+    proportional = {pair: count / 1004 for pair, count in COUNTS.items()}
+    assert capped_shares(uniform, COUNTS, max_upsampling=1) == pytest.approx(proportional)
+    assert capped_shares(uniform, COUNTS, max_upsampling=1000) == pytest.approx(uniform)
+    empty = capped_shares(uniform | {"a": 0.0}, COUNTS | {"a": 0}, max_upsampling=2)
+    assert empty.pop("a") == 0
+    assert empty == pytest.approx(capped_shares(uniform, COUNTS, max_upsampling=2))
+
+
+def test_no_pair_is_repeated_more_often_than_allowed_and_the_summary_says_which_are_held(
+    tmp_path: Path,
+) -> None:
+    """All text is seen S / 1,004 times on average; 4 lines of 1,004 would have a share of 6 %."""
+    made = mixture(tmp_path, max_upsampling=3)
+    statistics = made.statistics
+    mean_epochs = statistics["expected_sentences"] / 1004
+    assert statistics["expected_epochs"]["en-yi"] == pytest.approx(3 * mean_epochs)
+    assert statistics["expected_epochs"]["en-fr"] < 3 * mean_epochs
+    held = "held at 3 times the share they would have at temperature 1: en-yi"
+    assert made.manifest.summary[2] == held
+
+
+# Sentences and tokens, pairs and directions
+
+
+def test_by_tokens_at_temperature_1_every_line_is_seen_equally_often(tmp_path: Path) -> None:
+    found = mixture(tmp_path, sampling_temperature=1, sampling_unit="tokens")
+    proportional = {pair: count / 1004 for pair, count in COUNTS.items()}
+    assert read_mixture(found).phases[0].probabilities == pytest.approx(proportional)
+    assert found.manifest.summary[1] == "temperature 1 over pairs, by their target tokens"
+
+
+def test_by_tokens_a_uniform_mixture_draws_as_many_target_tokens_of_every_pair(
+    tmp_path: Path,
+) -> None:
+    found = mixture(tmp_path, sampling_temperature=math.inf, sampling_unit="tokens")
+    probabilities = read_mixture(found).phases[0].probabilities
+    per_draw = {pair: sum(TOKENS[pair].values()) / (2 * COUNTS[pair]) for pair in COUNTS}
+    drawn = [probabilities[pair] * per_draw[pair] for pair in COUNTS]
+    assert drawn == pytest.approx([drawn[0]] * 3)
+
+
+def test_over_directions_each_is_weighed_by_the_tokens_of_its_target(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"sampling_over": "directions", "sampling_unit": "tokens"}
+    (phase,) = read_mixture(mixture(tmp_path, **settings)).phases
+    drawn = {}
+    for pair, count in COUNTS.items():
+        first, second = pair.split("-")
+        probability, forward = phase.probabilities[pair], phase.forward[pair]
+        drawn[second, pair] = probability * forward * TOKENS[pair][second] / count
+        drawn[first, pair] = probability * (1 - forward) * TOKENS[pair][first] / count
+    roots = {(code, pair): math.sqrt(TOKENS[pair][code]) for code, pair in drawn}
+    factor = sum(drawn.values()) / sum(roots.values())
+    assert drawn == pytest.approx({name: root * factor for name, root in roots.items()})
+
+
+def test_over_directions_by_sentences_both_are_as_over_pairs(tmp_path: Path) -> None:
+    (over_pairs,) = read_mixture(mixture(tmp_path / "pairs")).phases
+    (found,) = read_mixture(mixture(tmp_path / "ways", sampling_over="directions")).phases
+    assert found.probabilities == pytest.approx(over_pairs.probabilities)
+    assert found.forward == pytest.approx(dict.fromkeys(COUNTS, 0.5))
+
+
+# Phases
+
+
+def test_phases_draw_the_pairs_they_name_and_share_the_updates(tmp_path: Path) -> None:
+    phases = [
+        {"pairs": ["en-de", "en-fr"]},
+        {"from_update": 21},
+        {"from_update": 46, "pairs": ["en-yi"], "sampling_temperature": 1},
+        {"from_update": 1000},
+    ]
+    made = mixture(tmp_path, phases=phases)
+    found = read_mixture(made).phases
+    assert [phase.from_update for phase in found] == [1, 21, 46, 1000]
+    two = temperature_probabilities({"de-en": 800, "en-fr": 200}, sampling_temperature=2)
+    assert found[0].probabilities == pytest.approx(two | {"en-yi": 0.0})
+    assert found[1] == Phase(21, found[3].probabilities)
+    assert found[2].probabilities == {"de-en": 0, "en-fr": 0, "en-yi": 1}
+    sizes = {"de-en": 22, "en-fr": 17, "en-yi": 12}
+    drawn = dict.fromkeys(COUNTS, 0.0)
+    for phase, updates in zip(found, (20, 25, 5, 0), strict=True):
+        shares = phase.probabilities
+        sentences = updates * 8 * 100 / sum(shares[pair] * sizes[pair] for pair in shares)
+        drawn = {pair: drawn[pair] + shares[pair] * sentences for pair in drawn}
+    epochs = {pair: drawn[pair] / COUNTS[pair] for pair in drawn}
+    assert made.statistics["expected_epochs"] == pytest.approx(epochs)
+    assert made.manifest.summary[2:5] == (
+        "from update 21: 3 pairs",
+        "from update 46: 1 pair",
+        "from update 1,000: 3 pairs",
+    )
+    header = made.statistics["table"][0]
+    assert header.startswith("| pair | training lines | probability | from update 21 |")
+
+
+def test_a_phase_of_a_pair_without_training_lines_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"names 'de-fr', and the shards have no training lines"):
+        mixture(tmp_path, phases=[{"pairs": ["de-fr"]}])
+
+
+@pytest.mark.parametrize("begins", [[2], [1, 1], [1, 9, 5]])
+def test_phases_begin_at_the_first_update_and_ascend(begins: list[int]) -> None:
+    with pytest.raises(ValueError, match="phases begin at updates"):
+        MixtureConfig.model_validate({"phases": [{"from_update": begin} for begin in begins]})

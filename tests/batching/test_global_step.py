@@ -4,8 +4,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.mixture import Mixture, Phase, temperature_probabilities
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
@@ -77,7 +78,9 @@ def make_planner(
         tag_is_label=tag_is_label,
     )
     probabilities = temperature_probabilities(sizes, sampling_temperature=sampling_temperature)
-    return Planner(offsets_of(pair_lengths(sizes)), probabilities, config, seed=seed)
+    return Planner(
+        offsets_of(pair_lengths(sizes)), Mixture.constant(probabilities), config, seed=seed
+    )
 
 
 def sentences(batches: list[MicroBatch]) -> list[Sentence]:
@@ -193,7 +196,7 @@ def test_a_window_has_about_as_many_updates_as_asked_for() -> None:
     shares = temperature_probabilities(SIZES, sampling_temperature=5)
     for steps in (20, 60):
         config = BatchesConfig(micro_batches=4, tokens=600, window_steps=steps)
-        planner = Planner(offsets_of(pairs), shares, config, seed=1)
+        planner = Planner(offsets_of(pairs), Mixture.constant(shares), config, seed=1)
         assert len(planner.window(0)) / 4 == pytest.approx(steps, rel=0.1)
 
 
@@ -278,7 +281,10 @@ def test_the_order_in_which_pairs_are_given_does_not_matter() -> None:
     lengths = pair_lengths(SIZES)
     shares = temperature_probabilities(SIZES, sampling_temperature=5)
     turned = {name: lengths[name] for name in reversed(lengths)}
-    planners = [Planner(offsets_of(pairs), shares, config, seed=1) for pairs in (lengths, turned)]
+    planners = [
+        Planner(offsets_of(pairs), Mixture.constant(shares), config, seed=1)
+        for pairs in (lengths, turned)
+    ]
     assert planners[0].names == planners[1].names == ("de-en", "el-en", "en-fr")
     plans = [as_plain(planner.steps((0, 0)), 3) for planner in planners]
     assert plans[0] == plans[1]
@@ -439,7 +445,10 @@ def test_evaluation_reads_every_line_once_within_the_budget(
 def test_a_pair_without_a_probability_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no probability for en-fr: run mix"):
         Planner(
-            offsets_of(pair_lengths(SIZES)), {"de-en": 0.5, "el-en": 0.5}, BatchesConfig(), seed=1
+            offsets_of(pair_lengths(SIZES)),
+            Mixture.constant({"de-en": 0.5, "el-en": 0.5}),
+            BatchesConfig(),
+            seed=1,
         )
 
 
@@ -447,7 +456,7 @@ def test_a_mixture_of_other_shards_is_refused() -> None:
     """Or the pairs that are there would be drawn more rarely than they should be."""
     shares = dict.fromkeys([*SIZES, "de-yi"], 1 / (len(SIZES) + 1))
     with pytest.raises(ConfigError, match=r"no training lines of de-yi; run mix"):
-        Planner(offsets_of(pair_lengths(SIZES)), shares, BatchesConfig(), seed=1)
+        Planner(offsets_of(pair_lengths(SIZES)), Mixture.constant(shares), BatchesConfig(), seed=1)
 
 
 def test_a_sentence_beyond_the_budget_is_refused() -> None:
@@ -481,3 +490,101 @@ def test_the_largest_micro_batch_is_told_and_its_window_not_planned_again(
             for mine, theirs in zip(step.micro_batches, same.micro_batches, strict=True):
                 np.testing.assert_array_equal(mine.line_B, theirs.line_B)
     assert planned[0] == 2
+
+
+# Directions by their own sizes
+
+
+WAYS = Mixture(
+    (Phase(1, {"de-en": 0.5, "en-fr": 0.3, "el-en": 0.2}, {"de-en": 0.8, "el-en": 0.0}),)
+)
+
+
+def planner_of(mixture: Mixture, *, seed: int = 1, **settings: Any) -> Planner:
+    config = BatchesConfig(**{"micro_batches": 4, "tokens": 150, "window_steps": 5} | settings)
+    return Planner(offsets_of(pair_lengths(SIZES)), mixture, config, seed=seed)
+
+
+@pytest.mark.parametrize("one_direction", [True, False])
+def test_a_direction_has_its_exact_share_after_every_window(one_direction: bool) -> None:
+    planner = planner_of(WAYS, one_direction=one_direction)
+    de_en, el_en, en_fr = range(3)
+    shares = {(de_en, 0): 0.4, (de_en, 1): 0.1, (el_en, 0): 0.0, (el_en, 1): 0.2}
+    drawn: Counter[tuple[int, int]] = Counter()
+    for window in range(8):
+        drawn.update((pair, way) for pair, way, _ in sentences(planner.window(window)))
+        total = (window + 1) * planner.window_sentences
+        for way, share in shares.items():
+            assert abs(drawn[way] - total * share) < 1
+        assert abs(drawn[en_fr, 0] + drawn[en_fr, 1] - total * 0.3) < 1
+    assert drawn[en_fr, 0] > 0 < drawn[en_fr, 1]
+
+
+def test_a_direction_draws_every_line_once_per_epoch_whatever_the_other_one_draws() -> None:
+    planner = planner_of(WAYS)
+    drawn: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for window in range(40):
+        for pair, way, line in sentences(planner.window(window)):
+            drawn[pair, way].append(line)
+    lengths = pair_lengths(SIZES)
+    for (pair, _), lines in drawn.items():
+        counts = np.bincount(lines, minlength=len(lengths[planner.names[pair]].first))
+        if planner.names[pair] != "en-fr":
+            assert counts.max() - counts.min() <= 1
+
+
+# Phases
+
+
+PHASES = Mixture(
+    (
+        Phase(1, {"de-en": 0.9, "en-fr": 0.1, "el-en": 0.0}),
+        Phase(8, {"de-en": 0.2, "en-fr": 0.4, "el-en": 0.4}),
+        Phase(9, {"de-en": 0.0, "en-fr": 1.0, "el-en": 0.0}, {"en-fr": 1.0}),
+    )
+)
+
+
+def test_a_phase_begins_at_its_update_and_draws_its_pairs_alone() -> None:
+    planner = planner_of(PHASES)
+    drawn = [
+        {planner.names[pair] for pair, _, _ in sentences(list(step.micro_batches))}
+        for step in islice(planner.steps((0, 0)), 30)
+    ]
+    assert set().union(*drawn[:7]) == {"de-en", "en-fr"}
+    assert drawn[7] == set(SIZES)
+    assert set().union(*drawn[8:]) == {"en-fr"}
+
+
+def test_every_update_of_every_phase_can_be_gone_on_from() -> None:
+    planner = planner_of(PHASES)
+    whole = as_plain(planner.steps((0, 0)), 20)
+    cursors = [(0, 0), *(step.next_cursor for step in islice(planner.steps((0, 0)), 19))]
+    for update in range(20):
+        steps = planner_of(PHASES).steps(cursors[update], update=update)
+        assert as_plain(steps, 20 - update) == whole[update:]
+
+
+def test_a_mixture_that_does_not_change_is_one_phase_whatever_its_updates() -> None:
+    """Until its second phase begins; and of a phase that never comes nothing is to be seen."""
+    first, later = PHASES.phases[:2]
+    alone = as_plain(planner_of(Mixture((first,))).steps((0, 0)), 12)
+    followed = as_plain(
+        planner_of(Mixture((first, replace(later, from_update=99)))).steps((0, 0)), 12
+    )
+    assert alone == followed
+
+
+def test_a_pair_goes_on_with_its_epoch_in_the_next_phase() -> None:
+    """What the first phase left of de-en's epoch comes first, save for a window's worth."""
+    shares = {"de-en": 1.0, "en-fr": 0.0, "el-en": 0.0}
+    planner = planner_of(Mixture((Phase(1, shares), Phase(11, shares))))
+    steps = list(islice(planner.steps((0, 0)), 20))
+    before, after = (
+        [line for step in part for _, _, line in sentences(list(step.micro_batches))]
+        for part in (steps[:10], steps[10:])
+    )
+    size = SIZES["de-en"]
+    assert len(before) < size
+    seen_again = set(before) & set(after[: size - len(before)])
+    assert len(seen_again) < planner.window_sentences / 2

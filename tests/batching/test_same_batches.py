@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.mixture import Mixture, temperature_probabilities
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.batch import Batch, Example, Packing, collate
@@ -154,7 +154,7 @@ def open_data(corpora: Path, case: str, *, seed: int = 3) -> TrainingData:
     corpus, settings, temperature = CASES[case]
     shares = temperature_probabilities(SIZES[corpus], sampling_temperature=temperature)
     shards = open_artifact(corpora / corpus, kind="shards")
-    return TrainingData(shards, shares, BatchesConfig(**settings), seed=seed)
+    return TrainingData(shards, Mixture.constant(shares), BatchesConfig(**settings), seed=seed)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -217,7 +217,7 @@ def test_a_tag_behind_the_source_moves_and_nothing_else(corpora: Path) -> None:
     shares = temperature_probabilities(SIZES["usual"], sampling_temperature=5.0)
     settings = {**CASES["usual"][1], "tag_scheme": "src-suffix-tgt"}
     shards = open_artifact(corpora / "usual", kind="shards")
-    behind = TrainingData(shards, shares, BatchesConfig(**settings), seed=3)
+    behind = TrainingData(shards, Mixture.constant(shares), BatchesConfig(**settings), seed=3)
     for plan in before.planner.window(0):
         one, other = before.train.batch(plan), behind.train.batch(plan)
         lengths = np.bincount(one.source.sentence_N.numpy()).tolist()
@@ -240,6 +240,7 @@ def test_reading_ahead_gives_every_rank_its_batches_in_order(corpora: Path, rank
                 assert update.step.next_cursor == step.next_cursor
                 assert update.indices == indices
                 for found, planned in zip(update.batches, expected, strict=True):
+                    assert isinstance(found, Batch)
                     assert digest(batch_values(found)) == digest(batch_values(planned))
     del steps
     assert set(threading.enumerate()) <= threads

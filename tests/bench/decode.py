@@ -3,10 +3,16 @@
 Beam 5, 32 sentences of 24 to 40 tokens, exactly 40 new tokens each: end-of-sentence is barred on
 both sides, on ours by naming padding, which is never generated, as the token that ends a sentence.
 
+CTranslate2 stands beside it where it is installed, in float32 and in 8 bits; run the command with
+CT2_USE_MKL=1 and with CT2_USE_MKL=0 to see both of its libraries.
+
     python tests/bench/decode.py [--quick] [--rounds N] [--json FILE]
 """
 
+import copy
+import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from dense_step import model_and_examples, shape_text
-from ratios import Row, compare, interleaved, parse_options, report
+from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
 
@@ -29,9 +35,11 @@ from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.quantization import quantize
 from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
+CTRANSLATE2_TARGETS = {"float32": 1.2, "int8": 1.0}
 SENTENCES, BEAMS, NEW_TOKENS = 32, 5, 40
 
 Sequences = list[tuple[int, ...]]
@@ -80,6 +88,37 @@ def peer_search(peer: Any, examples: list[Example]) -> Callable[[], Sequences]:
     return search
 
 
+def ctranslate2_rows(options: Options) -> list[Row]:
+    """Ours in float32 and in 8 bits beside CTranslate2's."""
+    from ctranslate2_peer import ctranslate2_search, write_model
+
+    model, examples = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
+    small = copy.deepcopy(model.eval())
+    quantize(small)
+    ours = {"float32": our_search(model, examples), "int8": our_search(small, examples)}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        write_model(directory, model)
+        for kind, target in CTRANSLATE2_TARGETS.items():
+            peer = ctranslate2_search(
+                directory,
+                examples,
+                compute_type=kind,
+                threads=options.threads,
+                beams=BEAMS,
+                new_tokens=NEW_TOKENS,
+            )
+            found, expected = ours[kind](), peer()
+            same = sum(one == other for one, other in zip(found, expected, strict=True))
+            print(f"{kind}: {same} of {SENTENCES} translations are CTranslate2's")
+            assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
+            searches = {"ours": ours[kind], "CTranslate2": peer}
+            seconds = interleaved(searches, rounds=options.rounds, warm_up=2)
+            rows += compare(seconds, case=f"beam search, {kind}", target=target)
+    return rows
+
+
 def main() -> None:
     options = parse_options("Beam search, against Hugging Face's generate.")
     rows: list[Row] = []
@@ -95,6 +134,8 @@ def main() -> None:
         seconds = interleaved(searches, rounds=options.rounds)
         case = f"beam search, {str(dtype).removeprefix('torch.')}"
         rows += compare(seconds, case=case, target=target)
+    if importlib.util.find_spec("ctranslate2"):
+        rows += ctranslate2_rows(options)
     shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
     report(rows, options, shapes=shapes)
 

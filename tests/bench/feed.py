@@ -40,7 +40,7 @@ from ratios import processor
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
-from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.mixture import Mixture, temperature_probabilities
 from pipeline.artifacts.shards import ShardWriter, shard_names
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.feed import TrainingData
@@ -158,7 +158,9 @@ def watching_memory() -> Iterator[_Peak]:
 def open_data(shards: Artifact, micro_batches: int) -> TrainingData:
     counts = {name: pair["train"] for name, pair in shards.statistics["pairs"].items()}
     shares = temperature_probabilities(counts, sampling_temperature=SAMPLING_TEMPERATURE)
-    data = TrainingData(shards, shares, BatchesConfig(micro_batches=micro_batches), seed=1)
+    data = TrainingData(
+        shards, Mixture.constant(shares), BatchesConfig(micro_batches=micro_batches), seed=1
+    )
     data.check(max_positions=1024)
     return data
 

@@ -137,10 +137,16 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
         "--overwrite --processes --recipe --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
-        "--n-best --out --overwrite --prefixes --processes --recipe --to --word-scores",
+        "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
+        "--to --word-scores",
         "retrieve": "--corpus --out --overwrite",
         "evaluate": "--comet --corpus --out --overwrite --processes --recipe --systems --tokenizer "
         "--training",
+        "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
+        "--pretrained --processes --recipe",
+        "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {
         name: " ".join(
@@ -694,8 +700,9 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     module = types.ModuleType("pipeline.model.parameters")
 
     def count_parameters(
-        model: ModelConfig, *, vocabulary_size: int, num_groups: int
+        model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int
     ) -> dict[str, int]:
+        assert num_languages == 1
         return {"total": model.width * vocabulary_size, "groups": num_groups}
 
     monkeypatch.setattr(module, "count_parameters", count_parameters, raising=False)
@@ -818,6 +825,7 @@ def test_memory_is_estimated_for_the_sizes_ranks_and_ds_config_asked_for(
             "updates": 10,
             "vocabulary_size": vocabulary,
             "num_groups": groups,
+            "num_languages": 1,
             "processes": 4,
             "ds_config": load_ds_config(ds_config),
             "device": device,

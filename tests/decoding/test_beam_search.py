@@ -43,8 +43,9 @@ def test_logits_of_every_step_equal_those_of_the_whole_prefix(
     steps: list[Tensor] = []
 
     def record(x_ND: Tensor) -> Tensor:
-        steps.append(project(x_ND))
-        return steps[-1]
+        logits_RV = project(x_ND)
+        steps.append(logits_RV.clone())  # the search writes into what it is given
+        return logits_RV
 
     project = model.project
     monkeypatch.setattr(model, "project", record)

@@ -255,9 +255,35 @@ def test_a_translation_begins_with_what_stands_behind_the_tab(
     ]
 
 
+def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
+    checkpoint: Artifact,
+    translated: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = tmp_path / "phrases"
+    wanted.write_text("\ufeffab ba\tx\n\n" + "x" * 40 + "\n", encoding="utf-8")
+    data = b"Ja\nNein\nSo\nDoch\n\n"
+    more = ["--must-file", str(wanted)]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=more)
+    assert code == EXIT_USER_ERROR
+    assert "ab ba" in found[0]
+    assert "x" in found[0]
+    assert found[1:] == [translated("Nein"), "", translated("Doch"), ""]
+    assert capsys.readouterr().err.splitlines() == [
+        "mmnmt translate: line 3 must have 40 tokens in its translation, of which the model takes "
+        "37: an empty line stands for it."
+    ]
+    code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--must", "ab", *more])
+    assert all("ab" in line for line in (found[0], found[1], found[3]))
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
+        (["--must", " "], "The required phrase ' ' is empty"),
+        (["--must-file", "nowhere"], "nowhere cannot be read"),
         (["--n-best", "3"], "n_best 3 exceeds beam_size 2"),
         (["--banned", " "], "The banned phrase ' ' is empty"),
     ],

@@ -17,6 +17,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.artifacts.vocabularies import Decoded, SampledSegmentation
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 from pipeline.evaluation.word_accuracy import (
@@ -111,8 +112,13 @@ class Halves:
         mark = {0: [], 1: [4]}
         return [[*mark[len(line) % 2], *[5] * ((len(line) + 1) // 2)] for line in lines]
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join(str(index) for index in ids)
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        raise AssertionError((lines, segmentation))
+
+    def decode(self, ids: list[int]) -> Decoded:
+        return Decoded("".join(str(index) for index in ids))
 
     def piece(self, index: int) -> str | None:
         return "\u2581" if index == 4 else "xx"

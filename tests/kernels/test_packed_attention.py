@@ -113,10 +113,10 @@ def test_cross_attention_is_the_padded_one(
 ) -> None:
     module = Attention(width=16, num_heads=4, dropout=0.0)
     packing, memory = Packing.from_lengths([2, 5, 1]), Packing.from_lengths([3, 1, 4])
-    memory_ND = torch.randn(8, 16)
+    memory_ND, tokens = torch.randn(8, 16), tokens_in_groups(packing.sentence_N)
 
     def run(x_ND: Tensor) -> Tensor:
-        return module.attend_to(x_ND, packing, memory_ND, memory)
+        return module.attend_to(x_ND, packing, memory_ND, memory, tokens)
 
     both_ways(module, run, torch.randn(8, 16), monkeypatch)
     assert operator.calls == 1
@@ -141,7 +141,12 @@ def test_a_mask_has_the_padded_form_and_a_contextualiser_stays_packed(
     everywhere_BTT = torch.ones(2, 6, 6, dtype=torch.bool)
     torch.testing.assert_close(module(x_ND, packing, tokens, mask_BTT=everywhere_BTT), expected_ND)
     assert operator.calls == 1
-    found_ND = module(x_ND, packing, tokens, contextualizer=Attention.project)
+    found_ND = module(
+        x_ND,
+        packing,
+        tokens,
+        contextualizer=lambda attention, x_ND: attention.project(x_ND, tokens),
+    )
     assert torch.equal(found_ND, expected_ND)
     assert operator.calls == 2
 

@@ -6,7 +6,7 @@ from support.tiny_models import tokens_in_groups
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.model.attention import Attention, KeyValues, Projected
+from pipeline.model.attention import Attention, Projected
 from pipeline.model.tokens import Tokens
 
 
@@ -18,6 +18,7 @@ def attention_and_peer(*, width: int = 16, num_heads: int = 4) -> tuple[Attentio
     """Our module and PyTorch's, with the same weights."""
     torch.manual_seed(1)
     ours = Attention(width=width, num_heads=num_heads, dropout=0.0)
+    assert isinstance(ours.output, nn.Linear)
     peer = nn.MultiheadAttention(width, num_heads, batch_first=True)
     projections = (ours.query, ours.key, ours.value)
     with torch.no_grad():
@@ -51,8 +52,28 @@ def test_cross_attention_equals_the_module_of_pytorch(memory_lengths: list[int])
     expected, _ = peer(
         packing.unpack(x_ND), memory_BSD, memory_BSD, key_padding_mask=~memory.mask_BT
     )
-    found = ours.attend_to(x_ND, packing, memory_ND, memory)
+    found = ours.attend_to(x_ND, packing, memory_ND, memory, tokens_of(packing))
     torch.testing.assert_close(found, packing.pack(expected), rtol=0, atol=1e-6)
+
+
+class AllSoFar:
+    """Keys and values of one row per sentence, attended to without a kernel."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        self.keys.append(key_RD)
+        self.values.append(value_RD)
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        states = query_RD[:, None], torch.stack(self.keys, 1), torch.stack(self.values, 1)
+        query, key, value = (self.attention.heads(x_BTD) for x_BTD in states)
+        weight = (query @ key.transpose(2, 3) / key.shape[3] ** 0.5).softmax(3)
+        context: Tensor = (weight @ value).flatten(1)
+        return context
 
 
 @torch.no_grad()
@@ -61,25 +82,11 @@ def test_steps_of_self_attention_equal_all_positions_at_once() -> None:
     packing = Packing.from_lengths([5, 5, 5])
     x_BTD = torch.randn(3, 5, 16)
     at_once = packing.unpack(ours(packing.pack(x_BTD), packing, tokens_of(packing), is_causal=True))
-    past = KeyValues(torch.full((3, 4, 7, 4), torch.nan), torch.full((3, 4, 7, 4), torch.nan))
+    past = AllSoFar(ours)
     for position in range(5):
-        step_BD = ours.step(x_BTD[:, position], past, length=position)
+        step_tokens = tokens_of(Packing.from_lengths([1, 1, 1]))
+        step_BD = ours.step(x_BTD[:, position], past, step_tokens)
         torch.testing.assert_close(step_BD, at_once[:, position], rtol=0, atol=1e-6)
-
-
-@torch.no_grad()
-def test_beams_share_the_memory_of_their_sentence() -> None:
-    ours, _ = attention_and_peer()
-    memory = Packing.from_lengths([2, 6])
-    memory_ND, x_RD = torch.randn(8, 16), torch.randn(6, 16)
-    keys = ours.keys(memory_ND, memory)
-    found = ours.step_memory(x_RD, keys, mask=memory.mask_BT[:, None, None, :])
-    for row in range(6):
-        sentence = memory_ND[:2] if row < 3 else memory_ND[2:]
-        alone = Packing.from_lengths([len(sentence)])
-        one = Packing.from_lengths([1])
-        expected = ours.attend_to(x_RD[row : row + 1], one, sentence, alone)
-        torch.testing.assert_close(found[row], expected[0], rtol=0, atol=1e-6)
 
 
 def test_dropout_of_the_module_acts_in_training_only() -> None:
@@ -124,7 +131,7 @@ def test_a_contextualiser_makes_queries_keys_and_values() -> None:
 
     def with_left_neighbour(attention: Attention, x_ND: Tensor) -> Projected:
         before_BTD = torch.nn.functional.pad(packing.unpack(x_ND), (0, 0, 1, 0))[:, :-1]
-        return attention.project(x_ND + packing.pack(before_BTD))
+        return attention.project(x_ND + packing.pack(before_BTD), tokens_of(packing))
 
     x_BTD = packing.unpack(torch.cat(sums))
     expected, _ = peer(x_BTD, x_BTD, x_BTD, key_padding_mask=~packing.mask_BT)

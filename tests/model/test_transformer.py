@@ -257,7 +257,7 @@ def test_a_dropped_sublayer_leaves_the_embedding() -> None:
     packing = Packing.from_lengths([5])
     group_N = torch.zeros(5, dtype=torch.int64)
     torch.manual_seed(1)
-    y_ND, record = model.encoder.layers[0](x_ND, packing, group_N)
+    y_ND, record, _ = model.encoder.layers[0](x_ND, packing, group_N)
     assert record is None
     assert torch.equal(y_ND, x_ND)
 
@@ -336,3 +336,10 @@ def test_layers_that_are_computed_again_have_the_same_gradients_bit_for_bit(
         assert theirs is not None
         assert torch.equal(ours, theirs)
     assert kept[1] < kept[0] / 3
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_a_model_that_is_built_has_all_its_tensors_on_its_device(positions: str) -> None:
+    model = build_model(tiny_spec(model={"positions": positions}))
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}

@@ -45,6 +45,7 @@ from pipeline.config import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor
+from pipeline.stages import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.loop import training_data
@@ -578,3 +579,110 @@ def test_what_training_did_not_write_stays_in_a_finished_runs_folder_and_is_name
     assert pool1.run(pretrain, inputs, tmp_path / "model", recipe) == ["done"]
     assert names_in(tmp_path / "model.run") == [MARKER_NAME, "notes.txt"]
     assert (tmp_path / "model.run" / "notes.txt").read_text() == "mine"
+
+
+# Early stopping, and whose perplexity is the best
+
+
+def pretrain_scripted(
+    world: World,
+    /,
+    inputs: Inputs,
+    out_dir: Path,
+    recipe: Recipe,
+    *,
+    perplexities: dict[int, float],
+    dies_at: int = 0,
+    **options: Any,
+) -> str:
+    """Pretrain where the validation after an update finds what stands there for it."""
+    keep = loop.TrainingRun._keep_if_best
+
+    def keep_scripted(run: loop.TrainingRun, _: float) -> None:
+        keep(run, perplexities[run.position.update])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.TrainingRun, "_keep_if_best", keep_scripted)
+        if dies_at:
+            patch.setattr(Engine, "train_step", _failing_step(Engine.train_step, dies_at))
+        return pretrain(world, inputs, out_dir, recipe, **options)
+
+
+PERPLEXITIES = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5, 6: 1.0}
+
+
+@pytest.fixture(scope="module")
+def impatient(inputs: Inputs, pool2: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out_dir = tmp_path_factory.mktemp("impatient") / "model"
+    recipe = make_recipe(patience=2, validate_every=1)
+    pool2.run(pretrain_scripted, inputs, out_dir, recipe, perplexities=PERPLEXITIES)
+    return out_dir
+
+
+def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
+    """Equal is not lower: updates 4 and 5 found nothing."""
+    model = open_artifact(impatient, kind="checkpoint")
+    assert model.statistics["updates"] == 5
+    assert (model.statistics["update"], model.statistics["perplexity"]) == (3, 3.0)
+    assert model.manifest.summary[2] == (
+        "ended 1 updates early: 2 validations in a row found none lower"
+    )
+    assert names_in(impatient.parent / "model.run" / "states") == ["update-0000004"]
+
+
+@pytest.mark.parametrize("fault", [{"dies_at": 4}, {"terminate_at": (1, 8)}], ids=str)
+def test_a_run_that_ended_early_is_the_same_however_often_it_was_stopped(
+    inputs: Inputs, impatient: Path, pool2: ProcessPool, tmp_path: Path, fault: dict[str, Any]
+) -> None:
+    """Dying at update 4, after update 3 was kept, and before it is in any state."""
+    out_dir, recipe = tmp_path / "model", make_recipe(patience=2, validate_every=1)
+    script: dict[str, Any] = {"perplexities": PERPLEXITIES}
+    with ExitStack() as stack:
+        if "dies_at" in fault:
+            stack.enter_context(pytest.raises(RankFailed, match="killed"))
+        pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script, **fault)
+    assert pool2.run(pretrain_scripted, inputs, out_dir, recipe, **script) == ["done"] * 2
+    assert_same_tensors(read_weights(out_dir), read_weights(impatient))
+    assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(impatient / "metrics.jsonl")
+    assert read_metrics(out_dir / "metrics.jsonl")[-1]["update"] == 5
+
+
+def test_with_more_patience_a_run_goes_on_where_it_ended(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir, script = tmp_path / "model", dict.fromkeys(range(1, 7), 4.0)
+    for patience, updates in ((1, 2), (3, 4), (0, 6)):
+        recipe = make_recipe(patience=patience, validate_every=1)
+        if out_dir.exists():
+            shutil.rmtree(out_dir)
+        pool1.run(pretrain_scripted, inputs, out_dir, recipe, perplexities=script)
+        assert open_artifact(out_dir, kind="checkpoint").statistics["updates"] == updates
+
+
+def test_the_weights_kept_are_those_of_the_best_validation_of_a_tier(
+    inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "model"
+    pool2.run(pretrain, inputs, out_dir, make_recipe(best_by="low"))
+    records = read_metrics(straight / "metrics.jsonl")
+    losses = {r["update"]: r["resources"]["low"] for r in records if r["kind"] == "validation"}
+    best = min(losses, key=lambda update: losses[update])
+    model = open_artifact(out_dir, kind="checkpoint")
+    assert model.statistics["update"] == best
+    assert model.statistics["perplexity"] == pytest.approx(math.exp(losses[best]))
+    assert "whose validation perplexity on low-resource pairs, " in model.manifest.summary[1]
+
+
+def test_a_tier_that_nothing_is_validated_on_is_refused(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = make_recipe(best_by="low", resource_thresholds=[0, 30])
+    with pytest.raises(RankFailed, match=r"best_by is low, and no pair .* only of high, medium:"):
+        pool1.run(pretrain, inputs, tmp_path / "model", recipe)
+
+
+def test_thresholds_decide_a_model_only_where_a_tier_does() -> None:
+    stage = STAGES["pretrain"]
+    for best_by, decides in (("all", False), ("low", True)):
+        config = make_call("pretrain", make_recipe(best_by=best_by), {}, Path("unused")).config
+        assert ("resource_thresholds" in stage.deciding(config)["training"]) == decides

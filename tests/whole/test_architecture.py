@@ -29,11 +29,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoints",),
     ("training",),
-    ("decoding", "evaluation", "estimates", "analysis"),
+    ("decoding", "evaluation", "estimates", "analysis", "tasks"),
     ("survey",),
     (
         *("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
         *("analyze_scales", "analyze_vectors", "analyze_lengths"),
+        *("finetune_tagger", "finetune_reader", "evaluate_task"),
     ),
     ("cli",),
 )
@@ -45,7 +46,10 @@ TRAINING, VERBS = LAYER_OF["training"], LAYER_OF["pretrain"]
 
 READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """What the command line loads of a room above it: it knows of nothing but bytes."""
-SLIM_STAGES = ("pretrain", "finetune", "translate", "upcycle")
+SLIM_STAGES = (
+    *("pretrain", "finetune", "translate", "upcycle"),
+    *("finetune_tagger", "finetune_reader", "evaluate_task"),
+)
 SLIM_PACKAGES = {
     *("torch", "deepspeed", "numba", "numpy"),
     *("sentencepiece", "safetensors", "pydantic", "tqdm"),

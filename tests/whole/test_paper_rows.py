@@ -1,20 +1,23 @@
-"""The paper's Table 2: a recipe per row, and the plan of them, run whole on made-up pairs."""
+"""The paper's tables 2 and 3: a recipe per row, and both plans run whole on made-up pairs."""
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support.exported_models import own_checkpoint
 from support.raw_trees import write
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.corpus import line_counts, resource_of
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config import Recipe, load_recipe
 from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan
+from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
 
@@ -44,9 +47,16 @@ ASSEMBLED = {
 }
 """System → the one its decoder is from; encoder and embeddings are from row 1."""
 
-PAIRS = ("en-hi", "en-ru", "de-en", "el-en")
-"""English with a language of each of the paper's groups."""
-TRAIN_LINES = {"en-hi": 30, "en-ru": 30, "de-en": 60, "el-en": 30}
+SYSTEMS_OF_TABLE_3 = {
+    "Dense": "dense_pc32",
+    "MoE": "moe_pc32",
+    "mRASP2": "dense_pc32",
+    "M2M-100": "dense_pc32",
+    "NLLB": "dense_pc32",
+    "MMNMT (Dense)": "mmnmt_dense_pc32",
+    "MMNMT (mRASP2)": "mmnmt_mrasp2_pc32",
+}
+FROM_ELSEWHERE = {"mRASP2": "mrasp2", "M2M-100": "m2m100", "NLLB": "nllb"}
 
 TINY = """
 [corpus]
@@ -71,7 +81,7 @@ warmup_updates = 1
 updates = 2
 validate_every = 2
 checkpoint_every = 2
-resource_thresholds = [30, 60]
+resource_thresholds = {thresholds}
 [decoding]
 beam_size = 1
 max_length_ratio = 0.1
@@ -85,6 +95,13 @@ every = 1
 
 def plan() -> Plan:
     return load_plan("opus100")
+
+
+def systems_of(plan: Plan) -> dict[str, str]:
+    """System of the evaluation → the stage that translates with it."""
+    systems = plan.stages["evaluation"].inputs["systems"]
+    assert isinstance(systems, dict)
+    return systems
 
 
 def recipe_of(system: str) -> Recipe:
@@ -168,41 +185,95 @@ def test_a_row_is_assembled_from_the_sources_of_table_2(system: str) -> None:
     assert found.stages[checkpoint].inputs == sources
 
 
-def placed_small(folder: Path) -> PlacedPlan:
-    """The plan as it stands, on CPU, one process a stage, with tiny models."""
+def test_pc32_has_the_tiers_and_languages_of_the_paper() -> None:
+    """32 pairs: 2, 16, 8 and 5 of them in the tiers (appendix B), and Mongolian's in none."""
+    recipe = load_recipe("dense_pc32")
+    assert len(recipe.corpus.languages) == 33
+    assert set(recipe.corpus.untested) == {"eo", "mn", "mt"} < set(recipe.corpus.languages)
+    thresholds = recipe.training.resource_thresholds
+    lines = (99_999, 100_000, 999_999, 1_000_000, 9_999_999, 10_000_000)
+    assert [resource_of(number, thresholds=thresholds) for number in lines] == [
+        *("extremely_low", "low", "low", "medium", "medium", "high")
+    ]
+    batches = recipe.batches
+    assert (batches.tokens, batches.micro_batches) == (2000, 8 * 23)
+
+
+def test_the_rows_of_table_3_are_the_model_of_mrasp2_dense_or_with_experts() -> None:
+    dense, moe, upcycled, theirs = (
+        load_recipe(f"{name}_pc32").model
+        for name in ("dense", "moe", "mmnmt_dense", "mmnmt_mrasp2")
+    )
+    assert (dense.num_heads, dense.positions, dense.moe) == (16, "learned", None)
+    assert dense == moe.model_copy(update={"moe": None})
+    assert upcycled == moe
+    assert moe.moe == load_recipe("moe_opus100").model.moe
+    norms = {"embedding_norm": True, "scale_embedding": False}
+    assert theirs == moe.model_copy(update=norms)
+
+
+def test_the_plan_of_table_3_takes_models_from_elsewhere_as_they_are() -> None:
+    found = load_plan("pc32")
+    assert stage_order(found) == list(found.stages)
+    systems = systems_of(found)
+    assert list(systems) == list(SYSTEMS_OF_TABLE_3)
+    for system, recipe in SYSTEMS_OF_TABLE_3.items():
+        translated = found.stages[systems[system]]
+        assert translated.recipe == recipe
+        checkpoint = translated.inputs["checkpoint"]
+        if system in FROM_ELSEWHERE:
+            assert checkpoint == f"${FROM_ELSEWHERE[system]}"
+    sources = {"embeddings": "$mrasp2", "encoder": "$mrasp2", "decoder": "$mrasp2"}
+    assert found.stages["assembled_mrasp2"].inputs == sources
+    assert found.stages["assembled_dense"].inputs == dict.fromkeys(sources, "dense")
+
+
+# Run whole
+
+
+def placed_small(
+    name: str, folder: Path, *, thresholds: Sequence[int], given: Mapping[str, Path]
+) -> PlacedPlan:
+    """A plan as it stands, on CPU, one process a stage, with tiny models."""
     overlay = folder / "tiny.toml"
-    overlay.write_text(TINY, encoding="utf-8")
-    whole = plan()
+    overlay.write_text(TINY.replace("{thresholds}", str(list(thresholds))), encoding="utf-8")
+    whole = load_plan(name)
     on_cpu = {
-        name: stage.model_copy(update={"ds_config": "cpu_fp32"})
-        for name, stage in whole.stages.items()
+        stage: planned.model_copy(update={"ds_config": "cpu_fp32"})
+        for stage, planned in whole.stages.items()
     }
     return place_plan(
         whole.model_copy(update={"stages": on_cpu}),
         out_dir=folder / "run",
         overlay=str(overlay),
-        given={"corpus": RawPaths((folder / "raw",))},
+        given={key: RawPaths((path,)) for key, path in given.items()},
         processes=1,
     )
 
 
-def write_tree(root: Path) -> None:
-    words = {"hi": "घर", "ru": "дом", "de": "Haus", "el": "σπίτι", "en": "house"}
-    files = {
-        f"supervised/{pair}/opus.{pair}-{split}.{code}": "".join(
-            f"{words[code]} {start + number}\n" for number in range(lines)
-        )
-        for pair in PAIRS
-        for split, start, lines in (
-            ("train", 100, TRAIN_LINES[pair]),
-            ("dev", 1000, 2),
-            ("test", 2000, 2),
-        )
-        for code in pair.split("-")
-    }
-    files |= {
-        f"zero-shot/de-ru/opus.de-ru-test.{code}": f"{words[code]} 3000\n" for code in ("de", "ru")
-    }
+def write_tree(root: Path, *, lines: Mapping[str, int], validated: Sequence[str]) -> None:
+    """Pairs of English with languages, each with so many training lines, and one test line.
+
+    A line of a language is its code and a number; each language has a word in its own script.
+    """
+    words = {"hi": "घर", "ru": "дом", "el": "σπίτι", "zh": "房子", "ar": "بيت"}
+
+    def text(code: str, start: int, count: int) -> str:
+        word = words.get(code, f"house{code}")
+        return "".join(f"{word} {start + number}\n" for number in range(count))
+
+    files = {}
+    for code, count in lines.items():
+        pair = "-".join(sorted((code, "en")))
+        for split, start, number in (
+            ("train", 100, count),
+            ("dev", 1000, 2 * (code in validated)),
+            ("test", 2000, 1),
+        ):
+            for side in (code, "en"):
+                if number:
+                    name = f"supervised/{pair}/opus.{pair}-{split}.{side}"
+                    files[name] = text(side, start, number)
     write(root, files)
 
 
@@ -210,7 +281,7 @@ LOADED = [
     *("pipeline.training.loop", "pipeline.translate", "pipeline.evaluate", "pipeline.upcycle"),
     *("torch._refs", "deepspeed.runtime.zero.muon.muon_optimizer"),
 ]
-"""What takes seconds to load, and would in each of 35 stages; the last two on first use."""
+"""What takes seconds to load, and would in each of 59 stages; the last two on first use."""
 
 
 def as_child(
@@ -231,10 +302,29 @@ def run_stage(arguments: list[str]) -> None:
     sys.exit(cli.main(arguments))
 
 
+def tiers(run: Path, *, target: str) -> dict[str, str]:
+    """Source → the tier of its direction into a target."""
+    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
+    return {
+        one["direction"]["source"]: one["resource"]
+        for one in scores["directions"]
+        if one["direction"]["target"] == target
+    }
+
+
 @pytest.mark.timeout(300)
-def test_all_rows_are_trained_translated_and_scored_on_a_small_tree(tmp_path: Path) -> None:
-    write_tree(tmp_path / "raw")
-    assert run_plan(placed_small(tmp_path), launcher=as_child) == 0
+def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
+    languages = [code for code in load_recipe("dense_opus100").corpus.languages if code != "en"]
+    lines = {code: 4 if code == "de" else 2 + (code == "ru") for code in languages}
+    write_tree(tmp_path / "raw", lines=lines, validated=("hi", "ru", "de", "el"))
+    zero_shot = {
+        f"zero-shot/de-ru/opus.de-ru-test.{code}": f"{code} 3000\n" for code in ("de", "ru")
+    }
+    write(tmp_path / "raw", zero_shot)
+    placed = placed_small(
+        "opus100", tmp_path, thresholds=(2, 4), given={"corpus": tmp_path / "raw"}
+    )
+    assert run_plan(placed, launcher=as_child) == 0
     run = tmp_path / "run"
     scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
     assert [system["name"] for system in scores["systems"]] == list(ROWS)
@@ -245,10 +335,74 @@ def test_all_rows_are_trained_translated_and_scored_on_a_small_tree(tmp_path: Pa
         assert by_group == ("LGR" in system or "Dec(5)" in system)
     groups = open_artifact(run / "groups", kind="groups").read_json("groups.json")["groups"]
     assert len(set(groups.values())) == 4
-    assert {
-        one["direction"]["source"]: one["resource"]
-        for one in scores["directions"]
-        if one["direction"]["target"] == "en"
-    } == {"de": "high", "el": "low", "hi": "low", "ru": "low"}
-    zero_shot = [one["direction"] for one in scores["directions"] if one["family"] == "zero_shot"]
-    assert [(one["source"], one["target"]) for one in zero_shot] == [("de", "ru"), ("ru", "de")]
+    others = dict.fromkeys(languages, "low")
+    assert tiers(run, target="en") == others | {"de": "high", "ru": "medium"}
+    assert len(scores["directions"]) == 188 + 2
+    zero_shot_ways = [
+        one["direction"] for one in scores["directions"] if one["family"] == "zero_shot"
+    ]
+    assert [(one["source"], one["target"]) for one in zero_shot_ways] == [
+        *(("de", "ru"), ("ru", "de"))
+    ]
+
+
+PC32 = [code for code in load_recipe("dense_pc32").corpus.languages if code != "en"]
+
+
+@pytest.fixture(scope="module")
+def inputs_of_table_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Made-up text of the 32 pairs, and tiny models of mRASP2's conventions."""
+    folder = tmp_path_factory.mktemp("pc32")
+    counts = {"fr": 5, "de": 4, "ru": 3}
+    lines = {code: counts.get(code, 2) for code in PC32}
+    write_tree(folder / "raw", lines=lines, validated=("fr", "de", "ru", "af"))
+    description = TokenizerDescription(
+        kind="bytes", languages=tuple(sorted(["en", *PC32])), language_token_scheme="lang_tok"
+    )
+    given = {"corpus": folder / "raw"}
+    for name in FROM_ELSEWHERE.values():
+        given[name] = folder / name
+        own_checkpoint(
+            given[name],
+            tokenizer=TokenizerFiles(description, None),
+            positions="learned",
+            embedding_norm=True,
+            scale_embedding=False,
+        )
+    given["mrasp2_tokenizer"] = folder / "their_tokenizer"
+    vocabulary = ["checkpoint", "tokenizer", str(given["mrasp2"])]
+    assert cli.main([*vocabulary, "--out", str(given["mrasp2_tokenizer"])]) == 0
+    return given
+
+
+def test_a_dry_run_of_table_3_names_every_stage_and_makes_nothing(
+    inputs_of_table_3: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"{name}={path}" for name, path in inputs_of_table_3.items()]
+    out_dir = tmp_path / "run"
+    assert cli.main(["run", "pc32", "--dry-run", "--out", str(out_dir), "--input", *given]) == 0
+    printed = capsys.readouterr().out
+    for name in load_plan("pc32").stages:
+        assert f"{name}:" in printed
+    assert not out_dir.exists()
+
+
+@pytest.mark.timeout(300)
+def test_all_rows_of_table_3_are_made_from_the_32_pairs(
+    inputs_of_table_3: dict[str, Path], tmp_path: Path
+) -> None:
+    placed = placed_small("pc32", tmp_path, thresholds=(2, 3, 5), given=inputs_of_table_3)
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
+    assert [system["name"] for system in scores["systems"]] == list(SYSTEMS_OF_TABLE_3)
+    tested = dict.fromkeys(set(PC32) - {"eo", "mn", "mt"}, "extremely_low")
+    expected = tested | {"fr": "high", "de": "medium", "ru": "low"}
+    assert tiers(run, target="en") == expected
+    assert len(scores["directions"]) == 2 * 29
+    trained = line_counts(open_artifact(run / "shards_mrasp2", kind="shards"), "train")
+    assert len(trained) == 32
+    theirs = open_artifact(run / "mmnmt_mrasp2", kind="checkpoint")
+    assert read_spec(theirs).model.moe is not None
+    report = (run / "evaluation" / "report.md").read_text(encoding="utf-8")
+    assert "extremely low up to 2, low up to 3, high from 5, medium between" in report

@@ -155,8 +155,8 @@ VARIANTS = {
             ],
             "pipeline/model/feed_forward.py": [
                 (
-                    "import DenseConfig, ModelConfig\n",
-                    "import DenseConfig, GatedConfig, ModelConfig\n",
+                    "import DenseConfig, LanguageExpertsConfig, ModelConfig\n",
+                    "import DenseConfig, GatedConfig, LanguageExpertsConfig, ModelConfig\n",
                 ),
                 (
                     "        case DenseConfig():\n",
@@ -191,7 +191,12 @@ VARIANTS = {
     "loss": Variant(
         {"pipeline/training/two_routes.py": TWO_ROUTES},
         {
-            CONFIG: [('Literal["cross_entropy"]', 'Literal["cross_entropy", "two_routes"]')],
+            CONFIG: [
+                (
+                    'Literal["cross_entropy", "fuse_distillation"]',
+                    'Literal["cross_entropy", "fuse_distillation", "two_routes"]',
+                )
+            ],
             "pipeline/training/losses.py": [
                 (
                     '        case "cross_entropy":\n',

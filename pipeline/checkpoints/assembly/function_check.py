@@ -187,7 +187,7 @@ class Streamed:
                 values = spare.pop() if spare else torch.empty(parameter.shape)
                 setattr(owner, name, nn.Parameter(values, requires_grad=False))
         for entry in named_slices(module):
-            if not recurse and "." in entry.name:
+            if not recurse and entry.owner is not module:
                 continue
             name = f"{prefix}.{entry.name}"
             entry.value.copy_(self.tensors[part_of(name)].read(name))

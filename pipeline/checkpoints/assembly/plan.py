@@ -11,7 +11,7 @@ from typing import Literal
 
 from pipeline.checkpoints.assembly.diversity import expert_parts
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
-from pipeline.checkpoints.names import dense_name, tensor_shapes
+from pipeline.checkpoints.names import dense_name, language_tensor, tensor_shapes
 from pipeline.checkpoints.sources import Tensors
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
@@ -27,6 +27,7 @@ Rule = Literal[
     "rows of more experts",
     "group router of token router",
     "rows by piece",
+    "language of dense",
     "fresh",
 ]
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
@@ -169,7 +170,16 @@ def _assign(
         return Assignment(target, part, target, "copied")
     if target.startswith("front."):
         return Assignment(target, part, None, "fresh")
+    if (module := language_tensor(target)) is not None:
+        if module.dense in names:
+            return Assignment(target, part, module.dense, "language of dense")
+        if module.dense is None and not any(_is_of(module.stack, name) for name in names):
+            return Assignment(target, part, None, "fresh")
     raise _nothing_for(target, part, tensors)
+
+
+def _is_of(stack: str, name: str) -> bool:
+    return name.startswith(f"{stack}.")
 
 
 def _assign_router(

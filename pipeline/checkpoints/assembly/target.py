@@ -20,7 +20,7 @@ from pipeline.model.spec import (
 )
 from pipeline.settings import describe_validation
 
-FREE = {"moe", "encoder_layers", "decoder_layers", "initialization"}
+FREE = {"moe", "encoder_layers", "decoder_layers", "initialization", "language_modules"}
 """Settings of a model in which parts of one model may differ."""
 FREE_WITH_NEW_ROWS = {"embedding", "front"}
 

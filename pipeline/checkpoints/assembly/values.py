@@ -84,7 +84,7 @@ class Blueprint:
         match entry.rule:
             case "fresh":
                 return self._fresh(entry)
-            case "copied":
+            case "copied" | "language of dense":
                 return self._read(entry)
             case "expert of dense" | "expert of expert":
                 exact = self.config.method == "noise"  # masks keep or drop what is written

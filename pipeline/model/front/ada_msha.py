@@ -97,7 +97,8 @@ class AdaMsha(nn.Module):
 
     def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
         scales_first = self.config.scaled == "before"
-        states_N3HK = heads_of(attention.project(x_ND), attention, scales_first=scales_first)
+        projected = attention.project(x_ND, source.tokens)
+        states_N3HK = heads_of(projected, attention, scales_first=scales_first)
         scale_N3HC, weight_N3HC = self.route(source, states_N3HK)
         mixed_N3HK = mix_scales(
             states_N3HK,

@@ -37,7 +37,7 @@ class Msc(nn.Module):
         return passage.through(x_ND)
 
     def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
-        return attention.project(self._mixed(source, x_ND))
+        return attention.project(self._mixed(source, x_ND), source.tokens)
 
     def _mixed(self, source: Source, x_ND: Tensor) -> Tensor:
         """Every group seen at its scale."""

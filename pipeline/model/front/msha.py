@@ -35,7 +35,8 @@ class Msha(nn.Module):
 
     def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
         scales_first = self.config.scaled == "before"
-        states_N3HK = heads_of(attention.project(x_ND), attention, scales_first=scales_first)
+        projected = attention.project(x_ND, source.tokens)
+        states_N3HK = heads_of(projected, attention, scales_first=scales_first)
         gaps = source.gaps(max(*self.config.scales, 1) - 1)
         states_P3HK = gaps.open(states_N3HK)
         seen_P3HK = torch.stack(

@@ -15,8 +15,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.convolutions import Gaps
 from pipeline.model.attention import Contextualizer
 from pipeline.model.embedding import Embedding
-from pipeline.model.layers import run_layer
-from pipeline.model.moe.layer import RoutingRecord
+from pipeline.model.layers import Reports, run_layer
 from pipeline.model.tokens import Tokens
 
 
@@ -53,7 +52,7 @@ class Passage:
     """The encoder's layers, to be gone through once each, in order.
 
     Attributes:
-        records: what MoE layers have reported so far.
+        reports: what layers have reported so far.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Passage:
         *,
         recomputes: bool = False,
     ) -> None:
-        self.records: list[RoutingRecord] = []
+        self.reports = Reports()
         self._left = list(layers)
         self._packing = packing
         self._tokens = tokens
@@ -88,10 +87,10 @@ class Passage:
         following, self._left = self._left[:count], self._left[count:]
         for layer in following:
             looking = partial(layer, mask_BTT=mask_BTT, contextualizer=contextualizer)
-            x_ND, record = run_layer(
+            output = run_layer(
                 looking,
                 *(x_ND, packing or self._packing, self._tokens),
                 recomputes=self._recomputes,
             )
-            self.records += [record] if record is not None else []
+            x_ND = self.reports.add(output)
         return x_ND

@@ -165,7 +165,7 @@ def layer_by_hand(
     if kind == "wsf" and number < config.layers:
         allowed = same_word(ids)
     context = attended(*(states[0], states[1], states[2]), heads, allowed)
-    x_TD = x_TD + F.linear(context, attention.output.weight, attention.output.bias)
+    x_TD = x_TD + attention.output(context)
     x_TD = x_TD if settings.norm == "pre" else layer.self_attention_norm(x_TD)
     entered = layer.feed_forward_norm(x_TD) if settings.norm == "pre" else x_TD
     feed_forward: Any = layer.feed_forward

@@ -1,0 +1,88 @@
+"""A checkpoint of two routes as an ordinary one: what all languages share, folded into its weights.
+
+Of low-rank modules, W + V F of the shared one takes the place of W; of language experts, the shared
+feed-forward has the names of a plain one. What languages have of their own is left out. Weights are
+read one tensor at a time, so that a model need not fit in memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.artifact import new_artifact
+from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_model_files
+from pipeline.checkpoints.names import num_parameters, tensor_shapes
+from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.errors import ConfigError
+from pipeline.model.language_modules.choice import has_two_routes
+from pipeline.model.language_modules.stack import SHARED
+from pipeline.model.spec import ModelSpec
+from pipeline.terminal import track
+
+
+@dataclass(frozen=True)
+class Folded:
+    """How large a model was, and is."""
+
+    before: int
+    after: int
+    matrices: int
+    """Matrices that are sums now."""
+
+
+def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) -> Folded:
+    """Write the shared route of a checkpoint as a model without language modules.
+
+    Raises:
+        ConfigError: it has no shared route.
+        ArtifactError: not a checkpoint.
+    """
+    checkpoint = open_checkpoint(directory)
+    spec = read_spec(checkpoint)
+    if not has_two_routes(spec.model):
+        raise ConfigError(
+            f"{directory} has no route that all languages share (model.language_modules.shared): "
+            "name a checkpoint of fuse distillation."
+        )
+    target = without_language_modules(spec)
+    files = TensorFiles(checkpoint, "weights/")
+    with new_artifact(
+        out_dir,
+        kind="checkpoint",
+        stage="fold",
+        config={"fold": {"route": SHARED}},
+        inputs={"checkpoint": checkpoint.as_input},
+        overwrite=overwrite,
+    ) as writer:
+        weights = folded_tensors(files, target)
+        writer.settled |= write_weights(writer.directory / "weights", weights)
+        write_model_files(writer, spec=target, tokenizer_dir=tokenizer_folder(checkpoint))
+    suffix = f".low_rank.{SHARED}.flat"
+    return Folded(
+        before=num_parameters(spec),
+        after=num_parameters(target),
+        matrices=sum(name.endswith(suffix) for name in files.names()),
+    )
+
+
+def without_language_modules(spec: ModelSpec) -> ModelSpec:
+    """The shape of a model, less what languages have of their own."""
+    model = spec.model.model_copy(update={"language_modules": None})
+    return spec.model_copy(update={"model": model})
+
+
+def folded_tensors(files: TensorFiles, target: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the folded model, in its order; sums are made in float64."""
+    names = set(files.names())
+    for name in track(tensor_shapes(target), label="fold"):
+        weight = files.read(name)
+        shared = f"{name.removesuffix('.weight')}.low_rank.{SHARED}"
+        if name.endswith(".weight") and f"{shared}.flat" in names:
+            vertical = files.read(f"{shared}.vertical").double()
+            low_rank = vertical @ files.read(f"{shared}.flat").double()
+            weight = (weight.double() + low_rank).to(torch.float32)
+        yield name, weight

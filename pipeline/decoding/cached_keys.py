@@ -1,0 +1,236 @@
+"""Keys and values that the rows of a search attend to, and what becomes of them when rows move.
+
+On other devices than the CPU, and of dtypes that loops do not read, the beams of a sentence share
+one grid of entries, and a mask tells which of them are a beam's own past. On CPU entries are kept
+in the order in which they were made, and every row has a list of its own: nothing is padded,
+masked, cut into heads or moved but the lists.
+
+Legend: B unfinished sentences, J rows of each, R = B · J rows, N source tokens, D model width, H
+heads, K head width, S source length, P entries, T positions so far.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.batching.batch import Packing
+from pipeline.kernels.beam_steps import RowEntries, attend_entries
+from pipeline.kernels.loop_arrays import can_loop
+from pipeline.kernels.scaled_dot_product import attend
+from pipeline.model.attention import Attention
+from pipeline.model.language_modules.low_rank import project
+from pipeline.model.layers import DecoderLayer, LayerCache
+from pipeline.model.tokens import Tokens
+
+CACHE_STEP = 16
+"""A grid grows by this many positions at a time; entries double, from as many."""
+
+
+class CachedKeys(Protocol):
+    """Of all layers. A search has one row per sentence until it moves them."""
+
+    layers: list[LayerCache]
+
+    def begin_step(self) -> None:
+        """Every row is about to add an entry to the past of every layer."""
+
+    def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """Only the sentences ``keep_B`` go on, with those of their rows, in that order."""
+
+
+def cached_keys(
+    layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+) -> CachedKeys:
+    """Nothing past, and the source's keys and values, of the decoder's layers."""
+    if can_loop(memory_ND):
+        return ListedKeys(layers, memory_ND, packing, tokens)
+    return GridKeys(layers, memory_ND, packing, tokens)
+
+
+# ---------------------------------------------------------------- lists of entries
+
+
+class ListedKeys:
+    """By loops, on CPU."""
+
+    def __init__(
+        self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> None:
+        bound_B = packing.bound_B.long()
+        self.source = RowEntries(bound_B[:-1], bound_B[1:], packing.length)
+        rows = self.sentences = len(bound_B) - 1
+        listed_RT = torch.empty(rows, 0, dtype=torch.int64)
+        start_R = torch.zeros(rows, dtype=torch.int64)
+        self.past = RowEntries(start_R, start_R, 0, listed_RT)
+        self.made = 0
+        """Entries so far: those of the last step are the last rows."""
+        self.layers = [
+            LayerCache(
+                past=_ListedPast(self, layer.self_attention, memory_ND),
+                memory=_ListedSource(self, layer.cross_attention, memory_ND, tokens),
+            )
+            for layer in layers
+        ]
+
+    def begin_step(self) -> None:
+        rows = len(self.past.start_R)
+        new_R = torch.arange(self.made, self.made + rows)
+        assert self.past.entry_RT is not None, "the past is listed"
+        listed_RT = torch.cat([self.past.entry_RT, new_R[:, None]], dim=1)
+        past = self.past
+        self.past = RowEntries(past.start_R, past.stop_R + 1, past.most + 1, listed_RT)
+        self.made += rows
+
+    def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        before = len(self.past.start_R) // self.sentences
+        row_R = (keep_B[:, None] * before + beam_BJ).flatten()
+        self.sentences = len(keep_B)
+        self.past, self.source = self.past.select(row_R), self.source.select(row_R)
+
+
+class _ListedPast:
+    """Of one layer: an entry per row and step."""
+
+    def __init__(self, keys: ListedKeys, attention: Attention, like: Tensor) -> None:
+        self.keys, self.num_heads = keys, attention.num_heads
+        capacity = CACHE_STEP * len(keys.past.start_R)
+        self.key_PD = like.new_empty(capacity, like.shape[1])
+        self.value_PD = torch.empty_like(self.key_PD)
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        stop = self.keys.made
+        while stop > len(self.key_PD):
+            self.key_PD, self.value_PD = _doubled(self.key_PD), _doubled(self.value_PD)
+        self.key_PD[stop - len(key_RD) : stop] = key_RD
+        self.value_PD[stop - len(key_RD) : stop] = value_RD
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        entries, heads = self.keys.past, self.num_heads
+        return attend_entries(query_RD, self.key_PD, self.value_PD, entries, num_heads=heads)
+
+
+class _ListedSource:
+    """Of one layer: the source's tokens, packed as they come from the encoder."""
+
+    def __init__(
+        self, keys: ListedKeys, attention: Attention, memory_ND: Tensor, tokens: Tokens
+    ) -> None:
+        self.keys, self.num_heads = keys, attention.num_heads
+        self.key_ND = project(attention.key, memory_ND, tokens)
+        self.value_ND = project(attention.value, memory_ND, tokens)
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        entries, heads = self.keys.source, self.num_heads
+        return attend_entries(query_RD, self.key_ND, self.value_ND, entries, num_heads=heads)
+
+
+def _doubled(entry_PD: Tensor) -> Tensor:
+    return torch.cat([entry_PD, torch.empty_like(entry_PD)])
+
+
+# ---------------------------------------------------------------- a grid for the sentence's rows
+
+
+class GridKeys:
+    """By operators, on any device."""
+
+    def __init__(
+        self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
+    ) -> None:
+        batch = packing.batch
+        self.own_past_BJP = torch.zeros(batch, 1, 0, dtype=torch.bool, device=memory_ND.device)
+        self.start = self.stop = 0
+        """Entries that this step adds."""
+        self.source_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
+        self.pasts = [_GridPast(self, layer.self_attention, memory_ND) for layer in layers]
+        self.sources = [
+            _GridSource(self, layer.cross_attention, memory_ND, packing, tokens) for layer in layers
+        ]
+        pairs = zip(self.pasts, self.sources, strict=True)
+        self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
+
+    def begin_step(self) -> None:
+        rows = self.own_past_BJP.shape[1]
+        self.start, self.stop = self.stop, self.stop + rows
+        if self.stop > self.own_past_BJP.shape[2]:
+            more = CACHE_STEP * rows
+            self.own_past_BJP = F.pad(self.own_past_BJP, (0, more))
+            for past in self.pasts:
+                past.grow(more)
+        itself = torch.eye(rows, dtype=torch.bool, device=self.own_past_BJP.device)
+        self.own_past_BJP[:, :, self.start : self.stop] = itself
+
+    def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        batch = len(self.own_past_BJP)
+        self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
+        if len(keep_B) == batch:
+            return
+        kept: list[_GridPast | _GridSource] = [*self.pasts, *self.sources]
+        for keys in kept:
+            keys.key_BHSK, keys.value_BHSK = keys.key_BHSK[keep_B], keys.value_BHSK[keep_B]
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask[keep_B]
+
+
+class _GridPast:
+    """Of one layer: an entry per row and position; what is not yet written is masked, and 0."""
+
+    def __init__(self, keys: GridKeys, attention: Attention, like: Tensor) -> None:
+        self.keys, self.attention = keys, attention
+        batch, heads = len(keys.own_past_BJP), attention.num_heads
+        self.key_BHSK = like.new_zeros(batch, heads, 0, like.shape[1] // heads)
+        self.value_BHSK = self.key_BHSK
+
+    def grow(self, more: int) -> None:
+        self.key_BHSK = F.pad(self.key_BHSK, (0, 0, 0, more))
+        self.value_BHSK = F.pad(self.value_BHSK, (0, 0, 0, more))
+
+    def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
+        new = slice(self.keys.start, self.keys.stop)
+        self.key_BHSK[:, :, new] = _heads_of_sentences(self.attention, key_RD, self.key_BHSK)
+        self.value_BHSK[:, :, new] = _heads_of_sentences(self.attention, value_RD, self.key_BHSK)
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        mask = self.keys.own_past_BJP[:, None]
+        return _attend(self.attention, query_RD, self.key_BHSK, self.value_BHSK, mask)
+
+
+class _GridSource:
+    """Of one layer: the source's tokens, padded."""
+
+    def __init__(
+        self,
+        keys: GridKeys,
+        attention: Attention,
+        memory_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+    ) -> None:
+        self.keys, self.attention = keys, attention
+        memory = attention.keys(memory_ND, packing, tokens)
+        self.key_BHSK = memory.key_BHSK.contiguous()
+        self.value_BHSK = memory.value_BHSK.contiguous()
+
+    def attend(self, query_RD: Tensor) -> Tensor:
+        mask = self.keys.source_mask
+        return _attend(self.attention, query_RD, self.key_BHSK, self.value_BHSK, mask)
+
+
+def _heads_of_sentences(attention: Attention, x_RD: Tensor, like_BHSK: Tensor) -> Tensor:
+    """(R, D) → (B, H, J, K)."""
+    return attention.heads(x_RD.view(len(like_BHSK), -1, x_RD.shape[1]))
+
+
+def _attend(
+    attention: Attention,
+    query_RD: Tensor,
+    key_BHSK: Tensor,
+    value_BHSK: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """Rows of a sentence attend as if they were positions of one query."""
+    query_BHJK = _heads_of_sentences(attention, query_RD, key_BHSK)
+    context_BHJK = attend(query_BHJK, key_BHSK, value_BHSK, mask=mask)
+    return context_BHJK.transpose(1, 2).reshape(query_RD.shape)

@@ -1,0 +1,137 @@
+"""Low-rank products whose matrices differ between sentences, and the rows of each.
+
+Rows of a sentence lie together. On CPU rows are taken run by run, neighbouring sentences of the
+same slots being one run, so that a batch of one direction is two plain products; whatever the
+batch, all of it is one autograd node, and gradients come in the same order. Where the device has
+grouped products, sentences are their groups, and nothing is copied to the host.
+
+The grouped path has been counted on the meta device; not yet run on a GPU.
+
+Legend: N rows, B sentences, S slots, R rank, I inputs, O outputs.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.kernels.expert_products import GROUPED_MULTIPLE, has_grouped_products
+from pipeline.kernels.products import product
+
+
+class Run(NamedTuple):
+    """Rows [start, stop), and the two slots that serve them."""
+
+    start: int
+    stop: int
+    first: int
+    second: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class SentenceSlots:
+    """Which slots of two stacked tensors serve each sentence of a batch.
+
+    Attributes:
+        sentence_N: sentence of each row, ascending.
+        first_B, second_B: slots of each sentence.
+    """
+
+    sentence_N: Tensor
+    first_B: Tensor
+    second_B: Tensor
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """As few runs as there are; on the meta device, which has no values, a single one."""
+        if self.sentence_N.device.type == "meta":
+            return (Run(0, len(self.sentence_N), 0, 0),)
+        pair_B2 = torch.stack([self.first_B, self.second_B], dim=1)
+        pair_N2, count = torch.unique_consecutive(
+            pair_B2[self.sentence_N], dim=0, return_counts=True
+        )
+        stops = count.cumsum(0).tolist()
+        starts = [0, *stops[:-1]]
+        return tuple(
+            Run(start, stop, first, second)
+            for start, stop, (first, second) in zip(starts, stops, pair_N2.tolist(), strict=True)
+        )
+
+    @cached_property
+    def stop_B(self) -> Tensor:
+        """The row behind the last one of each sentence, int32."""
+        following_B = torch.arange(1, len(self.first_B) + 1, device=self.sentence_N.device)
+        return torch.searchsorted(self.sentence_N, following_B, out_int32=True)
+
+
+def add_low_rank(
+    y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
+) -> Tensor:
+    """y + V_first (F_second x), row by row; ``y_NO`` is overwritten where that saves memory."""
+    if _is_grouped(x_NI, vertical_SOR):
+        flat_BRI = flat_SRI.index_select(0, slots.second_B)
+        vertical_BOR = vertical_SOR.index_select(0, slots.first_B)
+        low_NR = F.grouped_mm(x_NI, flat_BRI.mT, offs=slots.stop_B)
+        return y_NO + F.grouped_mm(low_NR, vertical_BOR.mT, offs=slots.stop_B)
+    added: Tensor = _AddLowRank.apply(  # type: ignore[no-untyped-call]
+        y_NO, x_NI, vertical_SOR, flat_SRI, slots
+    )
+    return added
+
+
+def _is_grouped(x_NI: Tensor, vertical_SOR: Tensor) -> bool:
+    sizes = (x_NI.shape[1], *vertical_SOR.shape[1:])
+    fits = not any(size % GROUPED_MULTIPLE for size in sizes)
+    return x_NI.device.type != "cpu" and fits and has_grouped_products(x_NI)
+
+
+class _AddLowRank(torch.autograd.Function):
+    """Run by run, into the place of y; gradients of slots without rows are zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_NO: Tensor,
+        x_NI: Tensor,
+        vertical_SOR: Tensor,
+        flat_SRI: Tensor,
+        slots: SentenceSlots,
+    ) -> Tensor:
+        low_NR = x_NI.new_empty(len(x_NI), flat_SRI.shape[1])
+        for run in slots.runs:
+            low_NR[run.rows] = times(x_NI[run.rows], flat_SRI[run.second])
+            y_NO[run.rows] += times(low_NR[run.rows], vertical_SOR[run.first])
+        ctx.mark_dirty(y_NO)
+        ctx.runs = slots.runs
+        ctx.save_for_backward(x_NI, low_NR, vertical_SOR, flat_SRI)
+        return y_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_NO = gradients[0]
+        x_NI, low_NR, vertical_SOR, flat_SRI = ctx.saved_tensors
+        wants_dx = ctx.needs_input_grad[1]
+        dx_NI = torch.empty_like(x_NI) if wants_dx else None
+        d_vertical_SOR, d_flat_SRI = torch.zeros_like(vertical_SOR), torch.zeros_like(flat_SRI)
+        for run in ctx.runs:
+            dy, x, low = dy_NO[run.rows], x_NI[run.rows], low_NR[run.rows]
+            d_low = times(dy, vertical_SOR[run.first].t())
+            d_vertical_SOR[run.first] += times(dy.t(), low.t())
+            d_flat_SRI[run.second] += times(d_low.t(), x.t())
+            if dx_NI is not None:
+                dx_NI[run.rows] = times(d_low, flat_SRI[run.second].t())
+        return dy_NO, dx_NI, d_vertical_SOR, d_flat_SRI, None
+
+
+def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, without autograd."""
+    return product(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)

@@ -1,0 +1,143 @@
+"""XLM-R with a head: an encoder of pretrained weights that tags tokens or finds a span.
+
+The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
+from ``POSITION_OFFSET`` on, a norm behind the embeddings. Its one token type is in the positions
+(``tasks/pretrained.py``). Layers are those of translation, with its low-rank modules of languages:
+a sentence is in one language, its source and its target.
+
+Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
+"""
+
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.batching.batch import Packing
+from pipeline.batching.labelled import LabelledBatch
+from pipeline.config import Route
+from pipeline.kernels.products import Linear
+from pipeline.model.feed_forward import FeedForward
+from pipeline.model.language_modules.choice import add_low_rank
+from pipeline.model.layers import EncoderLayer
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
+from pipeline.model.transformer import Output, Stack, Transformer, allocate
+
+HEAD_STD = 0.02
+"""What a head's weights start from, as Hugging Face's ``initializer_range`` of XLM-R."""
+
+
+class Head(Linear):
+    """Token states to logits."""
+
+    def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
+        """N(0, 0.02²) and biases 0."""
+        if name == "bias":
+            return torch.zeros(shape)
+        return torch.empty(shape).normal_(0, HEAD_STD, generator=generator)
+
+
+class Labeller(nn.Module):
+    """Encoder and head.
+
+    ``spec`` says the encoder's shape (its ``decoder_layers`` are of no use). A ``tagger`` has a
+    logit per tag, a ``reader`` one for the first and one for the last token of an answer.
+    """
+
+    expert_parallel_size = 1
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        head: Literal["tagger", "reader"],
+        num_tags: int = 2,
+        regularization: Regularization | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.kind = head
+        rates = regularization or Regularization()
+        model = spec.model
+        self.recomputes = False
+        """Of every layer only its input is kept for the backward pass."""
+        self.dropout = rates.dropout
+        self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
+        layers = [
+            EncoderLayer(model, rates, feed_forward_of(spec)) for _ in range(model.encoder_layers)
+        ]
+        add_low_rank(spec, layers, side="encoder")
+        self.encoder = Stack(model, layers, dropout=rates.dropout)
+        self.head = Head(model.width, 2 if head == "reader" else num_tags)
+
+    def forward(
+        self, batch: LabelledBatch, *, route: Route = "specific", progress: float = 0.0
+    ) -> Output:
+        """Logits for every label: (L, V) of a tagger; of a reader (2B, T), starts, then ends."""
+        x_ND = self.encode(batch, route=route, progress=progress)
+        if self.kind == "tagger":
+            return Output(self._logits(x_ND.index_select(0, batch.label_rows_L)), ())
+        return Output(spans(self._logits(x_ND), batch.packing), ())
+
+    def encode(self, batch: LabelledBatch, *, route: Route, progress: float) -> Tensor:
+        """States of all real tokens, (N, D)."""
+        packing = batch.packing
+        tokens = Tokens(
+            sentence_N=packing.sentence_N,
+            position_N=packing.position_N,
+            source_language_B=batch.language_B,
+            target_language_B=batch.language_B,
+            language_group_B=torch.zeros_like(batch.language_B),
+            route=route,
+            progress=progress,
+        )
+        embedded_ND = self.embedding(batch.ids_N)
+        nothing_TD = embedded_ND.new_empty(0)  # positions are learned
+        x_ND = self.encoder.enter(embedded_ND, tokens.position_N, nothing_TD)
+        for layer in self.encoder.layers:
+            if self.recomputes and self.training and torch.is_grad_enabled():
+                x_ND = checkpoint(layer, x_ND, packing, tokens, use_reentrant=False).x_ND
+            else:
+                x_ND = layer(x_ND, packing, tokens).x_ND
+        states: Tensor = self.encoder.leave(x_ND)
+        return states
+
+    def _logits(self, x_ND: Tensor) -> Tensor:
+        """The head's dropout is Hugging Face's: before a tagger's head, none before a reader's."""
+        if self.kind == "tagger":
+            x_ND = F.dropout(x_ND, self.dropout, training=self.training)
+        logits: Tensor = self.head(x_ND)
+        return logits
+
+
+Trained: TypeAlias = Transformer | Labeller
+"""What an engine trains."""
+
+
+def feed_forward_of(spec: ModelSpec) -> nn.Module:
+    """The feed-forward of a layer."""
+    model = spec.model
+    return FeedForward(
+        width=model.width,
+        hidden_width=model.feed_forward_width,
+        activation=model.activation,
+    )
+
+
+def spans(logits_N2: Tensor, packing: Packing) -> Tensor:
+    """Logits of first and of last tokens over the windows, (2B, T); least at padding."""
+    logits_BT2 = packing.unpack(logits_N2)
+    if not packing.is_full:
+        least = torch.finfo(logits_BT2.dtype).min / 2  # of which logarithms are still numbers
+        logits_BT2 = logits_BT2.masked_fill(~packing.mask_BT[:, :, None], least)
+    return logits_BT2.permute(2, 0, 1).reshape(2 * packing.batch, packing.length)
+
+
+def allocated(model: Labeller, device: torch.device) -> Labeller:
+    """A model made on the meta device, with parameters that have yet to be set."""
+    allocate(model, device)
+    return model

@@ -1,0 +1,99 @@
+"""A language-level mixture of experts: one whole feed-forward per language.
+
+No router decides: a sentence is served by its language's feed-forward or, on the shared route, by
+the one of all, which has the names of a plain feed-forward (fuse distillation; paper, §3.1).
+
+Legend: N tokens, S slots, D model width, F hidden width.
+"""
+
+from torch import Tensor, nn
+
+from pipeline.config import LanguageExpertsConfig
+from pipeline.kernels.activations import Activation, activate
+from pipeline.kernels.low_rank_products import SentenceSlots
+from pipeline.kernels.products import Linear
+from pipeline.kernels.row_products import row_products
+from pipeline.model.language_modules.stack import LanguageStack
+from pipeline.model.moe.experts import StackedLinear
+from pipeline.model.moe.layer import RoutingRecord
+from pipeline.model.moe.router import Side
+from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
+
+
+class FeedForwardStack(LanguageStack):
+    """The feed-forwards of languages: (S, F, D) and (S, D, F), with biases."""
+
+    def __init__(
+        self,
+        languages: tuple[str, ...],
+        *,
+        kept: tuple[str, ...] | None,
+        width: int,
+        hidden_width: int,
+    ) -> None:
+        super().__init__(languages, kept=kept)
+        slots = len(self.slots)
+        self.up = StackedLinear(num_experts=slots, in_features=width, out_features=hidden_width)
+        self.down = StackedLinear(num_experts=slots, in_features=hidden_width, out_features=width)
+
+
+class LanguageExperts(nn.Module):
+    """A feed-forward per language, and one for all."""
+
+    def __init__(
+        self,
+        experts: FeedForwardStack,
+        *,
+        width: int,
+        hidden_width: int,
+        activation: Activation,
+        by_source: bool,
+        has_shared: bool,
+    ) -> None:
+        super().__init__()
+        self.activation: Activation = activation
+        self.by_source = by_source
+        self.has_shared = has_shared
+        if has_shared:
+            self.up = Linear(width, hidden_width)
+            self.down = Linear(hidden_width, width)
+        self.of_language = experts
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord | None]:
+        """Through the feed-forwards of the route."""
+        if tokens.route == "shared" and self.has_shared:
+            y_ND = self.down(activate(self.up(x_ND), self.activation))
+        else:
+            y_ND = self._by_language(x_ND, self._slots(tokens))
+        return y_ND, None
+
+    def _by_language(self, x_ND: Tensor, slots: SentenceSlots) -> Tensor:
+        up, down = self.of_language.up, self.of_language.down
+        hidden_NF = activate(row_products(x_ND, up.weight, slots, up.bias), self.activation)
+        return row_products(hidden_NF, down.weight, slots, down.bias)
+
+    def _slots(self, tokens: Tokens) -> SentenceSlots:
+        key = ("language_experts", self.by_source, self.of_language.slots)
+        found = tokens.kept_slots.get(key)
+        if found is None:
+            by_source = self.by_source
+            language_B = tokens.source_language_B if by_source else tokens.target_language_B
+            found = self.of_language.sentence_slots(language_B, language_B, tokens)
+            tokens.kept_slots[key] = found
+        return found
+
+
+def build_language_experts(
+    spec: ModelSpec, config: LanguageExpertsConfig, *, side: Side
+) -> LanguageExperts:
+    """The language experts of one layer."""
+    model = spec.model
+    widths = {"width": model.width, "hidden_width": model.feed_forward_width}
+    return LanguageExperts(
+        FeedForwardStack(spec.languages, kept=config.languages, **widths),
+        activation=model.activation,
+        by_source=side == "encoder" or config.decoder_language == "source",
+        has_shared=config.shared,
+        **widths,
+    )

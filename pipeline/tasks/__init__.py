@@ -1,0 +1,1 @@
+"""Tasks other than translation: named entities and question answering, on an XLM-R."""

@@ -1,0 +1,69 @@
+"""A model of ours in CTranslate2, and the search of ``decode.py`` by it.
+
+Which of its two libraries multiplies matrices of float32 its environment says: CT2_USE_MKL=1 or 0.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import ctranslate2
+from support.tiny_models import EOS_ID
+from torch import Tensor
+
+from pipeline.batching.batch import Example
+from pipeline.checkpoints.foreign.ctranslate2_model import _Specification
+from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.model.transformer import Transformer
+
+Sequences = list[tuple[int, ...]]
+
+
+def write_model(directory: Path, model: Transformer) -> None:
+    """As ``mmnmt export --to ctranslate2`` does, without a tokenizer: pieces are called by id."""
+    tensors: dict[str, Tensor] = {one.name: one.value for one in named_slices(model)}
+    source = SimpleNamespace(spec=model.spec, tensors=SimpleNamespace(read=tensors.__getitem__))
+    specification = _Specification(ctranslate2, cast(ModelSource, source))
+    specification.fill()
+    spec = specification.spec
+    names = [str(index) for index in range(model.spec.vocabulary_size)]
+    spec.register_source_vocabulary([*names])
+    spec.register_target_vocabulary([*names])
+    spec.config.eos_token = spec.config.decoder_start_token = str(EOS_ID)
+    spec.config.bos_token = spec.config.unk_token = names[-1]
+    spec.validate()
+    spec.optimize()
+    directory.mkdir()
+    spec.save(str(directory))
+
+
+def ctranslate2_search(
+    directory: Path,
+    examples: list[Example],
+    *,
+    compute_type: str,
+    threads: int,
+    beams: int,
+    new_tokens: int,
+) -> Callable[[], Sequences]:
+    """A search that returns the tokens after the prompt."""
+    translator: Any = ctranslate2.Translator(
+        str(directory), compute_type=compute_type, inter_threads=1, intra_threads=threads
+    )
+    sources = [[*map(str, (*one.source_prefix, *one.source, EOS_ID))] for one in examples]
+    prefixes = [[*map(str, one.decoder_prompt[1:])] for one in examples]
+    length = new_tokens + len(prefixes[0])
+
+    def search() -> Sequences:
+        found = translator.translate_batch(
+            sources,
+            target_prefix=prefixes,
+            beam_size=beams,
+            min_decoding_length=length,
+            max_decoding_length=length,
+        )
+        return [tuple(map(int, one.hypotheses[0][len(prefixes[0]) :])) for one in found]
+
+    return search

@@ -1,0 +1,186 @@
+"""Models with language modules beside a plain one of the same body: steps and decoding.
+
+LMS of rank 32 in all feed-forwards, on a micro-batch of one direction and on one of 16; fuse
+distillation, which is two passes and a divergence; decoding by the languages' route, and of the
+folded checkpoint, which is a plain model. Sentences are the same everywhere.
+
+    python tests/bench/language_modules.py [--quick] [--rounds N] [--json FILE]
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+if __name__ == "__main__":
+    from pipeline.entry import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+
+from ratios import Options, Row, compare, interleaved, parse_options, report
+from support.tiny_models import EOS_ID, random_examples, tiny_spec
+
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.config import DecodingConfig, LossConfig
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
+from pipeline.kernels.cpu_choice import has_bfloat16_products
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.training.losses import training_loss
+
+DIRECTIONS = 16
+LANGUAGES = tuple(f"l{index:02}" for index in range(DIRECTIONS + 1))
+LOW_RANK: dict[str, object] = {"kind": "low_rank", "rank": 32}
+SHARED = {**LOW_RANK, "shared": True}
+
+
+def model_of(modules: dict[str, object] | None, *, dtype: torch.dtype, quick: bool) -> Transformer:
+    """Width 512, 6 + 6 layers, feed-forward 2,048, or small ones."""
+    width, layers = (64, 2) if quick else (512, 6)
+    spec = tiny_spec(
+        vocabulary=500 if quick else 32_000,
+        width=width,
+        feed_forward_width=4 * width,
+        layers=layers,
+        num_heads=8,
+        max_positions=128,
+    )
+    model = spec.model.model_copy(update={"language_modules": None})
+    spec = spec.model_validate(
+        {
+            **spec.model_dump(),
+            "model": {**model.model_dump(), "language_modules": modules},
+            "languages": LANGUAGES,
+        }
+    )
+    made = build_model(spec)
+    initialize_weights(made, seed=1)
+    return made.to(dtype)
+
+
+def examples_of(model: Transformer, *, sentences: int) -> list[Example]:
+    """Sentence pairs from 24 to 40 tokens, whose directions follow each other in turn."""
+    found = random_examples(model.spec, sentences=sentences, seed=1, shortest=24, longest=40)
+    return [
+        replace(one, source_language=0, target_language=1 + index % DIRECTIONS)
+        for index, one in enumerate(found)
+    ]
+
+
+def one_direction(examples: list[Example]) -> list[Example]:
+    return [replace(one, target_language=1) for one in examples]
+
+
+def step_of(model: Transformer, batch: Batch, config: LossConfig) -> Callable[[], object]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        terms = training_loss(model, batch, config)
+        (terms.objective / batch.num_labels).backward()
+
+    return step
+
+
+def decode_of(model: Transformer, examples: list[Example], *, tokens: int) -> Callable[[], object]:
+    config = DecodingConfig(beam_size=5, max_length_ratio=0, max_extra_length=tokens)
+    sources = [
+        Source(
+            tokens=[*one.source_prefix, *map(int, one.source), EOS_ID],
+            prompt=one.decoder_prompt,
+            source_language=one.source_language,
+            target_language=one.target_language,
+        )
+        for one in examples
+    ]
+    return lambda: beam_search(model, sources, config, eos_id=EOS_ID)
+
+
+def steps(dtype: torch.dtype, options: Options) -> list[Row]:
+    """Rows of training steps."""
+    models = {
+        name: model_of(modules, dtype=dtype, quick=options.quick).train()
+        for name, modules in (("plain", None), ("low rank", LOW_RANK), ("shared", SHARED))
+    }
+    slow = dtype == torch.bfloat16 and not has_bfloat16_products()
+    examples = examples_of(models["plain"], sentences=16 if slow or options.quick else 48)
+    mixed = collate(examples, eos_id=EOS_ID)
+    homogeneous = collate(one_direction(examples), eos_id=EOS_ID)
+    plain, distilled = LossConfig(), LossConfig(objective="fuse_distillation")
+    seconds = interleaved(
+        {
+            "plain": step_of(models["plain"], homogeneous, plain),
+            "LMS": step_of(models["low rank"], homogeneous, plain),
+            "LMS mixed": step_of(models["low rank"], mixed, plain),
+            "LMS + FD": step_of(models["shared"], homogeneous, distilled),
+        },
+        rounds=options.rounds,
+        warm_up=2,
+    )
+    name = str(dtype).removeprefix("torch.")
+    pairs = (
+        ("LMS", "plain", 0.85, "step of LMS, one direction"),
+        ("LMS mixed", "LMS", 0.95, f"step of LMS, {DIRECTIONS} directions"),
+        ("LMS + FD", "plain", 0.42, "step of LMS + FD"),
+    )
+    return [
+        row
+        for ours, peer, target, case in pairs
+        for row in compare(
+            {peer: seconds[peer], ours: seconds[ours]},
+            case=f"{case}, {name}",
+            target=target,
+            ours=ours,
+        )
+    ]
+
+
+@torch.inference_mode()
+def decoding(options: Options) -> list[Row]:
+    """Rows of beam search, in float32."""
+    models = {
+        name: model_of(modules, dtype=torch.float32, quick=options.quick).eval()
+        for name, modules in (("plain", None), ("low rank", LOW_RANK))
+    }
+    examples = examples_of(models["plain"], sentences=8)
+    tokens = 5 if options.quick else 12
+    alike = one_direction(examples)
+    seconds = interleaved(
+        {
+            "plain": decode_of(models["plain"], alike, tokens=tokens),
+            "LMS": decode_of(models["low rank"], alike, tokens=tokens),
+            "LMS mixed": decode_of(models["low rank"], examples, tokens=tokens),
+        },
+        rounds=options.rounds,
+        warm_up=2,
+    )
+    return [
+        row
+        for ours, case in (("LMS", "one direction"), ("LMS mixed", "8 directions"))
+        for row in compare(
+            {"plain": seconds["plain"], ours: seconds[ours]},
+            case=f"decoding by LMS, {case}",
+            target=0.90,
+            ours=ours,
+        )
+    ]
+
+
+def main() -> None:
+    options = parse_options("Models with language modules, against a plain one of the same body.")
+    rows = [row for dtype in (torch.float32, torch.bfloat16) for row in steps(dtype, options)]
+    rows += decoding(options)
+    report(
+        rows,
+        options,
+        shapes="width 512, 6 + 6 layers, feed-forward 2,048, rank 32, 17 languages"
+        if not options.quick
+        else "small shapes",
+    )
+
+
+if __name__ == "__main__":
+    main()

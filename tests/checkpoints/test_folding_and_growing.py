@@ -1,0 +1,212 @@
+"""Checkpoints of models with language modules: folded, pruned, grown from a plain one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stored_checkpoints import byte_spec, make_checkpoint, set_to, stored
+from support.tiny_models import random_batch, tiny_model
+from torch import Tensor
+
+from pipeline import cli
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.assembly.plan import PARTS, Part
+from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
+from pipeline.checkpoints.assembly.values import Blueprint
+from pipeline.checkpoints.checkpoint import load_model
+from pipeline.checkpoints.folding import fold_checkpoint
+from pipeline.checkpoints.language_pruning import prune_languages
+from pipeline.checkpoints.names import named_slices, num_parameters
+from pipeline.checkpoints.weights import TensorFiles
+from pipeline.config import DecodingConfig, Route, UpcyclingConfig
+from pipeline.decoding.translator import Translator
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "low_rank": {"kind": "low_rank", "rank": 3, "within": "both", "shared": True},
+    "language_experts": {"kind": "language_experts", "shared": True},
+    "clsr": {"kind": "clsr", "gate_width": 4, "attention_output": "kept"},
+}
+
+
+def spec_of(kind: str, **changes: object) -> ModelSpec:
+    return byte_spec(model={"language_modules": KINDS[kind] | changes})
+
+
+def trained_model(kind: str) -> Transformer:
+    model = tiny_model(spec_of(kind)).eval()
+    torch.manual_seed(1)
+    for entry in named_slices(model):
+        if entry.name.endswith(".flat"):
+            entry.value.normal_(0, 0.3)
+    return model
+
+
+def logits(model: Transformer, batch: Batch, route: Route = "specific") -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(batch, route=route).logits_LV
+    return found
+
+
+def loaded(directory: Path) -> Transformer:
+    return load_model(open_artifact(directory, kind="checkpoint"))
+
+
+# ---------------------------------------------------------------- fold
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
+def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
+    kind: str, tmp_path: Path
+) -> None:
+    model = trained_model(kind)
+    make_checkpoint(tmp_path / "whole", model)
+    folded = fold_checkpoint(tmp_path / "whole", out_dir=tmp_path / "folded")
+    plain = byte_spec()
+    assert loaded(tmp_path / "folded").spec == plain
+    assert set(stored(tmp_path / "folded")) == {e.name for e in named_slices(tiny_model(plain))}
+    assert (folded.before, folded.after) == (num_parameters(model.spec), num_parameters(plain))
+    assert folded.matrices == (2 * (4 + 2) + 2 * (8 + 2) if kind == "low_rank" else 0)
+    batch = random_batch(plain, sentences=6, seed=1)
+    found, expected = logits(loaded(tmp_path / "folded"), batch), logits(model, batch, "shared")
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(found, logits(model, batch), atol=1e-2)
+
+
+def test_what_has_no_shared_route_cannot_be_folded(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "clsr", trained_model("clsr"))
+    with pytest.raises(ConfigError, match="no route that all languages share"):
+        fold_checkpoint(tmp_path / "clsr", out_dir=tmp_path / "folded")
+
+
+def test_folding_and_pruning_are_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(make_checkpoint(tmp_path / "whole", trained_model("low_rank")))
+    fold = ["checkpoint", "fold", whole, "--out", str(tmp_path / "folded")]
+    prune = ["checkpoint", "prune-languages", whole, "--languages", "de", "fr"]
+    assert cli.main(fold) == 0
+    assert cli.main([*prune, "--out", str(tmp_path / "pruned")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "32 matrices folded" in said[0]
+    assert "the modules of de fr" in said[1]
+    assert cli.main(["checkpoint", "inspect", str(tmp_path / "pruned")]) == 0
+    assert "language modules" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- prune
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
+    kind: str, tmp_path: Path
+) -> None:
+    model = trained_model(kind)
+    whole = make_checkpoint(tmp_path / "whole", model)
+    prune_languages(whole, languages=["ru", "de"], out_dir=tmp_path / "pruned")
+    names = set(stored(whole)) - set(stored(tmp_path / "pruned"))
+    assert names
+    assert all({"en", "fr"} & set(name.split(".")) for name in names)
+    assert not any({"en", "fr"} & set(name.split(".")) for name in stored(tmp_path / "pruned"))
+    batch = random_batch(model.spec, sentences=6, seed=1)
+    codes = model.spec.languages
+    of_kept = {
+        "source_language_B": torch.full_like(batch.source_language_B, codes.index("de")),
+        "target_language_B": torch.full_like(batch.target_language_B, codes.index("ru")),
+    }
+    batch = Batch(**{**vars(batch), **of_kept})
+    assert torch.equal(logits(loaded(tmp_path / "pruned"), batch), logits(model, batch))
+
+
+def test_a_language_that_lost_its_module_is_refused_on_its_route_alone(tmp_path: Path) -> None:
+    whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
+    prune_languages(whole, languages=["de", "ru"], out_dir=tmp_path / "pruned")
+    pruned = open_artifact(tmp_path / "pruned", kind="checkpoint")
+    with pytest.raises(ConfigError, match=r"no language module for fr: .* or take the shared"):
+        Translator(pruned, DecodingConfig()).language("fr")
+    Translator(pruned, DecodingConfig(route="shared")).language("fr")
+
+
+def test_pruning_to_a_language_without_a_module_names_those_there_are(tmp_path: Path) -> None:
+    whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
+    with pytest.raises(ConfigError, match="no module for the language 'xx': choose from"):
+        prune_languages(whole, languages=["xx"], out_dir=tmp_path / "pruned")
+    plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
+    with pytest.raises(ConfigError, match="no language modules to prune"):
+        prune_languages(plain, languages=["de"], out_dir=tmp_path / "pruned")
+
+
+def test_a_model_of_one_route_does_not_translate_by_another(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", tiny_model(byte_spec()))
+    with pytest.raises(ConfigError, match="has one route"):
+        Translator(open_artifact(plain, kind="checkpoint"), DecodingConfig(route="shared"))
+
+
+# ---------------------------------------------------------------- grow
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_else(
+    kind: str, tmp_path: Path
+) -> None:
+    dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
+    spec = spec_of(kind)
+    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
+    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
+    blueprint = Blueprint(spec, sources, UpcyclingConfig())
+    rules = {entry.rule for entry in blueprint.plan}
+    assert rules == {"copied", "language of dense" if kind == "language_experts" else "fresh"}
+    grown = tiny_model(spec, seed=9)
+    values = {entry.target: blueprint.value(entry) for entry in blueprint.plan}
+    for entry in named_slices(grown):
+        entry.value.copy_(values[entry.name])
+    batch = random_batch(spec, sentences=6, seed=1)
+    expected = logits(tiny_model(byte_spec()), batch)
+    for route in ("specific", "shared") if kind != "clsr" else ("specific",):
+        torch.testing.assert_close(logits(grown, batch, route), expected, rtol=0, atol=1e-6)
+
+
+def test_growing_by_a_recipe_leaves_a_receipt(tmp_path: Path) -> None:
+    dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
+    (tmp_path / "grown.toml").write_text(GROWN)
+    sources = [f"--{part}={dense}" for part in PARTS]
+    recipe = ["--recipe", str(tmp_path / "grown.toml")]
+    assert cli.main(["upcycle", *recipe, *sources, "--out", str(tmp_path / "grown")]) == 0
+    made = open_artifact(tmp_path / "grown", kind="checkpoint")
+    receipt = made.read_json(RECEIPT_FILE)
+    rules = {entry["target"]: entry["rule"] for entry in receipt["tensors"]}
+    assert rules["encoder.layers.0.feed_forward.up.low_rank.de.vertical"] == "fresh"
+    assert rules["encoder.layers.0.feed_forward.up.weight"] == "copied"
+    assert receipt["function_check"]["largest"] == 0
+    with pytest.raises(CheckpointError, match="would be lost"):
+        files = TensorFiles(made, "weights/")
+        _ = Blueprint(byte_spec(), dict.fromkeys(PARTS, files), UpcyclingConfig()).plan
+
+
+GROWN = """
+[model]
+encoder_layers = 2
+decoder_layers = 2
+width = 16
+feed_forward_width = 32
+num_heads = 2
+max_positions = 64
+[model.language_modules]
+kind = "low_rank"
+rank = 3
+"""
+
+
+def test_a_damaged_module_is_named(tmp_path: Path) -> None:
+    name = "encoder.layers.0.feed_forward.up.low_rank.de.flat"
+    broken = make_checkpoint(
+        tmp_path / "broken",
+        trained_model("low_rank"),
+        change=set_to(name, torch.zeros(2, 16)),
+    )
+    with pytest.raises(CheckpointError, match="has shape"):
+        loaded(broken)

@@ -1,0 +1,135 @@
+"""Tests of pipeline/decoding/constraints.py."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.searched_models import full_score, model_of, rounded, source_of
+from support.tiny_models import EOS_ID, PAD_ID, random_examples
+
+from pipeline.batching.batch import Example
+from pipeline.config import DecodingConfig
+from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.constraints import progress_of
+from pipeline.errors import ConfigError
+
+EXAMPLE = Example([0, 3, 4], [], (5,), (EOS_ID, 4), source_language=0, target_language=1)
+PIECES = (0, 3, 4, 5)
+
+
+def has(tokens: tuple[int, ...], phrase: tuple[int, ...]) -> bool:
+    return " ".join(map(str, phrase)) in " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"required": ((3,),)},
+        {"required": ((3, 3),)},
+        {"required": ((4,), (0,))},
+        {"required": ((3, 4), (4, 0))},  # they may share a token
+        {"required": ((3,), (3,))},
+        {"required": ((4,),), "prefix": (0,)},
+        {"required": ((4,),), "banned": ((4, 4), (0,))},
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_a_beam_as_wide_as_the_space_finds_all_that_have_the_phrases_in_order(
+    seed: int, asked: dict[str, Any], stopping: str
+) -> None:
+    """By enumeration: at most three of four pieces, or as many as the phrases have together."""
+    longest = max(3, sum(map(len, asked["required"])))
+    model = model_of("moe-lgr", seed=seed, vocabulary=6)
+    every = [
+        tokens
+        for length in range(longest + 1)
+        for tokens in itertools.product(PIECES, repeat=length)
+        if all(has(tokens, phrase) for phrase in asked["required"])
+        and tokens[: len(asked.get("prefix", ()))] == asked.get("prefix", ())
+        and not any(has(tokens, phrase) for phrase in asked.get("banned", ()))
+    ]
+    config = DecodingConfig.model_validate(
+        {
+            "beam_size": 700,
+            "n_best": 700,
+            "max_length_ratio": 0.0,
+            "max_extra_length": 4,
+            "stopping": stopping,
+            "length_penalty": 0.0,
+        }
+    )
+    source = replace(source_of(EXAMPLE), **asked)
+    (found,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
+    ended = [one for one in found if len(one.tokens) <= longest]
+    assert stopping == "huggingface" or ended == found  # it keeps what the limit cuts off, too
+    scores = {one: full_score(model, EXAMPLE, one, penalty=0.0) for one in every}
+    assert [one.tokens for one in ended] == sorted(every, key=lambda one: -scores[one])
+    assert [one.score for one in ended] == [rounded(scores[one.tokens]) for one in ended]
+    assert all(has(one.tokens, phrase) for one in found for phrase in asked["required"])
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
+def test_every_hypothesis_has_its_phrases_however_few_beams_there_are(
+    stopping: str, beams: int
+) -> None:
+    model = model_of("dense", seed=2)
+    examples = random_examples(model.spec, sentences=5, seed=4)
+    config = DecodingConfig.model_validate(
+        {"beam_size": beams, "n_best": beams, "stopping": stopping, "max_length_ratio": 0.5}
+    )
+    asked = [((9, 8), (7,)), (), ((6, 6, 6, 6),), ((19,), (18,), (17,), (16,), (15,)), ((5,),)]
+    plain = [source_of(one) for one in examples]
+    sources = [replace(one, required=more) for one, more in zip(plain, asked, strict=True)]
+    found = beam_search_n_best(model, sources, config, eos_id=EOS_ID)
+    for example, source, hypotheses in zip(examples, sources, found, strict=True):
+        for one in hypotheses:
+            assert all(has(one.tokens, phrase) for phrase in source.required)
+        if stopping == "fairseq":
+            best = hypotheses[0]
+            assert best.score == rounded(full_score(model, example, best.tokens, penalty=1.0))
+        (alone,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
+        assert [one.tokens for one in alone] == [one.tokens for one in hypotheses]
+    (free,) = beam_search_n_best(model, [plain[1]], config, eos_id=EOS_ID)
+    assert [one.tokens for one in free] == [one.tokens for one in found[1]]
+
+
+def test_progress_counts_phrases_that_stand_there_and_the_one_begun() -> None:
+    phrases = [(1, 2, 3), (3, 4)]
+    assert progress_of((), phrases).tokens == 0
+    begun = progress_of((9, 1, 2), phrases)
+    assert (begun.tokens, begun.missing, set(begun.next_tokens)) == (2, 3, {3, 1})
+    shared = progress_of((1, 2, 3), phrases)
+    assert (shared.tokens, shared.missing, set(shared.next_tokens)) == (4, 1, {4, 3})
+    assert progress_of((1, 2, 3, 4, 9), phrases).missing == 0
+    assert progress_of((1, 1, 2), [(1, 1, 2, 1)]).tokens == 3
+    assert progress_of((3, 9), phrases).tokens == 0  # begun and given up
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"required": ((7, EOS_ID),)}, "padding or end-of-sentence"),
+        ({"required": ((PAD_ID,),)}, "padding or end-of-sentence"),
+        ({"required": ((),)}, "none"),
+        ({"required": ((7, 8, 9),), "banned": ((8, 9),)}, "has a banned one"),
+        ({"required": ((7,) * 200,)}, "must have is 200 tokens"),
+        ({"required": ((8, 9),), "prefix": (7,), "banned": ((8,), (7, 9))}, "banned"),
+    ],
+)
+def test_phrases_that_no_translation_can_have_are_refused(asked: dict[str, Any], said: str) -> None:
+    model = model_of("dense")
+    (example,) = random_examples(model.spec, sentences=1, seed=1)
+    source = replace(source_of(example), **asked)
+    with pytest.raises(ConfigError, match=said):
+        beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)
+
+
+def test_phrases_that_what_is_banned_keeps_apart_are_refused_in_one_sentence() -> None:
+    model = model_of("dense", vocabulary=6)
+    around = tuple((one, 3) for one in PIECES)  # nothing stands before it but the beginning
+    source = replace(source_of(EXAMPLE), prefix=(4,), required=((3,),), banned=around)
+    with pytest.raises(ConfigError, match="No translation was found that has all the phrases"):
+        beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)

@@ -1,0 +1,80 @@
+"""Tests of pipeline/decoding/quantization.py."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.searched_models import Kind, model_of, translate
+from support.tiny_models import EOS_ID, random_examples
+from torch import Tensor
+
+from pipeline.batching.batch import collate
+from pipeline.decoding.quantization import QuantizedLinear, quantize
+from pipeline.errors import ConfigError
+from pipeline.kernels.products import Linear
+from pipeline.model.transformer import shape_of_model
+
+
+def by_integers(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
+    """The same product, in whole numbers that overflow nowhere."""
+    scale_R1 = x_RI.abs().amax(1, keepdim=True)
+    scale_O = weight_OI.abs().amax(1) / 127
+    x = torch.round(x_RI / scale_R1 * 63).long()
+    weight = torch.round(weight_OI / scale_O[:, None]).long()
+    return (x @ weight.t()) * (scale_R1.double() / 63 * scale_O.double()) + bias_O
+
+
+@pytest.mark.parametrize("value", ["random", "largest"])
+def test_a_product_is_that_of_whole_numbers_and_overflows_nowhere(value: str) -> None:
+    torch.manual_seed(1)
+    x_RI, weight_OI, bias_O = torch.randn(5, 64), torch.randn(48, 64), torch.randn(48)
+    if value == "largest":
+        x_RI, weight_OI = torch.ones(5, 64), torch.ones(48, 64)
+        weight_OI[::2] = -1
+    found = QuantizedLinear(weight_OI, bias_O)(x_RI)
+    expected = by_integers(x_RI, weight_OI, bias_O)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-2)
+    close = (found.double() - expected).abs() < 1e-4
+    assert close.double().mean() > 0.9  # but where a half was rounded to the other side
+
+
+def test_a_row_is_computed_as_if_it_were_alone() -> None:
+    torch.manual_seed(2)
+    layer = QuantizedLinear(torch.randn(7, 16), None)
+    x_RI = torch.randn(6, 16) * torch.tensor([1e-3, 1.0, 1e3, 0.0, 5.0, 1.0])[:, None]
+    together = layer(x_RI)
+    for row in range(6):
+        assert torch.equal(layer(x_RI[row : row + 1])[0], together[row])
+    assert not together[3].any()
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
+def test_a_model_in_8_bits_says_nearly_what_it_said(kind: Kind) -> None:
+    model = model_of(kind, seed=3)
+    examples = random_examples(model.spec, sentences=6, seed=3)
+    batch = collate(examples, eos_id=EOS_ID)
+    small = copy.deepcopy(model)
+    quantize(small)
+    assert not any(isinstance(module, Linear) for module in small.modules())
+    with torch.no_grad():
+        said, expected = (F.log_softmax(one(batch).logits_LV, 1) for one in (small, model))
+    error = (said - expected).norm() / expected.norm()
+    assert 0 < error < 0.1  # a tiny model changes more than a large one
+
+
+def test_a_sentence_in_8_bits_is_translated_as_in_a_batch() -> None:
+    model = model_of("dense", seed=3)
+    quantize(model)
+    examples = random_examples(model.spec, sentences=7, seed=4, shortest=1, longest=20)
+    together = translate(model, examples)
+    for example, found in zip(examples, together, strict=True):
+        (alone,) = translate(model, [example])
+        assert alone.tokens == found.tokens
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_refused() -> None:
+    model = shape_of_model(model_of("dense").spec)
+    model.group_of_language = model.group_of_language.to("meta")
+    with pytest.raises(ConfigError, match="is for translating on CPU"):
+        quantize(model)

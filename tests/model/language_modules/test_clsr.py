@@ -1,0 +1,157 @@
+"""Gated projections: their two ends, their noise, their budget, their tables."""
+
+import copy
+
+import pytest
+import torch
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.batching.batch import Packing
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.config import ClsrConfig, LossConfig
+from pipeline.model.language_modules.clsr import ConditionalRouting, Gate, Projections
+from pipeline.model.spec import ModelSpec
+from pipeline.model.tokens import Tokens
+from pipeline.training.losses import training_loss
+
+SUBLAYERS = 2 * 2 + 2 * 3
+"""Of two encoder and two decoder layers."""
+
+
+def spec_of(**modules: object) -> ModelSpec:
+    config = ClsrConfig.model_validate({"gate_width": 4, **modules})
+    return tiny_spec(model={"language_modules": config.model_dump()})
+
+
+def routing_of(*, bias: float, noise: float = 0.0) -> tuple[ConditionalRouting, Projections]:
+    """One whose gate is decided by its bias alone."""
+    torch.manual_seed(1)
+    table = Projections(("de", "en", "fr"), width=6, kept=None, starts_as_identity=False)
+    gate = Gate(width=6, gate_width=4, noise=noise)
+    with torch.no_grad():
+        table.weight.normal_()
+        gate.down.weight.zero_()
+        gate.down.bias.fill_(bias)
+    return ConditionalRouting(gate, table, owns_projections=False), table
+
+
+def tokens_of(*, progress: float = 0.0) -> Tokens:
+    packing = Packing.from_lengths([2, 1, 3])
+    language_B = torch.tensor([2, 0, 2])
+    return Tokens(
+        packing.sentence_N,
+        packing.position_N,
+        torch.ones_like(language_B),
+        language_B,
+        torch.zeros_like(language_B),
+        progress=progress,
+    )
+
+
+@pytest.mark.parametrize(("bias", "gate"), [(3.0, 1.0), (-3.0, 0.0)])
+def test_without_training_a_gate_is_one_of_the_two_linear_maps(bias: float, gate: float) -> None:
+    routing, table = routing_of(bias=bias)
+    x_ND, y_ND = torch.randn(6, 6), torch.randn(6, 6)
+    found, gate_N = routing.eval()(x_ND, y_ND, tokens_of())
+    assert gate_N.tolist() == [gate] * 6
+    slots = tokens_of().target_language_N.tolist() if gate else [3] * 6
+    expected = torch.stack([table.weight[s] @ y for s, y in zip(slots, y_ND, strict=True)])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_in_training_both_maps_are_mixed_by_the_gate() -> None:
+    routing, table = routing_of(bias=0.4)
+    x_ND, y_ND = torch.randn(6, 6), torch.randn(6, 6)
+    found, gate_N = routing.train()(x_ND, y_ND, tokens_of())
+    gate = torch.sigmoid(torch.tensor(0.4))
+    torch.testing.assert_close(gate_N, gate.expand(6))
+    specific = torch.stack(
+        [table.weight[s] @ y for s, y in zip(tokens_of().target_language_N, y_ND, strict=True)]
+    )
+    expected = gate * specific + (1 - gate) * (y_ND @ table.weight[3].T)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_noise_grows_with_the_share_of_training_that_is_done() -> None:
+    routing, _ = routing_of(bias=0.0, noise=5.0)
+    tokens, x_ND = tokens_of(progress=0.0), torch.zeros(6, 6)
+    assert routing.gate(x_ND, tokens).tolist() == [0.5] * 6
+    logits = {}
+    for progress in (0.25, 1.0):
+        torch.manual_seed(3)
+        gate_N = routing.gate(torch.zeros(4000, 6), tokens_of(progress=progress))
+        logits[progress] = torch.logit(gate_N.double(), eps=1e-12)
+    assert float(logits[0.25].detach().std()) == pytest.approx(1.25, rel=0.05)
+    torch.testing.assert_close(logits[1.0][:50], 4 * logits[0.25][:50], rtol=1e-2, atol=1e-2)
+
+
+def test_the_loss_holds_the_mean_of_all_gates_to_the_budget() -> None:
+    spec = spec_of()
+    model = tiny_model(spec)
+    batch = random_batch(spec, sentences=5, seed=1)
+    config = LossConfig(gate_budget=0.3, gate_weight=2.0)
+    gates = model(batch).gates
+    assert len(gates) == SUBLAYERS
+    mean = torch.cat(gates).mean()
+    expected = batch.num_labels * 2.0 * (mean - 0.3).abs()
+    without = config.model_copy(update={"gate_weight": 0.0})
+    found = training_loss(model, batch, config).objective
+    found = found - training_loss(model, batch, without).objective
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_side_has_one_table_or_every_sublayer_its_own() -> None:
+    def tables(spec: ModelSpec) -> set[str]:
+        names = [name for name in tensor_shapes(spec) if "projections" in name]
+        return {name.partition(".projections.")[0] for name in names}
+
+    assert tables(spec_of()) == {"encoder", "decoder"}
+    assert len(tables(spec_of(tables="per_sublayer"))) == SUBLAYERS
+    names = [name for name in tensor_shapes(spec_of()) if name.startswith("encoder.projections")]
+    assert names == [f"encoder.projections.{code}.weight" for code in ("de", "en", "fr", "ru")] + [
+        "encoder.projections.shared.weight"
+    ]
+
+
+def test_projections_stand_in_the_place_of_attentions_own() -> None:
+    replaced, kept = tensor_shapes(spec_of()), tensor_shapes(spec_of(attention_output="kept"))
+    missing = set(kept) - set(replaced)
+    assert len(missing) == 2 * (2 + 4)
+    assert all(
+        name.endswith(("attention.output.weight", "attention.output.bias")) for name in missing
+    )
+
+
+def test_behind_attentions_own_they_start_as_the_plain_model() -> None:
+    spec = spec_of(attention_output="kept", tables="per_sublayer")
+    batch = random_batch(spec, sentences=5, seed=1)
+    found = tiny_model(spec).train()(batch, progress=0.7).logits_LV
+    expected = tiny_model(tiny_spec())(batch).logits_LV
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_gradient_of_the_shared_table_is_the_sum_over_its_sublayers() -> None:
+    shared, apart = tiny_model(spec_of()), tiny_model(spec_of(tables="per_sublayer"))
+    theirs = dict(apart.named_parameters())
+    with torch.no_grad():
+        for name, parameter in shared.named_parameters():
+            if name in theirs:
+                theirs[name].copy_(parameter)
+        for name, parameter in apart.named_parameters():
+            if "projections" in name:
+                side = name.partition(".")[0]
+                parameter.copy_(dict(shared.named_parameters())[f"{side}.projections.weight"])
+    batch = random_batch(shared.spec, sentences=5, seed=1)
+    sums: list[dict[str, Tensor]] = []
+    for model in (shared, apart):
+        model = copy.deepcopy(model).train()
+        model(batch).logits_LV.square().sum().backward()
+        sums.append({"encoder": torch.zeros(()), "decoder": torch.zeros(())})
+        for name, parameter in model.named_parameters():
+            if "projections" in name:
+                assert parameter.grad is not None
+                side = name.partition(".")[0]
+                sums[-1][side] = sums[-1][side] + parameter.grad
+    for side in ("encoder", "decoder"):
+        torch.testing.assert_close(sums[0][side], sums[1][side], rtol=1e-4, atol=1e-3)

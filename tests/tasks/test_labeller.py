@@ -1,0 +1,213 @@
+"""XLM-R in our code against Hugging Face's, and what a folder must hold to be read as one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny_xlmr import TOKENS, pieces_model, randomize, tiny_config, write_xlmr
+from torch import Tensor
+from transformers import (
+    XLMRobertaForQuestionAnswering,
+    XLMRobertaForTokenClassification,
+    XLMRobertaTokenizer,
+)
+
+from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import LowRankConfig, ModelConfig, TasksConfig
+from pipeline.errors import CheckpointError
+from pipeline.model.labeller import Labeller
+from pipeline.model.spec import ModelSpec
+from pipeline.tasks.pieces import BOS, EOS, PAD, PIECES_FILE, Pieces
+from pipeline.tasks.pretrained import Pretrained
+from pipeline.tasks.task_model import Head, TaskSpec, build_labeller
+
+TAGS = ("O", "B-PER", "I-PER")
+SENTENCES = [[0, 5, 9, 11, 2], [0, 7, 2], [0, 4, 4, 13, 12, 8, 2]]
+NOTHING = np.zeros(0, dtype=np.int64)
+
+
+def built(folder: Path, head: Head, *, seed: int = 1) -> Labeller:
+    pretrained = Pretrained(folder)
+    spec = TaskSpec(
+        head=head,
+        encoder=pretrained.spec(("de", "en")),
+        tags=TAGS if head == "tagger" else (),
+        tasks=TasksConfig(),
+    )
+    model = build_labeller(spec)
+    pretrained.fill(model, spec.encoder, seed=seed)
+    return model.eval()
+
+
+def saved_with_head(folder: Path, kind: type, *, safe: bool) -> torch.nn.Module:
+    """Hugging Face's model with a head, saved in a folder with its pieces."""
+    model = pieces_model([" ".join(TOKENS)] * 20)
+    folder.mkdir()
+    (folder / PIECES_FILE).write_bytes(model)
+    torch.manual_seed(3)
+    num_labels = len(TAGS) if kind is XLMRobertaForTokenClassification else 2
+    config = tiny_config(Pieces(model, origin=folder).size, num_labels=num_labels)
+    theirs: torch.nn.Module = kind(config).eval()
+    randomize(theirs)
+    theirs.save_pretrained(folder, safe_serialization=safe)  # type: ignore[operator]
+    return theirs
+
+
+def padded() -> tuple[Tensor, Tensor]:
+    ids = torch.full((len(SENTENCES), max(map(len, SENTENCES))), PAD)
+    for row, sentence in enumerate(SENTENCES):
+        ids[row, : len(sentence)] = torch.tensor(sentence)
+    return ids, (ids != PAD).long()
+
+
+def set_head(model: Labeller, theirs: torch.nn.Linear) -> None:
+    with torch.no_grad():
+        model.head.weight.copy_(theirs.weight)
+        model.head.bias.copy_(theirs.bias)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_taggers_logits_are_hugging_faces(tmp_path: Path, safe: bool) -> None:
+    theirs = saved_with_head(tmp_path / "xlmr", XLMRobertaForTokenClassification, safe=safe)
+    ours = built(tmp_path / "xlmr", "tagger")
+    set_head(ours, theirs.classifier)  # type: ignore[arg-type]
+    rows = [np.arange(1, len(one) - 1) for one in SENTENCES]
+    batch = collate_tags(
+        [Labelled(np.array(s), r, r * 0) for s, r in zip(SENTENCES, rows, strict=True)], [0, 1, 0]
+    )
+    ids, mask = padded()
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask).logits
+        found = ours(batch).logits_LV
+    wanted = torch.cat([expected[row, r] for row, r in enumerate(rows)])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_readers_logits_are_hugging_faces(tmp_path: Path) -> None:
+    theirs = saved_with_head(tmp_path / "xlmr", XLMRobertaForQuestionAnswering, safe=True)
+    ours = built(tmp_path / "xlmr", "reader")
+    set_head(ours, theirs.qa_outputs)  # type: ignore[arg-type]
+    labels = np.zeros(2, dtype=np.int64)
+    batch = collate_spans([Labelled(np.array(s), NOTHING, labels) for s in SENTENCES], [1, 0, 0])
+    ids, mask = padded()
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask)
+        starts, ends = ours(batch).logits_LV.chunk(2)
+    real = mask.bool()
+    torch.testing.assert_close(starts[real], expected.start_logits[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ends[real], expected.end_logits[real], rtol=1e-5, atol=1e-5)
+    assert (starts[~real] < -1e30).all(), "padding is never the place of an answer"
+
+
+def test_pieces_are_numbered_as_hugging_faces_tokenizer_numbers_them(tmp_path: Path) -> None:
+    model = pieces_model([*TOKENS, "größer als один"] * 20)
+    (tmp_path / PIECES_FILE).write_bytes(model)
+    theirs = XLMRobertaTokenizer(str(tmp_path / PIECES_FILE))
+    ours = Pieces(model, origin=tmp_path)
+    for text in ("Anna lives in Bonn", "größer als один", "  two  spaces ", "unseen ☃ 漢字", ""):
+        assert [BOS, *ours.encode(text).tolist(), EOS] == theirs(text)["input_ids"]
+    assert ours.size == len(theirs)
+
+
+def test_a_head_starts_from_its_seed_and_the_encoder_from_the_folder(tmp_path: Path) -> None:
+    write_xlmr(tmp_path / "xlmr")
+    one, same, other = (built(tmp_path / "xlmr", "tagger", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.head.weight, same.head.weight)
+    assert not torch.equal(one.head.weight, other.head.weight)
+    assert torch.equal(one.embedding.weight, other.embedding.weight)
+    assert one.head.weight.std().item() == pytest.approx(0.02, rel=0.4)
+
+
+def base_size(modules: LowRankConfig | None, languages: int) -> int:
+    """Parameters of a reader on XLM-R base."""
+    model = ModelConfig(
+        encoder_layers=12,
+        decoder_layers=1,
+        width=768,
+        feed_forward_width=3072,
+        num_heads=12,
+        norm="post",
+        activation="gelu",
+        positions="learned",
+        max_positions=512,
+        embedding_norm=True,
+        language_modules=modules,
+    )
+    codes = tuple(f"l{index}" for index in range(languages))
+    spec = ModelSpec(model=model, vocabulary_size=250002, pad_id=PAD, languages=codes)
+    with torch.device("meta"):
+        labeller = Labeller(spec, head="reader")
+    return sum(entry.value.numel() for entry in named_slices(labeller))
+
+
+def test_a_model_of_xlm_r_base_has_the_papers_parameters() -> None:
+    """340 M with 24 languages and 287 M with 6 (Xu et al. 2023, tables 4 and 5; d = 32).
+
+    The paper's plain models have 270 M, as XLM-R base is published to have. It has 277.5 M, so that
+    the sums are 348.2 M and 295.1 M; what the modules add is the paper's to the digit.
+    """
+    layer = 4 * (768 * 768 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    head = 2 * 768 + 2
+    assert base_size(None, 6) == (250002 + 514 + 2) * 768 + 12 * layer + head
+    for languages in (6, 24):
+        added = base_size(LowRankConfig(rank=32), languages) - base_size(None, languages)
+        assert added == 2 * languages * 12 * 32 * (768 + 3072)
+        assert (270_000_000 + added) // 10**6 == {6: 287, 24: 340}[languages]
+    assert round(base_size(LowRankConfig(rank=32), 24) / 1e5) == 3482
+    assert round(base_size(LowRankConfig(rank=32), 6) / 1e5) == 2951
+
+
+def broken(folder: Path, **config: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "bert"}, "type bert, and tasks are trained on an XLM-R"),
+        ({"model_type": None}, "tasks are trained on an XLM-R"),
+        ({"layer_norm_eps": 1e-12}, "layer_norm_eps = 1e-12"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu'"),
+        ({"vocab_size": 9}, "vocab_size 9"),
+        ({"num_attention_heads": 3}, "num_attention_heads does not divide"),
+        ({"num_hidden_layers": 0}, "describes no XLM-R"),
+        ({"num_hidden_layers": 3}, "no tensor encoder.layer.2"),
+        ({"intermediate_size": 40}, "config.json describes"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    ],
+    ids=str,
+)
+def test_a_folder_that_is_no_such_xlm_r_is_refused(
+    tmp_path: Path, config: dict[str, object], complaint: str
+) -> None:
+    folder = broken(write_xlmr(tmp_path / "xlmr"), **config)
+    with pytest.raises(CheckpointError, match=complaint):
+        built(folder, "tagger")
+
+
+def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_xlmr(tmp_path / "xlmr") / "model.safetensors"
+    tensors = load_file(path)
+    tensors["encoder.layer.1.output.dense.weight"][0, 0] = torch.nan
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="not finite numbers"):
+        built(tmp_path / "xlmr", "tagger")
+
+
+def test_a_folder_without_weights_or_pieces_is_refused(tmp_path: Path) -> None:
+    folder = write_xlmr(tmp_path / "xlmr")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        built(folder, "tagger")
+    (folder / PIECES_FILE).write_bytes(b"no model")
+    with pytest.raises(CheckpointError, match="is not a SentencePiece model"):
+        built(folder, "tagger")
+    (folder / PIECES_FILE).unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        built(folder, "tagger")

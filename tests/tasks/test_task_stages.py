@@ -1,0 +1,308 @@
+"""The stages of tasks: trained like translation, on any number of ranks, resumed, scored."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.process_pool import ProcessPool
+from support.tiny_training import terminate_at_call
+from support.tiny_xlmr import TOKENS, pieces_model, write_entities, write_questions, write_xlmr
+from torch import Tensor
+
+from pipeline import evaluate_task, finetune_reader, finetune_tagger
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.raw_input import raw_input
+from pipeline.config import Recipe, load_recipe, merge
+from pipeline.distributed.world import World
+from pipeline.errors import ConfigError, Interrupted, UserError
+from pipeline.stages import STAGES, StageCall, stage_config
+from pipeline.tasks.asking import answer_questions, tag_sentences
+from pipeline.tasks.entities import read_entities
+from pipeline.tasks.questions import read_questions
+from pipeline.tasks.task_model import TaskModel, load_task_model
+
+LOW_RANK = {"kind": "low_rank", "rank": 2, "synthesis": "language_wise"}
+STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder, and text of two languages for both tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_xlmr(folder / "xlmr")
+    write_entities(folder / "ner", ["de", "en"])
+    write_questions(folder / "qa", ["de", "en"])
+    return folder
+
+
+def make_recipe(task: str, **changes: Any) -> Recipe:
+    base = load_recipe(f"{task}_debug").model_dump()
+    small = {
+        "training": {"updates": 4, "validate_every": 2, "checkpoint_every": 2},
+        "optimizer": {"warmup_updates": 1},
+        "logging": {"every": 1},
+        "saving": {"keep_states": "last"},
+    }
+    return Recipe.model_validate(merge(merge(base, small), changes))
+
+
+def make_call(task: str, sources: Path, out_dir: Path, recipe: Recipe) -> StageCall:
+    stage = STAGES["finetune_tagger" if task == "ner" else "finetune_reader"]
+    raw = {
+        "pretrained": raw_input([str(sources / "xlmr")]),
+        "data": raw_input([str(sources / task)]),
+    }
+    records = {
+        key: one for name, source in raw.items() for key, one in source.records(name).items()
+    }
+    return StageCall(
+        stage=stage,
+        recipe=recipe,
+        artifacts={},
+        raw=raw,
+        out_dir=out_dir,
+        records=records,
+        config=stage_config(stage, recipe=recipe, ds_config="cpu_fp32"),
+    )
+
+
+def finetune(
+    world: World,
+    task: str,
+    sources: Path,
+    out_dir: Path,
+    recipe: Recipe,
+    *,
+    terminate_at: int | None = None,
+) -> str:
+    """What a stage does in a rank of a pool; says how it ended."""
+    from contextlib import ExitStack, contextmanager
+    from unittest import mock
+
+    @contextmanager
+    def here() -> Any:
+        yield world
+
+    module = STAGE_OF[task]
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "distributed_world", here))
+        if terminate_at is not None:
+            terminate_at_call(stack, terminate_at)
+        try:
+            module.run(make_call(task, sources, out_dir, recipe))
+        except Interrupted:
+            return "stopped"
+        except UserError as error:
+            return str(error)
+    return "done"
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    saved = open_artifact(directory, kind="task_model")
+    return {
+        name: value
+        for file in saved.names("weights/")
+        for name, value in load_file(saved.file(file)).items()
+    }
+
+
+def losses(directory: Path) -> list[float]:
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [one["loss"] for one in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize("task", ["ner", "qa"])
+def test_two_ranks_train_what_one_trains(
+    pool1: ProcessPool, pool2: ProcessPool, sources: Path, tmp_path: Path, task: str
+) -> None:
+    recipe = make_recipe(task, model={"language_modules": LOW_RANK})
+    assert pool1.run(finetune, task, sources, tmp_path / "one", recipe) == ["done"]
+    assert pool2.run(finetune, task, sources, tmp_path / "two", recipe) == ["done"] * 2
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-5)
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert sorted(one) == sorted(two)
+    assert "encoder.layers.1.feed_forward.down.low_rank.de.flat" in one
+    if task == "qa":  # added to all tokens alike: its gradient is 0, but for rounding
+        one.pop("head.bias")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("task", ["ner", "qa"])
+def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
+    pool1: ProcessPool, sources: Path, tmp_path: Path, task: str
+) -> None:
+    recipe = make_recipe(task)
+    assert pool1.run(finetune, task, sources, tmp_path / "whole", recipe) == ["done"]
+    again = tmp_path / "again"
+    assert pool1.run(finetune, task, sources, again, recipe, terminate_at=2) == ["stopped"]
+    assert pool1.run(finetune, task, sources, again, recipe) == ["done"]
+    found, expected = weights(again), weights(tmp_path / "whole")
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_tagger_learns_what_names_look_like_and_a_shared_route_serves_any_language(
+    pool1: ProcessPool, tmp_path: Path
+) -> None:
+    """Every word is a piece: an encoder that looks at its token can learn which are names."""
+    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
+    write_xlmr(tmp_path / "xlmr", model=words, num_hidden_layers=1)
+    write_entities(tmp_path / "ner", ["de", "en"])
+    recipe = make_recipe(
+        "ner",
+        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
+        optimizer={"learning_rate": 0.02},
+        model={"language_modules": {**LOW_RANK, "shared": True}},
+        loss={"objective": "fuse_distillation"},
+    )
+    assert pool1.run(finetune, "ner", tmp_path, tmp_path / "fd", recipe) == ["done"]
+    write_entities(tmp_path / "tests", ["de", "fr"])
+    report = evaluated(tmp_path / "tests", {"fd": tmp_path / "fd"}, tmp_path / "scores")
+    assert [one["name"] for one in report["systems"]] == ["fd", "fd (shared)"]
+    assert report["left_out"] == {}
+    for one in report["systems"]:
+        assert set(one["languages"]) == {"de", "fr"}
+        assert one["mean"]["f1"] > 90
+
+
+def test_a_reader_learns_to_find_the_only_name_of_a_passage(
+    pool1: ProcessPool, tmp_path: Path
+) -> None:
+    words = pieces_model([" ".join(TOKENS)] * 20, kind="word")
+    write_xlmr(tmp_path / "xlmr", model=words, num_hidden_layers=1)
+    write_questions(tmp_path / "qa", ["de", "en"])
+    recipe = make_recipe(
+        "qa",
+        training={"updates": 50, "validate_every": 50, "checkpoint_every": 50, "dropout": 0.0},
+        optimizer={"learning_rate": 0.02},
+    )
+    assert pool1.run(finetune, "qa", tmp_path, tmp_path / "reader", recipe) == ["done"]
+    report = evaluated(tmp_path / "qa", {"reader": tmp_path / "reader"}, tmp_path / "scores")
+    (reader,) = report["systems"]
+    assert reader["mean"]["exact_match"] > 70
+    assert reader["mean"]["f1"] >= reader["mean"]["exact_match"]
+
+
+def evaluated(data: Path, systems: dict[str, Path], out_dir: Path) -> dict[str, Any]:
+    stage = STAGES["evaluate_task"]
+    artifacts = {
+        f"systems/{name}": open_artifact(path, kind="task_model") for name, path in systems.items()
+    }
+    raw = raw_input([str(data)])
+    call = StageCall(
+        stage=stage,
+        recipe=Recipe(name="defaults"),
+        artifacts=artifacts,
+        raw={"data": raw},
+        out_dir=out_dir,
+        records={key: one.as_input for key, one in artifacts.items()} | raw.records("data"),
+        config={},
+    )
+    evaluate_task.run(call)
+    found: dict[str, Any] = open_artifact(out_dir, kind="task_evaluation").read_json("scores.json")
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(
+    pool1: ProcessPool, sources: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Two seeds of a tagger with modules, one without, and a reader."""
+    folder = tmp_path_factory.mktemp("trained")
+    modules = {"language_modules": LOW_RANK}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
+        "lms@1": ("ner", {"model": modules, "training": {"seed": 1, "updates": 2}}),
+        "lms@2": ("ner", {"model": modules, "training": {"seed": 2, "updates": 2}}),
+        "plain": ("ner", {"training": {"updates": 2}}),
+        "reader": ("qa", {"training": {"updates": 2}}),
+    }
+    for name, (task, changes) in settings.items():
+        recipe = make_recipe(task, **changes)
+        assert pool1.run(finetune, task, sources, folder / name, recipe) == ["done"]
+    return {name: folder / name for name in settings}
+
+
+def test_runs_of_one_system_are_averaged_and_languages_without_modules_left_out(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    write_entities(tmp_path / "tests", ["de", "en", "fr"])
+    systems = {name: trained[name] for name in ("plain", "lms@1", "lms@2")}
+    found = evaluated(tmp_path / "tests", systems, tmp_path / "scores")
+    assert found["examples"] == {"de": 8, "en": 8}
+    assert found["left_out"] == {"fr": 8}
+    plain, lms = found["systems"]
+    assert (plain["name"], lms["name"], list(lms["runs"])) == ("plain", "lms", ["1", "2"])
+    runs = [lms["runs"][run]["de"]["f1"] for run in ("1", "2")]
+    assert lms["languages"]["de"]["f1"] == pytest.approx(sum(runs) / 2)
+    assert plain["spread"] == {}
+    report = (tmp_path / "scores" / "report.md").read_text()
+    assert "±" in report
+    assert "Left out, since not every system knows them: fr." in report
+    lines = (tmp_path / "scores" / "predictions" / "plain" / "de.jsonl").read_text().splitlines()
+    assert len(lines) == 8
+
+
+def test_systems_that_cannot_be_compared_are_refused(
+    trained: dict[str, Path], tmp_path: Path, sources: Path
+) -> None:
+    both = {"a": trained["plain"], "b": trained["reader"]}
+    with pytest.raises(ConfigError, match="'a' is a tagger and 'b' a reader"):
+        evaluated(sources / "ner", both, tmp_path / "scores")
+    write_entities(tmp_path / "fr", ["fr"])
+    with pytest.raises(ConfigError, match=r"No language of the test files \(fr\) has modules"):
+        evaluated(tmp_path / "fr", {"lms": trained["lms@1"]}, tmp_path / "scores")
+    with pytest.raises(ConfigError, match="has no systems"):
+        evaluated(sources / "ner", {}, tmp_path / "scores")
+
+
+def asked(directory: Path) -> TaskModel:
+    return load_task_model(open_artifact(directory, kind="task_model"), device=CPU)
+
+
+def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
+    trained: dict[str, Path], sources: Path
+) -> None:
+    tagger, reader = asked(trained["lms@1"]), asked(trained["reader"])
+    sentences = read_entities(sources / "ner" / "de" / "test.tsv", language="de")
+    together = tag_sentences(tagger, sentences, language="de")
+    alone = [tag_sentences(tagger, [one], language="de")[0] for one in sentences]
+    assert together == alone
+    assert [len(tags) for tags in together] == [len(one.tokens) for one in sentences]
+    questions = read_questions(sources / "qa" / "made.de.test.json")
+    answers = answer_questions(reader, questions, language="de")
+    assert answers == [answer_questions(reader, [one], language="de")[0] for one in questions]
+    for one, answer in zip(questions, answers, strict=True):
+        assert answer
+        assert answer in one.context
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "complaint"),
+    [
+        ("ner", {"tasks": {"languages": ("de", "xx")}}, "no training file for xx"),
+        ("ner", {"tasks": {"max_tokens": 200}, "batches": {"tokens": 10}}, "batches.tokens is 10"),
+        ("qa", {"loss": {"label_smoothing": 0.1}}, "label_smoothing is 0.1"),
+        ("qa", {"tasks": {"stride": 47}}, "leaves no step"),
+        ("qa", {"tasks": {"max_tokens": 80}}, "65|66|64 positions"),
+        ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "low_rank ones alone"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_text_or_the_model_are_one_sentence(
+    pool1: ProcessPool,
+    sources: Path,
+    tmp_path: Path,
+    task: str,
+    changes: dict[str, Any],
+    complaint: str,
+) -> None:
+    recipe = make_recipe(task, **changes)
+    (said,) = pool1.run(finetune, task, sources, tmp_path / "out", recipe)
+    assert any(part in said for part in complaint.split("|"))
+    assert "\n" not in said
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,105 @@
+"""Fuse distillation: two passes of one batch, against the same written out with two models."""
+
+import copy
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor
+
+from pipeline.batching.batch import Batch
+from pipeline.checkpoints.names import named_slices
+from pipeline.config import LossConfig, Recipe
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+from pipeline.training.losses import training_loss
+
+MODULES: dict[str, dict[str, object]] = {
+    "low_rank": {"kind": "low_rank", "rank": 2, "shared": True},
+    "language_experts": {"kind": "language_experts", "shared": True},
+}
+
+
+def model_of(kind: str) -> tuple[ModelSpec, Transformer]:
+    spec = tiny_spec(model={"language_modules": MODULES[kind]})
+    model = tiny_model(spec)
+    torch.manual_seed(1)
+    for entry in named_slices(model):
+        if entry.name.endswith(".flat"):
+            entry.value.normal_(0, 0.3)
+    return spec, model.double()
+
+
+def naive(specific: Transformer, shared: Transformer, batch: Batch, config: LossConfig) -> Tensor:
+    first = specific(batch, route="specific").logits_LV
+    second = shared(batch, route="shared").logits_LV
+    smoothing = config.label_smoothing
+    entropies = [
+        F.cross_entropy(one, batch.labels_L, reduction="sum", label_smoothing=smoothing)
+        for one in (first, second)
+    ]
+    p, q = first.softmax(-1), second.softmax(-1)
+    if config.distillation == "to_shared":
+        p = p.detach()
+        apart = (p * (p / q).log()).sum()
+    else:
+        apart = ((p * (p / q).log()).sum() + (q * (q / p).log()).sum()) / 2
+    total: Tensor = (entropies[0] + entropies[1]) / 2 + config.distillation_weight * apart
+    return total
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("distillation", ["symmetric", "to_shared"])
+def test_the_gradient_is_that_of_two_models_written_out(
+    kind: str, distillation: Literal["symmetric", "to_shared"]
+) -> None:
+    spec, model = model_of(kind)
+    config = LossConfig(
+        objective="fuse_distillation",
+        distillation=distillation,
+        distillation_weight=0.7,
+        label_smoothing=0.1,
+    )
+    batch = random_batch(spec, sentences=6, seed=1)
+    twin = copy.deepcopy(model)
+    ours = training_loss(model, batch, config).objective
+    theirs = naive(model, twin, batch, config)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
+    found = torch.autograd.grad(ours, list(model.parameters()))
+    halves = [
+        torch.autograd.grad(theirs, list(one.parameters()), retain_graph=True, allow_unused=True)
+        for one in (model, twin)
+    ]
+    for gradient, *parts in zip(found, *halves, strict=True):
+        expected = sum((part for part in parts if part is not None), torch.zeros(()))
+        # cross entropy computes in float32
+        scale = max(float(expected.abs().max()), 1e-3)
+        torch.testing.assert_close(gradient, expected.to(gradient), rtol=0, atol=1e-5 * scale)
+
+
+def test_only_the_shared_module_learns_from_what_languages_know() -> None:
+    spec, model = model_of("language_experts")
+    batch = random_batch(spec, sentences=6, seed=1)
+
+    def of_languages(weight: float) -> list[Tensor]:
+        config = LossConfig(
+            objective="fuse_distillation", distillation="to_shared", distillation_weight=weight
+        )
+        parameters = {n: p for n, p in model.named_parameters() if ".of_language." in n}
+        objective = training_loss(model, batch, config).objective
+        return list(torch.autograd.grad(objective, list(parameters.values())))
+
+    for without, with_it in zip(of_languages(0.0), of_languages(5.0), strict=True):
+        torch.testing.assert_close(without, with_it, rtol=1e-6, atol=1e-9)
+
+
+def test_a_model_of_one_route_cannot_be_distilled() -> None:
+    with pytest.raises(ValueError, match=r"set model\.language_modules\.shared to true"):
+        Recipe.model_validate({"name": "one", "loss": {"objective": "fuse_distillation"}})
+
+
+def test_a_shared_module_that_nothing_teaches_is_refused() -> None:
+    with pytest.raises(ValueError, match="the shared module would learn nothing"):
+        Recipe.model_validate({"name": "two", "model": {"language_modules": MODULES["low_rank"]}})

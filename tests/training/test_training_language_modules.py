@@ -1,0 +1,111 @@
+"""Models with language modules in training: over ranks, stopped and resumed, by either route."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.process_pool import ProcessPool
+from support.tiny_training import (
+    Inputs,
+    assert_same_tensors,
+    make_inputs,
+    make_recipe,
+    pretrain,
+    read_metrics,
+    read_weights,
+)
+
+from pipeline.config import Recipe
+
+UPDATES = 4
+DISTILLED = {"objective": "fuse_distillation"}
+MODELS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "low_rank": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
+    "distilled": ({"kind": "low_rank", "rank": 2, "shared": True}, DISTILLED),
+    "language_experts": (
+        {"kind": "language_experts", "shared": True},
+        {**DISTILLED, "distillation": "to_shared"},
+    ),
+    "clsr": ({"kind": "clsr", "gate_width": 4}, {}),
+}
+
+
+def recipe_of(name: str, *, moe: dict[str, object] | None = None, **training: Any) -> Recipe:
+    modules, loss = MODELS[name]
+    plain = make_recipe(**{"updates": UPDATES, "expert_parallel_size": 1, **training})
+    document = plain.model_dump()
+    document["model"] |= {"moe": moe, "language_modules": modules}
+    document["loss"] |= loss
+    return Recipe.model_validate(document)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_and_two_make_the_same_model(
+    name: str, inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe = recipe_of(name)
+    assert pool1.run(pretrain, inputs, tmp_path / "one", recipe) == ["done"]
+    assert pool2.run(pretrain, inputs, tmp_path / "two", recipe) == ["done"] * 2
+    one, two = (read_weights(tmp_path / run) for run in ("one", "two"))
+    # gradients of key biases are pure rounding, which Adam divides by
+    compared = {name for name in one if not name.endswith(".key.bias")}
+    ours, theirs = (
+        torch.cat([weights[name].flatten() for name in sorted(compared)]) for weights in (one, two)
+    )
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+    records = [read_metrics(tmp_path / run / "metrics.jsonl") for run in ("one", "two")]
+    for first, second in zip(*records, strict=True):
+        assert first["loss"] == pytest.approx(second["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["distilled", "clsr"])
+def test_a_run_that_is_stopped_and_resumed_is_the_same_to_the_last_bit(
+    name: str, inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    """Noise on gates comes from the number of the update, and is the same after a stop."""
+    recipe = recipe_of(name, updates=3)
+    pool1.run(pretrain, inputs, tmp_path / "straight", recipe)
+    stopped = pool1.run(pretrain, inputs, tmp_path / "resumed", recipe, terminate_at=(0, 2))
+    assert "stopped after update" in stopped[0]
+    assert pool1.run(pretrain, inputs, tmp_path / "resumed", recipe) == ["done"]
+    straight, resumed = (read_weights(tmp_path / run) for run in ("straight", "resumed"))
+    assert_same_tensors(resumed, straight)
+
+
+def test_both_routes_are_validated_and_one_of_them_chooses(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    for route in ("specific", "shared"):
+        recipe = recipe_of("distilled", best_by_route=route, updates=2)
+        pool1.run(pretrain, inputs, tmp_path / route, recipe)
+    by_specific, by_shared = (
+        read_metrics(tmp_path / route / "metrics.jsonl")[-1] for route in ("specific", "shared")
+    )
+    assert by_specific["routes"] == by_shared["routes"]
+    for record, route in ((by_specific, "specific"), (by_shared, "shared")):
+        chosen = record["routes"][route]
+        assert {key: record[key] for key in chosen} == chosen
+    losses = [by_shared["routes"][route]["loss"] for route in ("specific", "shared")]
+    assert losses[0] != losses[1]
+
+
+def test_experts_stand_beside_language_modules_on_any_topology(
+    inputs: Inputs, pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    moe: dict[str, object] = {"num_experts": 4, "every": 1}
+    recipe = recipe_of("low_rank", moe=moe, updates=2, expert_parallel_size=2)
+    pool1.run(pretrain, inputs, tmp_path / "one", recipe)
+    pool2.run(pretrain, inputs, tmp_path / "two", recipe)
+    one, two = (read_weights(tmp_path / run) for run in ("one", "two"))
+    assert any(".self_attention.query.low_rank." in name for name in one)
+    assert any(".experts.3." in name for name in one)
+    for name, value in two.items():
+        if not name.endswith(".key.bias"):
+            torch.testing.assert_close(one[name], value, rtol=0, atol=2e-4)
