@@ -396,7 +396,8 @@ class WsfConfig(Settings):
 
     Words are what white space parts. In a language that is written without (Chinese, Japanese,
     Thai, Lao, Khmer, Burmese, Tibetan) a line has hardly more than one word, and these layers see
-    it as the others do; training names such languages with their lines.
+    it as the others do; training names such languages with their lines. As sources alone they can
+    be had with spaces: part their words by any segmenter before the text is imported.
     """
 
     kind: Literal["wsf"] = "wsf"

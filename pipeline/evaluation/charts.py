@@ -18,6 +18,8 @@ LEFT, RIGHT, TOP, FLOOR = 46.0, 350.0, 10.0, 212.0
 
 BAR_ROW = 17.0
 """Height of a row of a bar chart."""
+VALUE_SHARE = 0.12
+"""Room beyond the last tick for the value of a bar."""
 MAX_POINTS = 300
 MARKERS_PER_LINE = 8
 MARKERS = (
@@ -112,7 +114,8 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
         low: the value at the left edge, which none is below.
     """
     ticks = nice_ticks(low, max(max(bar.value for bar in bars), low), about=4)
-    frame = Frame(x_range=(low, ticks[-1]), y_range=(0.0, 1.0))
+    high = ticks[-1] + VALUE_SHARE * (ticks[-1] - low)
+    frame = Frame(x_range=(low, high), y_range=(0.0, 1.0))
     floor = TOP + BAR_ROW * len(bars)
     rows = "".join(_bar(frame, bar, y=TOP + BAR_ROW * place) for place, bar in enumerate(bars))
     axis = "".join(

@@ -22,7 +22,8 @@ def picture(chart: str, series: Sequence[Series] = ()) -> str:
     style = resources.files("pipeline.evaluation").joinpath("report.css").read_text("utf-8")
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} '
-        f'{height + ROW * len(named)}" font-family="sans-serif" font-size="13"'
+        f'{height + ROW * len(named)}" font-family="sans-serif" font-size="13" '
+        'style="background:var(--paper)"'
     )
     inner = chart[size.end() :].removesuffix("</svg>")
     attributes, _, drawn = inner.partition(">")
