@@ -33,7 +33,7 @@ def _section(name: str, artifact: Artifact) -> TableSection:
                 return _vectors(name, artifact.read_json("vectors.json"))
             case "lengths":
                 return _lengths(name, artifact.read_json("lengths.json"))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         pass
     raise ArtifactError(
         f"{artifact.directory} holds no analysis that reports can show: run stage "

@@ -14,6 +14,7 @@ import pytest
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses
+from pipeline.stages import STAGES
 
 LONG = "好" * 33_333 + "!"
 """100,000 bytes without a space."""
@@ -91,17 +92,8 @@ def stage(folder: Path, name: str, **inputs: str) -> list[str]:
 
 
 def said(folder: Path, name: str) -> str:
-    manifest = open_artifact(folder / name, kind=STAGES_MAKE[name]).manifest
+    manifest = open_artifact(folder / name, kind=STAGES[name].makes).manifest
     return "\n".join(manifest.summary)
-
-
-STAGES_MAKE = {
-    "import_corpus": "corpus",
-    "clean": "corpus",
-    "make_shards": "shards",
-    "pretrain": "checkpoint",
-    "translate": "translations",
-}
 
 
 def test_every_stage_goes_on_and_says_what_became_of_bad_lines(folder: Path) -> None:
