@@ -27,8 +27,14 @@ SUMMARY_LINES = 5
 def run(call: StageCall) -> None:
     """Translate every chosen direction once per language, and score."""
     recipe = call.recipe
+    if recipe.decoding.router_language:
+        raise ConfigError(
+            "decoding.router_language shows one language to the router always, and this stage "
+            "shows those of analysis.router_languages in turn: leave it out."
+        )
     chosen = chosen_directions(call)
     translator = Translator(call.artifacts["checkpoint"], recipe.decoding)
+    translator.show_router(None)  # refuses a model without vectors before anything is translated
     plain = call.artifacts.get("without")
     without = Translator(plain, recipe.decoding) if plain is not None else None
     every = recipe.analysis.router_languages or translator.tokenizer.languages

@@ -105,9 +105,10 @@ def test_a_model_without_such_vectors_and_what_is_no_language_are_refused(
     [
         ('directions = ["de-fr"]', "names 'de-fr', which is none"),
         ('directions = ["de-en"]\nrouter_languages = ["deu"]', "names none but de"),
+        ('[decoding]\nrouter_language = "fr"', "shows one language to the router always"),
     ],
 )
-def test_a_choice_that_leaves_nothing_is_refused_in_one_sentence(
+def test_a_choice_that_leaves_nothing_to_compare_is_refused_in_one_sentence(
     model: Artifact,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
