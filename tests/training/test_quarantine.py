@@ -136,11 +136,11 @@ def poisoned(sentence: Sentence, *, times: int = 10**9) -> Iterator[None]:
     """
     left = times
 
-    def loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
+    def loss(model: Transformer, batch: Batch, config: LossConfig, *, progress: float) -> LossTerms:
         nonlocal left
         bad_B = has_sentence(batch, sentence)
         if not (model.training and torch.is_grad_enabled() and bool(bad_B.any()) and left):
-            return training_loss(model, batch, config)
+            return training_loss(model, batch, config, progress=progress)
         left -= 1
         bad_N = bad_B[batch.source.sentence_N]
 
@@ -150,7 +150,7 @@ def poisoned(sentence: Sentence, *, times: int = 10**9) -> Iterator[None]:
             return good_ND
 
         with model.embedding.register_forward_hook(spoil):
-            return training_loss(model, batch, config)
+            return training_loss(model, batch, config, progress=progress)
 
     with mock.patch.object(engine_module, "training_loss", loss):
         yield

@@ -1,0 +1,110 @@
+"""The page from a folder of translation memories to a report does what it says.
+
+Its recipe and its plan as they stand there, made shorter, on memories that are made here.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import pytest
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.corpus import line_counts
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your_own_data.md").read_text(encoding="utf-8")
+SHORTER = {
+    "vocabulary_size = 4000": "vocabulary_size = 80",
+    "updates = 600": "updates = 4",
+    "validate_every = 100": "validate_every = 4",
+    "checkpoint_every = 200": "checkpoint_every = 4\n[optimizer]\nwarmup_updates = 1",
+}
+NOUNS = {"house": "Haus", "garden": "Garten", "letter": "Brief", "river": "Fluss", "road": "Weg"}
+ADJECTIVES = {"old": "alte", "new": "neue", "small": "kleine", "long": "lange", "quiet": "stille"}
+
+
+def blocks(kind: str) -> dict[str, str]:
+    """What stands in shell and TOML blocks, by the word behind the language."""
+    pattern = rf"^```{kind} (\S+)\n(.*?)^```"
+    found: dict[str, str] = {}
+    for name, body in re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL):
+        found[name] = found.get(name, "") + body
+    return found
+
+
+def write_memory(path: Path, numbers: range) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    units = []
+    for number in numbers:
+        noun = list(NOUNS)[number % 5]
+        adjective = list(ADJECTIVES)[number // 5 % 5]
+        english = f"We have seen the {adjective} {noun} at the end of street {number}."
+        german = (
+            f"Wir haben am Ende der Straße {number} das {ADJECTIVES[adjective]} {NOUNS[noun]} "
+            "gesehen."
+        )
+        pair = "".join(
+            f'<tuv xml:lang="{code}"><seg>{escape(text)}</seg></tuv>'
+            for code, text in (("en-GB", english), ("de-DE", german))
+        )
+        units.append(f"<tu>{pair}</tu>")
+    path.write_text(
+        f'<tmx version="1.4"><header/><body>{"".join(units)}</body></tmx>', encoding="utf-8"
+    )
+
+
+@pytest.fixture(scope="module")
+def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the page's files lie and its commands have succeeded."""
+    folder = tmp_path_factory.mktemp("office")
+    write_memory(folder / "memories" / "ours.tmx", range(400))
+    write_memory(folder / "memories" / "valid" / "ours.tmx", range(1000, 1020))
+    write_memory(folder / "memories" / "test" / "ours.tmx", range(2000, 2010))
+    for name, text in blocks("toml").items():
+        for long, short in SHORTER.items():
+            text = text.replace(long, short)
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "letters.en").write_text("We have seen the old house.\n\nThe road.\n")
+    for line in blocks("bash")["walk"].splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "mmnmt"
+        given, written = None, None
+        if "<" in arguments:
+            given = (folder / arguments[arguments.index("<") + 1]).read_text(encoding="utf-8")
+            written = folder / arguments[arguments.index(">") + 1]
+            arguments = arguments[: arguments.index("<")]
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli", *arguments],
+            cwd=folder,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        if written is not None:
+            written.write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+def test_memories_become_a_report_of_both_systems(office: Path) -> None:
+    report = (office / "runs" / "office" / "evaluation" / "report.html").read_text(encoding="utf-8")
+    assert "nearest neighbour" in report
+    assert open_artifact(office / "runs" / "office" / "evaluation", kind="evaluation")
+
+
+def test_held_back_folders_are_held_back_and_regions_are_languages(office: Path) -> None:
+    corpus = open_artifact(office / "runs" / "office" / "corpus", kind="corpus")
+    lines = {split: line_counts(corpus, split) for split in ("train", "valid", "test")}
+    assert lines == {"train": {"de-en": 400}, "valid": {"de-en": 20}, "test": {"de-en": 10}}
+
+
+def test_the_survey_is_a_page_and_letters_are_answered_line_by_line(office: Path) -> None:
+    assert "</html>" in (office / "survey.html").read_text(encoding="utf-8")
+    lines = (office / "letters.de").read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 4
+    assert lines[1] == ""
