@@ -392,7 +392,13 @@ class NcfConfig(Settings):
 
 
 class WsfConfig(Settings):
-    """Attention within words in the first layers (LOBEF, §3.2)."""
+    """Attention within words in the first layers (LOBEF, §3.2).
+
+    Words are what white space parts. In a language that is written without (Chinese, Japanese,
+    Thai, Lao, Khmer, Burmese, Tibetan) a line has hardly more than one word, and these layers see
+    it as the others do; training names such languages with their lines. As sources alone they can
+    be had with spaces: part their words by any segmenter before the text is imported.
+    """
 
     kind: Literal["wsf"] = "wsf"
     layers: Annotated[int, whole(1, 1000)] = 4
@@ -776,6 +782,9 @@ class DecodingConfig(Settings):
     """Phrases that every translation has, as the vocabulary spells them; of beam search."""
     word_scores: bool = False
     """The log-probability of every word, by one pass over the finished translation."""
+    router_language: str = ""
+    """The language whose vector an Ada-MSHA router with ``language_vector`` sees, whatever language
+    the source is in: MoCE's experiment with wrong ones (appendix I). Empty: the source's."""
     alignments: bool = False
     """Which source word each word looks at most, by the mean of the heads of a layer."""
     alignment_layer: Annotated[int, whole(0, 999)] | None = None
@@ -832,6 +841,7 @@ ScoreName = Literal[
     "length_ratio",
     "copies",
     "empty",
+    "invalid",
     "loops",
 ]
 """As the line statistics of a direction are named."""
@@ -848,6 +858,9 @@ class EvaluationConfig(Settings):
     """False: without the language accuracies among the scores."""
     baseline: str = ""
     """The system that the others are held against, direction by direction; empty: the first."""
+    language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Languages whose directions are averaged under a name of their own, ``Long = ["my", "ta"]``:
+    the language that is not the pivot decides, and it may be in several."""
     word_accuracy: bool = False
     """Whether words are scored by how often they were trained on, by their length and, where
     evaluate is given a tokenizer, by the number of their subwords."""
@@ -874,6 +887,15 @@ class EvaluationConfig(Settings):
                 "language_accuracy to true if it is to be a language accuracy"
             )
         return self
+
+
+class AnalysisConfig(Settings):
+    """analyze_vectors: what is translated with wrong source-language vectors."""
+
+    directions: tuple[str, ...] = ()
+    """``ro-en``; empty: all test directions."""
+    router_languages: tuple[str, ...] = ()
+    """Languages whose vectors the router is shown; empty: all that the model knows."""
 
 
 class TasksConfig(Settings):
@@ -919,6 +941,7 @@ class Recipe(Settings):
     upcycling: UpcyclingConfig = UpcyclingConfig()
     decoding: DecodingConfig = DecodingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    analysis: AnalysisConfig = AnalysisConfig()
     tasks: TasksConfig = TasksConfig()
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()

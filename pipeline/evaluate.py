@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from pipeline.analysis.report_section import analysis_sections
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
 from pipeline.errors import ArtifactError, ConfigError
@@ -72,7 +73,7 @@ from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_a
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
 from pipeline.evaluation.wins import win_ratios
 from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_target
-from pipeline.languages import language
+from pipeline.languages import language, parse_tag
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
 from pipeline.terminal import track
@@ -93,6 +94,7 @@ def run(call: StageCall) -> None:
         training=call.artifacts.get("training"),
     )
     profiles = shared_directions(systems, corpus=corpus, profiles=every)
+    further = analysis_sections(call.many("analyses"))
     with call.new_artifact() as writer, TemporaryDirectory(prefix="mmnmt-evaluate-") as work:
         evaluation = score_systems(
             call,
@@ -108,9 +110,9 @@ def run(call: StageCall) -> None:
         imprint = Imprint(made=datetime.now(UTC), version=mmnmt_version())
         writer.write_json("scores.json", scores_document(evaluation))
         writer.write_json("history.json", asdict(history))
-        page = html_report(evaluation, history, samples, imprint=imprint)
+        page = html_report(evaluation, history, samples, imprint=imprint, further=further)
         _write_text(writer, "report.html", page)
-        text = markdown_report(evaluation, history, samples, imprint=imprint)
+        text = markdown_report(evaluation, history, samples, imprint=imprint, further=further)
         _write_text(writer, "report.md", text)
         writer.statistics["systems"] = {
             system.name: {
@@ -170,7 +172,8 @@ def check_inputs(call: StageCall) -> None:
     """Every input is of use.
 
     Raises:
-        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse.
+        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse; a
+            set of languages names what is none.
     """
     settings = call.recipe.evaluation
     if "comet" in call.raw and "comet" not in settings.computed_scores:
@@ -188,6 +191,9 @@ def check_inputs(call: StageCall) -> None:
             "--tokenizer is for word accuracy, which evaluation.word_accuracy leaves out: set it "
             "to true, or leave the option out."
         )
+    for codes in settings.language_sets.values():
+        for code in codes:
+            parse_tag(code)
 
 
 def shared_directions(
@@ -330,7 +336,14 @@ def score_systems(
             columns=[score.column for score in scores],
             profiles=profiles,
         ),
-        language_averages=tuple(average_by_language(systems, profiles=profiles, pivot=pivot)),
+        language_averages=tuple(
+            average_by_language(
+                systems,
+                profiles=profiles,
+                pivot=pivot,
+                sets=call.recipe.evaluation.language_sets,
+            )
+        ),
         words=_word_accuracy(call, profiles=profiles),
         confusion=confuse_languages(systems, profiles=profiles),
     )

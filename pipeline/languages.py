@@ -98,6 +98,10 @@ za:zha
 }
 """Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code."""
 
+UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
+UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
+"""Those that white space does not part into words."""
+
 _FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes}
 _SUBTAGS = re.compile(
     r"(?P<language>[a-z]{2,3})(?:_(?P<script>[a-z]{4}))?(?:_(?P<region>[a-z]{2}|[0-9]{3}))?"
@@ -245,6 +249,19 @@ def usual_script(code: str) -> str | None:
 def written_script(code: str) -> str | None:
     """The script a spelling names, that of its region, or the usual one; None: CLDR has none."""
     return _script_of_tag(parse_tag(code))
+
+
+def parts_words_by_spaces(code: str) -> bool:
+    """Whether a language is written with spaces between words, by the script that its code names
+    or else by its usual one; True where nothing is known of it.
+    """
+    try:
+        tag = parse_tag(code)
+    except ConfigError:  # a model of other software may have codes of its own
+        return True
+    if tag.script is not None:
+        return tag.script not in UNSPACED_SCRIPTS
+    return tag.language not in UNSPACED_LANGUAGES
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:

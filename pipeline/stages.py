@@ -308,6 +308,38 @@ STAGES: dict[str, Stage] = {
             inputs={"corpus": Input("corpus", "clean corpus with its test sets")},
         ),
         Stage(
+            name="analyze_scales",
+            module="pipeline.analyze_scales",
+            makes="analysis",
+            help="shares of the scales that an Ada-MSHA model chooses, by language and direction",
+            sections=(),
+            inputs={
+                "checkpoint": Input("checkpoint", "model with an Ada-MSHA front"),
+                "corpus": Input("corpus", "test sets"),
+            },
+        ),
+        Stage(
+            name="analyze_vectors",
+            module="pipeline.analyze_vectors",
+            makes="analysis",
+            help="scores of an Ada-MSHA model whose router sees the vector of a wrong language",
+            sections=("analysis", "decoding", "evaluation.bleu_tokenizer"),
+            inputs={
+                "checkpoint": Input("checkpoint", "model with language vectors"),
+                "without": Input("checkpoint", "model without, to be scored too", required=False),
+                "corpus": Input("corpus", "test sets"),
+            },
+            needs_recipe=False,
+        ),
+        Stage(
+            name="analyze_lengths",
+            module="pipeline.analyze_lengths",
+            makes="analysis",
+            help="bytes that languages need for the same test lines",
+            sections=(),
+            inputs={"corpus": Input("corpus", "test sets, of one text in all languages")},
+        ),
+        Stage(
             name="evaluate",
             module="pipeline.evaluate",
             makes="evaluation",
@@ -326,6 +358,9 @@ STAGES: dict[str, Stage] = {
                 ),
                 "comet": Input(
                     "raw", "folder of a COMET model, for the score comet", required=False
+                ),
+                "analyses": Input(
+                    "analysis", "NAME=DIR, shown in the reports", required=False, many=True
                 ),
             },
             parallel="workers",

@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,11 +256,22 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
             empty=sum(not hypothesis.text for hypothesis in every),
             truncated=sum(hypothesis.truncated for hypothesis in every),
             split=sum(hypothesis.split > 0 for hypothesis in every),
+            invalid=sum(hypothesis.invalid > 0 for hypothesis in every),
+            invalid_sequences=invalid_sequences(ordered),
             directions={str(one): len(hypotheses) for one, hypotheses in ordered.items()},
             skipped_directions=[str(direction) for direction in selection.skipped],
         )
         summarize(writer, selection)
     done.remove()
+
+
+def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
+    """Direction → sequences of bytes that were no UTF-8 and were dropped, where there were any."""
+    counts = {
+        str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
+        for direction, hypotheses in translated.items()
+    }
+    return {direction: count for direction, count in counts.items() if count}
 
 
 def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
@@ -290,6 +301,14 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
         writer.summary.append(
             f"{counted(counts['truncated'], 'line')} truncated: a single character has more tokens "
             "than the model takes"
+        )
+    if counts["invalid"]:
+        invalid = counts["invalid_sequences"]
+        by_count = sorted(invalid, key=lambda name: (-invalid[name], name))
+        writer.summary.append(
+            f"{counted(sum(invalid.values()), 'sequence')} of bytes that are no UTF-8 dropped from "
+            f"{counted(counts['invalid'], 'translation')}: "
+            f"{listed(f'{name} {invalid[name]:,}' for name in by_count)}"
         )
     if selection.skipped:
         writer.summary.append(

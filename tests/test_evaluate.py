@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from pipeline import evaluate
+from pipeline import analyze_lengths, evaluate
 from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
@@ -136,6 +136,7 @@ def stage_call(
     training: Artifact | None = None,
     comet: Path | None = None,
     tokenizer: Artifact | None = None,
+    analyses: Mapping[str, Artifact] | None = None,
 ) -> StageCall:
     stage = STAGES["evaluate"]
     recipe = Recipe(
@@ -148,6 +149,7 @@ def stage_call(
         inputs["training"] = training
     if tokenizer is not None:
         inputs["tokenizer"] = tokenizer
+    inputs |= {f"analyses/{name}": one for name, one in (analyses or {}).items()}
     raw = {} if comet is None else {"comet": RawPaths((comet,))}
     of_raw = {} if comet is None else raw["comet"].records("comet")
     return StageCall(
@@ -721,3 +723,101 @@ def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
     page = made.file("report.html").read_text(encoding="utf-8")
     assert page.count("</main>") == 1
     assert not re.search(r"[\x00-\x08\x1b]", page + made.file("report.md").read_text("utf-8"))
+
+
+# Analyses and sets of languages
+
+
+def analysis(path: Path, corpus: Artifact) -> Artifact:
+    """Of lengths, as the stage makes it."""
+    stage = STAGES["analyze_lengths"]
+    recipe = Recipe(name="test")
+    inputs = {"corpus": corpus}
+    call = StageCall(
+        stage, recipe, inputs, {}, path, records(inputs), recipe.sections(stage.sections)
+    )
+    analyze_lengths.run(call)
+    return open_artifact(path, kind="analysis")
+
+
+def test_analyses_stand_in_both_reports_and_their_pictures_on_the_page(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
+    lengths = analysis(tmp_path / "lengths", corpus)
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"<opus>": lengths}))
+    markdown = made.file("report.md").read_text("utf-8")
+    page = made.file("report.html").read_text("utf-8")
+    assert "## Lengths in bytes: &lt;opus&gt;" in markdown
+    assert "<h2>Lengths in bytes: &lt;opus&gt;</h2>" in page
+    assert page.count('<rect class="fill') == 3
+    assert "<rect" not in markdown
+
+
+def test_what_is_no_analysis_is_refused_before_anything_is_scored(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
+
+    def nothing(writer: ArtifactWriter) -> None:
+        writer.write_json("scales.json", {"directions": {}})
+        writer.statistics["analysis"] = "scales"
+
+    strange = artifact(tmp_path / "strange", "analysis", "analyze_scales", nothing)
+    with pytest.raises(ArtifactError, match="holds no analysis that reports can show"):
+        evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"x": strange}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
+    sets = {"Both": ("deu", "fr"), "French": ("fra",), "Nobody": ("my",)}
+    settings = EvaluationConfig(language_sets=sets)
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    document = made.read_json("scores.json")
+    found = {
+        (one["value"], one["family"]): one
+        for one in document["language_averages"]
+        if one["trait"] == "set"
+    }
+    scores = document["systems"][0]["directions"]
+    means = {
+        ("Both", "into_pivot"): ["de-en", "fr-en"],
+        ("Both", "out_of_pivot"): ["en-de", "en-fr"],
+        ("Both", "zero_shot"): ["de-fr", "fr-de"],
+        ("French", "into_pivot"): ["fr-en"],
+        ("French", "out_of_pivot"): ["en-fr"],
+        ("French", "zero_shot"): ["de-fr"],
+    }
+    assert found.keys() == means.keys()
+    for key, directions_of_set in means.items():
+        every = [scores[name]["scores"]["chrf"] for name in directions_of_set]
+        assert found[key]["systems"]["shuffled"]["chrf"] == pytest.approx(np.mean(every))
+    assert "By set" in made.file("report.md").read_text("utf-8")
+
+
+def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:
+    systems = {"copied": translations(tmp_path / "a", corpus, copied)}
+    settings = EvaluationConfig(language_sets={"Long": ("myanmar",)})
+    with pytest.raises(ConfigError, match="'myanmar' is no language code"):
+        evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+
+
+def test_translations_without_broken_bytes_are_counted_by_direction_and_warned_of(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    def broken(direction: Direction, sources: list[str], _: list[str]) -> list[Hypothesis]:
+        into_german = direction.target == "de"
+        return [Hypothesis(text, invalid=2 * into_german) for text in sources]
+
+    systems = {"bytes": translations(tmp_path / "a", corpus, broken)}
+    settings = EvaluationConfig(scores=("chrf", "invalid"))
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    found = system_scores(made, "bytes")["directions"]
+    assert (found["en-de"]["invalid"], found["en-de"]["invalid_sequences"]) == (3, 6)
+    assert (found["de-en"]["invalid"], found["de-en"]["invalid_sequences"]) == (0, 0)
+    assert found["en-de"]["scores"]["invalid"] == 100.0
+    assert found["en-fr"]["scores"]["invalid"] == 0.0
+    assert "4 are without bytes that are no UTF-8" in made.file("report.md").read_text("utf-8")

@@ -100,13 +100,16 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "n_best", "required", "route"),
-            *("sampling_temperature", "search", "seed", "top_k", "top_p", "word_scores"),
+            *("router_language", "sampling_temperature", "search", "seed", "top_k", "top_p"),
+            "word_scores",
         }
     },
     "retrieve": {},
+    "analyze_scales": {},
+    "analyze_lengths": {},
     "evaluate": {
         "evaluation": {
-            *("baseline", "bleu_tokenizer", "language_accuracy", "scores", "seed"),
+            *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
             *("word_accuracy", "word_lines"),
         },
         "training": {"resource_thresholds"},
@@ -116,6 +119,11 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate_task": {},
 }
 """Stage → section → settings on which its result depends."""
+DECIDING["analyze_vectors"] = {
+    "analysis": {"directions", "router_languages"},
+    "decoding": DECIDING["translate"]["decoding"],
+    "evaluation": {"bleu_tokenizer"},
+}
 
 BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +21,12 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
 from pipeline.artifacts.details import Details, read_details
-from pipeline.artifacts.tokenizer import ByteVocabulary, TokenizerDescription, write_tokenizer
+from pipeline.artifacts.tokenizer import (
+    SPECIALS,
+    ByteVocabulary,
+    TokenizerDescription,
+    write_tokenizer,
+)
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.weights import write_weights
@@ -271,6 +276,12 @@ def test_the_statistics_count_lines_empty_and_cut_ones(bench: Bench) -> None:
         "empty": sum(not one.text for one in every),
         "truncated": 0,
         "split": 1,
+        "invalid": sum(one.invalid > 0 for one in every),
+        "invalid_sequences": {
+            name: sum(one.invalid for one in lines)
+            for name, lines in found.items()
+            if any(one.invalid for one in lines)
+        },
         "directions": {"de-en": 5, "en-de": 5, "en-fr": 3, "fr-en": 3},
         "skipped_directions": [],
     }
@@ -283,9 +294,41 @@ def test_the_summary_says_what_the_statistics_count(
     manifest = open_artifact(bench.directory / "out", kind="translations").manifest
     assert manifest.summary[0].startswith(f"{NUM_LINES} lines in 4 directions translated; ")
     assert manifest.summary[1].startswith("1 line too long for the model: ")
-    assert len(manifest.summary) == 2
+    assert manifest.summary[2].endswith(": " + invalid_by_hand(bench.found("out")))
+    assert len(manifest.summary) == 3
     said = capsys.readouterr().out
     assert all(f"mmnmt translate: {line}\n" in said for line in manifest.summary)
+
+
+def invalid_by_hand(found: Mapping[str, Sequence[Hypothesis]]) -> str:
+    """Directions with bytes that are no UTF-8, those with most of them first."""
+    counts = {name: sum(one.invalid for one in lines) for name, lines in found.items()}
+    assert sum(counts.values()) > 10, "a model without training writes anything"
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {count}" for name, count in ordered if count)
+
+
+def test_broken_bytes_are_dropped_and_counted_in_every_part_of_a_line(
+    checkpoint: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off, overlong, of a surrogate, out of range, and a start without what follows."""
+    broken = [b"a\xe4\xb8", b"\xc0\xafb", b"\xed\xa0\x80", b"\xf5c", b"\xe4d\xc3\xa9\xef\xbf\xbd"]
+    kept, sequences = ["a", "b", "", "c", "d\u00e9\ufffd"], [1, 2, 3, 1, 1]
+    written = iter(broken)
+
+    def answered(_: object, sources: Sequence[Source], *__: object, **___: object) -> object:
+        rows = [[byte + len(SPECIALS) for byte in next(written)] for _ in sources]
+        return [[Translation(tuple(row), -1.0)] for row in rows]
+
+    monkeypatch.setattr("pipeline.decoding.translator.search", answered)
+    translator = Translator(checkpoint, DecodingConfig(tokens=1))
+    jobs = [Job(Direction("de", "en"), number, f"Satz {number}") for number in range(5)]
+    found = translator.translate(jobs)
+    assert [one.text for one in found] == kept
+    assert [one.invalid for one in found] == sequences
+    written = iter(broken)
+    (whole,) = translator.translate([replace(jobs[0], text="Ein sehr langer Satz. " * 5)])
+    assert (whole.split, whole.invalid) == (5, sum(sequences))
 
 
 def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) -> None:

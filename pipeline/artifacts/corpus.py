@@ -58,6 +58,8 @@ class Hypothesis:
     """Part of the source was left out: it did not fit the model, and could not be divided."""
     split: int = 0
     """Parts that a source too long for the model was translated in; 0: it was translated whole."""
+    invalid: int = 0
+    """Sequences of bytes that the model wrote and that are no UTF-8: the text is without them."""
     details: Details | None = None
     """What else was asked for; it stands in a file of its own."""
 

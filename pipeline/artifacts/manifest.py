@@ -38,6 +38,7 @@ Kind = Literal[
     "task_model",
     "task_evaluation",
     "export",
+    "analysis",
 ]
 
 FORMAT_VERSION: dict[Kind, int] = {
@@ -53,6 +54,7 @@ FORMAT_VERSION: dict[Kind, int] = {
     "task_model": 1,
     "task_evaluation": 1,
     "export": 1,
+    "analysis": 1,
 }
 
 

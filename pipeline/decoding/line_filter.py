@@ -16,6 +16,7 @@ from pipeline.config import DecodingConfig
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
+from pipeline.summary import counted
 
 BATCH_LINES = 256
 """Lines translated at once, where that many are there."""
@@ -33,6 +34,8 @@ class FilterCounts:
     parts: int = 0
     """Of the lines that were split, together."""
     truncated: int = 0
+    invalid: int = 0
+    invalid_sequences: int = 0
 
     def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
         self.lines += 1
@@ -40,6 +43,8 @@ class FilterCounts:
         self.split += hypothesis.split > 0
         self.parts += hypothesis.split
         self.truncated += hypothesis.truncated
+        self.invalid += hypothesis.invalid > 0
+        self.invalid_sequences += hypothesis.invalid
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
         """One for each thing that is worth saying, when all is done."""
@@ -58,6 +63,12 @@ class FilterCounts:
             yield (
                 f"{self.truncated:,} of {self.lines:,} lines were truncated: a single character of "
                 f"theirs has more than the model's {max_tokens:,} tokens."
+            )
+        if self.invalid:
+            yield (
+                f"the translations of {self.invalid:,} of {self.lines:,} lines had "
+                f"{counted(self.invalid_sequences, 'sequence')} of bytes that are no UTF-8: they "
+                "were dropped."
             )
 
 

@@ -31,6 +31,7 @@ from pipeline.decoding.sentences import join_sentences, split_to_fit
 from pipeline.decoding.words import align, texts_of, word_spans
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
+from pipeline.model.front.ada_msha import AdaMsha
 from pipeline.model.language_modules.choice import (
     has_two_routes,
     refuse_languages_without_modules,
@@ -106,6 +107,8 @@ class Translator:
         self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
+        if config.router_language:
+            self.show_router(config.router_language)
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
         """Tokens of every text."""
@@ -132,6 +135,13 @@ class Translator:
         for one in self._translate_parts(parts):
             found[one.part.job].append(one)
         return [self._joined(job, of_job) for job, of_job in zip(jobs, found, strict=True)]
+
+    def sources(self, jobs: Sequence[Job]) -> list[Source]:
+        """What the encoder is given for them, in order: nothing for an empty line, the parts of
+        one that is too long.
+        """
+        parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
+        return [self._source(part) for part in parts]
 
     def prefix_problem(self, prefix: str) -> str:
         """Why no translation can begin with a text, as "has a prefix ..."; empty where one can."""
@@ -176,6 +186,22 @@ class Translator:
         if self.config.route == "specific":
             refuse_languages_without_modules(self.model.spec, [code])
         return self._language[code]
+
+    def show_router(self, language: str | None) -> None:
+        """Show an Ada-MSHA router the vector of this language, whatever the source's is; None: of
+        the source's.
+
+        Raises:
+            ConfigError: the model does not know the language, or its router sees none.
+        """
+        front = self.model.front
+        if not isinstance(front, AdaMsha) or not front.config.language_vector:
+            raise ConfigError(
+                "The router of this model sees no language, so that none can be shown to it: leave "
+                'router languages to a model with [model.front] kind = "ada_msha" and '
+                "language_vector = true."
+            )
+        front.show_as(None if language is None else self.language(self.code_of(language)))
 
     def code_of(self, spelling: str) -> str:
         """The model's code for any usual spelling of one of its languages.
@@ -303,6 +329,7 @@ class Translator:
             score=best.score,
             truncated=any(one.part.truncated for one in found),
             split=0 if len(found) == 1 else len(found),
+            invalid=sum(self.tokenizer.decode_counted(one.best.tokens).dropped for one in found),
             details=self._details(job, found) if asks else None,
         )
 

@@ -65,6 +65,7 @@ def _of_lines(system: SystemScores) -> list[str]:
     counts = {
         "of a source that was cut to what the model takes": sum(one.truncated for one in scored),
         "empty": sum(one.empty for one in scored),
+        "without bytes that are no UTF-8": sum(one.invalid for one in scored),
     }
     if not any(counts.values()):
         return []

@@ -1,9 +1,9 @@
-"""Line charts as inline SVG, legible from 300 pixels of width on.
+"""Line and bar charts as inline SVG, legible from 300 pixels of width on.
 
 Colours, dashes and type are the page's: every element carries a class for its style sheet
-(``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``), those
-of a series the class of its colour as well. Series are told apart by colour, dashes and markers,
-so that those that overlap, and print without colour, can be followed.
+(``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``,
+``upright``, ``fill``), those of a series the class of its colour as well. Series are told apart by
+colour, dashes and markers, so that those that overlap, and print without colour, can be followed.
 """
 
 import math
@@ -16,6 +16,10 @@ WIDTH, HEIGHT = 360, 260
 LEFT, RIGHT, TOP, FLOOR = 46.0, 350.0, 10.0, 212.0
 """The chart and, within it, the edges of the drawn area, in SVG units."""
 
+BAR_ROW = 17.0
+"""Height of a row of a bar chart."""
+VALUE_SHARE = 0.12
+"""Room beyond the last tick for the value of a bar."""
 MAX_POINTS = 300
 MARKERS_PER_LINE = 8
 MARKERS = (
@@ -44,10 +48,21 @@ class Series:
     points: tuple[Point, ...]
     place: int
     begin: float = 0.0
+    upright: float | None = None
+    """Where a vertical line of its colour stands: its mean."""
 
     @property
     def style(self) -> str:
         return series_style(self.place)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a bar chart; ``place`` chooses its colour."""
+
+    name: str
+    value: float
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,42 @@ def line_chart(
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_html(title)}">'
         f"{_axes(frame, x_ticks, y_ticks, x_label=x_label, y_label=y_label)}"
         f"{''.join(_line(frame, one, mark_lowest=mark_lowest) for one in drawn)}</svg>"
+    )
+
+
+def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:
+    """An SVG chart of bars one below the other, at least one, with their values.
+
+    Args:
+        title: read out by screen readers.
+        low: the value at the left edge, which none is below.
+    """
+    ticks = nice_ticks(low, max(max(bar.value for bar in bars), low), about=4)
+    high = ticks[-1] + VALUE_SHARE * (ticks[-1] - low)
+    frame = Frame(x_range=(low, high), y_range=(0.0, 1.0))
+    floor = TOP + BAR_ROW * len(bars)
+    rows = "".join(_bar(frame, bar, y=TOP + BAR_ROW * place) for place, bar in enumerate(bars))
+    axis = "".join(
+        _rule("grid", x=(x, x), y=(TOP, floor)) + _text("tick", _tick_text(tick), x=x, y=floor + 16)
+        for tick in ticks
+        if tick >= low
+        for x in [frame.x(tick)]
+    )
+    label = _text("label", x_label, x=(LEFT + RIGHT) / 2, y=floor + 36)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {floor + 44:.0f}" role="img" '
+        f'aria-label="{escape_html(title)}">{axis}{rows}{label}</svg>'
+    )
+
+
+def _bar(frame: Frame, bar: Bar, *, y: float) -> str:
+    x, right = LEFT, frame.x(bar.value)
+    return (
+        f'<rect class="fill {series_style(bar.place)}" x="{x:.1f}" y="{y + 2:.1f}" '
+        f'width="{max(right - x, 0.5):.1f}" height="{BAR_ROW - 4:.1f}">'
+        f"<title>{escape_html(bar.name)}: {bar.value:,.4g}</title></rect>"
+        + _text("tick", bar.name, x=x - 5, y=y + BAR_ROW / 2 + 4, anchor="end")
+        + _text("tick", f"{bar.value:,.4g}", x=right + 4, y=y + BAR_ROW / 2 + 4, anchor="start")
     )
 
 
@@ -177,6 +228,7 @@ def _line(frame: Frame, series: Series, *, mark_lowest: bool) -> str:
     points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in series.points)
     parts = [
         _lead(frame, series),
+        _upright(frame, series),
         f'<polyline class="line {series.style}" points="{points}"/>',
         *(_marker(series, x=frame.x(x), y=frame.y(y)) for x, y in _marked(series)),
     ]
@@ -200,6 +252,13 @@ def _lead(frame: Frame, series: Series) -> str:
         f'y2="{y:.1f}"/><line class="begin {series.style}" x1="{x:.1f}" x2="{x:.1f}" '
         f'y1="{y - 6:.1f}" y2="{y + 6:.1f}"/>'
     )
+
+
+def _upright(frame: Frame, series: Series) -> str:
+    if series.upright is None:
+        return ""
+    x = frame.x(series.upright)
+    return _rule(f"upright {series.style}", x=(x, x), y=(TOP, FLOOR))
 
 
 def _marked(series: Series) -> list[Point]:

@@ -7,7 +7,7 @@ from pipeline.config import EvaluationConfig, ScoreName
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet_score import Comet, CometScores
-from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, Loops
+from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, InvalidOutputs, Loops
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.score_slot import Score
@@ -53,6 +53,8 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
             return Copies()
         case "empty":
             return EmptyOutputs()
+        case "invalid":
+            return InvalidOutputs()
         case "loops":
             return Loops()
 

@@ -41,6 +41,8 @@ class TableSection:
     title: str
     lead: str
     tables: tuple[TextTable, ...]
+    figures: tuple[str, ...] = ()
+    """Charts with their legends, as HTML; the page alone has them."""
 
 
 def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
@@ -127,7 +129,7 @@ def _language_averages(evaluation: Evaluation) -> TableSection | None:
     """The main scores by family and by script of the language that is not the pivot."""
     columns = evaluation.main_columns
     tables = []
-    for trait in ("family", "script"):
+    for trait in ("family", "script", "set"):
         rows = [
             (
                 one.value,
@@ -154,8 +156,8 @@ def _language_averages(evaluation: Evaluation) -> TableSection | None:
         return None
     return TableSection(
         "Averages by language",
-        "Arithmetic means over directions, by family and script of the source where the pivot is "
-        "the target, else of the target.",
+        "Arithmetic means over directions, by family and script, and by the recipe's sets, of the "
+        "source where the pivot is the target, else of the target.",
         tuple(tables),
     )
 

@@ -73,6 +73,19 @@ class EmptyOutputs(ShareOfLines):
 
 
 @dataclass(frozen=True)
+class InvalidOutputs(ShareOfLines):
+    """Translations from which bytes were dropped, since they are no UTF-8."""
+
+    column = Column(
+        "invalid", "Invalid UTF-8, %", larger_is_better=False, section=OUTPUTS, decimals=2
+    )
+
+    def flags(self, lines: TranslatedLines) -> list[bool]:
+        """References have none."""
+        return [count > 0 for count in lines.invalid or [0] * len(lines.hypotheses)]
+
+
+@dataclass(frozen=True)
 class Loops(ShareOfLines):
     """Translations that repeat an n-gram over and over where their references do not."""
 

@@ -67,8 +67,9 @@ def markdown_report(
     samples: Sequence[Sample] = (),
     *,
     imprint: Imprint,
+    further: Sequence[TableSection] = (),
 ) -> str:
-    """The whole report as Markdown."""
+    """The whole report as Markdown; ``further`` sections stand behind those of the scores."""
     sections = {
         "# Evaluation": f"{escape_markdown(imprint.text)}\n\n"
         f"{markdown_summary(evaluation, history)}".rstrip(),
@@ -83,7 +84,7 @@ def markdown_report(
         },
         **{
             f"## {escape_markdown(one.title)}": _text_tables(one)
-            for one in comparison_sections(evaluation)
+            for one in [*comparison_sections(evaluation), *further]
         },
         "## Sample translations": _samples(evaluation, samples),
         "## All directions": _directions(evaluation),

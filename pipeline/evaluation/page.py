@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from pipeline.evaluation.budget_table import trained_for
+from pipeline.evaluation.comparison_tables import TableSection, comparison_sections
 from pipeline.evaluation.curves import curve_figures
 from pipeline.evaluation.history import History
 from pipeline.evaluation.html_parts import (
@@ -46,9 +47,14 @@ from pipeline.evaluation.tables import (
 
 
 def html_report(
-    evaluation: Evaluation, history: History, samples: Sequence[Sample], *, imprint: Imprint
+    evaluation: Evaluation,
+    history: History,
+    samples: Sequence[Sample],
+    *,
+    imprint: Imprint,
+    further: Sequence[TableSection] = (),
 ) -> str:
-    """The whole report as one page."""
+    """The whole report as one page; ``further`` sections stand behind those of the scores."""
     title = f"Translation quality of {format_count(len(evaluation.systems), 'system')}"
     folder = resources.files("pipeline.evaluation")
     style = folder.joinpath("report.css").read_text(encoding="utf-8")
@@ -59,7 +65,7 @@ def html_report(
         averages_section(evaluation, history),
         budgets_section(history),
         *apart_sections(evaluation, history),
-        *text_sections(evaluation),
+        *text_sections([*comparison_sections(evaluation), *further]),
         _curves(evaluation, history),
         _samples(evaluation, samples),
         directions_section(evaluation),

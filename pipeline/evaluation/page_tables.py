@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.budget_table import BUDGET_GROUPS, budget_notes, budget_rows, trained_for
-from pipeline.evaluation.comparison_tables import TextTable, comparison_sections
+from pipeline.evaluation.comparison_tables import TableSection, TextTable
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.history import History
 from pipeline.evaluation.html_parts import (
@@ -63,12 +63,17 @@ def apart_sections(evaluation: Evaluation, history: History) -> list[str]:
     ]
 
 
-def text_sections(evaluation: Evaluation) -> list[str]:
+def text_sections(sections: Sequence[TableSection]) -> list[str]:
     """The tables beside the averages: directions won, languages that came out."""
     return [
-        section(one.title, "".join(map(_text_table, one.tables)), lead=one.lead)
-        for one in comparison_sections(evaluation)
+        section(one.title, _figures(one) + "".join(map(_text_table, one.tables)), lead=one.lead)
+        for one in sections
     ]
+
+
+def _figures(shown: TableSection) -> str:
+    figures = "".join(f"<figure>{one}</figure>" for one in shown.figures)
+    return f'<div class="charts">{figures}</div>' if figures else ""
 
 
 def _text_table(shown: TextTable) -> str:

@@ -77,6 +77,8 @@ class TranslatedLines:
     read_sources: Callable[[], Sequence[str]]
     system: str = ""
     """Whose translations they are; empty: the references' own."""
+    invalid: Sequence[int] = ()
+    """Sequences of bytes that were no UTF-8 and were dropped from each; empty: none from any."""
 
     @cached_property
     def sources(self) -> Sequence[str]:

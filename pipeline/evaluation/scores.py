@@ -26,6 +26,10 @@ class DirectionScores:
     outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Name of a column → what lines turned out to be → number of lines: by ``language``, the row
     of the confusion matrix of languages."""
+    invalid: int = 0
+    """Hypotheses from which bytes were dropped that are no UTF-8."""
+    invalid_sequences: int = 0
+    """How many sequences of such bytes, together."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ class LanguageAverage:
     """Mean scores over directions of one kind whose languages are alike."""
 
     trait: str
-    """``family`` or ``script``."""
+    """``family``, ``script`` or ``set``."""
     value: str
-    """The language family, or ISO 15924's code of the script."""
+    """The language family, ISO 15924's code of the script, or the name of the recipe's set."""
     family: Family
     """The kind of directions."""
     directions: int
@@ -221,6 +225,8 @@ def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[st
                 "lines": one.lines,
                 "empty": one.empty,
                 "truncated": one.truncated,
+                "invalid": one.invalid,
+                "invalid_sequences": one.invalid_sequences,
                 **{f"{column}_signature": text for column, text in one.signatures.items()},
                 **{f"{column}_found": dict(found) for column, found in one.outcomes.items()},
             }

@@ -1,10 +1,10 @@
 """Scoring one direction at a time: what a worker does, and so free of slow imports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
+from pipeline.artifacts.corpus import Direction, Hypothesis, read_hypotheses, read_lines
 from pipeline.evaluation.score_slot import LineStatistics, Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import DirectionScores, Scores
 
@@ -41,14 +41,16 @@ class ScoredDirection:
 def score_direction(task: ScoringTask) -> ScoredDirection:
     """Score one direction of one system."""
     hypotheses = read_hypotheses(task.translations, task.direction)
-    texts = [hypothesis.text for hypothesis in hypotheses]
-    lines = _beside_references(task.system, task.corpus, texts, task.direction)
+    lines = _beside_references(task.system, task.corpus, hypotheses, task.direction)
+    texts = lines.hypotheses
     found = _statistics(task.scores, lines)
     scores = DirectionScores(
         scores=_values(task.scores, found),
         lines=len(texts),
         empty=sum(not text.strip() for text in texts),
         truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
+        invalid=sum(hypothesis.invalid > 0 for hypothesis in hypotheses),
+        invalid_sequences=sum(hypothesis.invalid for hypothesis in hypotheses),
         signatures={name: one.signature for name, one in found.items() if one.signature},
         outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
@@ -59,19 +61,19 @@ def read_translated(
     system: str, corpus: Artifact, translations: Artifact, direction: Direction
 ) -> TranslatedLines:
     """A system's translations of a direction, with their references and sources."""
-    texts = [hypothesis.text for hypothesis in read_hypotheses(translations, direction)]
-    return _beside_references(system, corpus, texts, direction)
+    return _beside_references(system, corpus, read_hypotheses(translations, direction), direction)
 
 
 def _beside_references(
-    system: str, corpus: Artifact, texts: list[str], direction: Direction
+    system: str, corpus: Artifact, hypotheses: Sequence[Hypothesis], direction: Direction
 ) -> TranslatedLines:
     return TranslatedLines(
         direction,
-        texts,
+        [hypothesis.text for hypothesis in hypotheses],
         _read_side(corpus, direction, direction.target),
         lambda: _read_side(corpus, direction, direction.source),
         system,
+        [hypothesis.invalid for hypothesis in hypotheses],
     )
 
 

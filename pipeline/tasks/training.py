@@ -32,6 +32,7 @@ class Labelling:
     spec: TaskSpec
     pieces: Pieces
     makes: Kind = "task_model"
+    notes: tuple[str, ...] = ()
 
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> LabellingSummary:
         """Overall, over labels, and by language."""

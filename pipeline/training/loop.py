@@ -1,6 +1,7 @@
 """The training loop: updates, validation, checkpoints, and stopping in step with all ranks."""
 
 import math
+import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -48,6 +49,7 @@ from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.task import Task, Translation
+from pipeline.training.unspaced_lines import unspaced_notes
 from pipeline.training.updates import Updater
 
 MEASURED_TOKENS = 512
@@ -69,7 +71,10 @@ def training_data(call: StageCall) -> TrainingData:
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model to translate the call's data, and write the stage's checkpoint."""
     check_tier(data, call.recipe.training)
-    train_task(call, model, Translation(call, data), world=world)
+    notes = unspaced_notes(model.spec, data.train_lines)
+    for note in notes if world.rank == 0 else ():
+        print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
+    train_task(call, model, Translation(call, data, notes=notes), world=world)
 
 
 def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
@@ -499,6 +504,7 @@ class TrainingRun:
                 f"fp16 overflowed {progress.overflows:,} times; each of these updates was made "
                 "again at a smaller loss scale"
             )
+        lines += self.task.notes
         if self.quarantine.entries:
             lines.append(
                 f"{len(self.quarantine.entries):,} micro-batches were left out, whose gradients "

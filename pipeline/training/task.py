@@ -79,6 +79,10 @@ class Task(Protocol):
     def makes(self) -> Kind:
         """The kind of artifact."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What else its summary is to say, a line each."""
+
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> Summary:
         """Of summed losses by direction: (nats, labels)."""
 
@@ -99,6 +103,7 @@ class Translation:
     call: StageCall
     data: TrainingData
     makes: Kind = "checkpoint"
+    notes: tuple[str, ...] = ()
 
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> Validation:
         """By direction, pair and resource tier."""

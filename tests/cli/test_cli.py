@@ -140,8 +140,11 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
         "--to --word-scores",
         "retrieve": "--corpus --out --overwrite",
-        "evaluate": "--comet --corpus --out --overwrite --processes --recipe --systems --tokenizer "
-        "--training",
+        "analyze_scales": "--checkpoint --corpus --out --overwrite",
+        "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --without",
+        "analyze_lengths": "--corpus --out --overwrite",
+        "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --systems "
+        "--tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
         "--pretrained --processes --recipe",
         "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "

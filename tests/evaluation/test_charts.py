@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation.charts import MARKERS, Series, legend, line_chart, nice_ticks, thin_out
+from pipeline.evaluation.charts import (
+    MARKERS,
+    Bar,
+    Series,
+    bar_chart,
+    legend,
+    line_chart,
+    nice_ticks,
+    thin_out,
+)
+from pipeline.evaluation.pictures import picture
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 8))
@@ -130,3 +140,44 @@ def test_type_in_a_chart_is_at_least_ten_pixels_at_the_width_of_a_phone(width: i
     svg = line_chart([Series("a", ((1.0, 1.0),), 0)], title="t", x_label="x", y_label="y")
     units = float(ElementTree.fromstring(svg).attrib["viewBox"].split()[2])
     assert int(size) * width / units >= 10
+
+
+def test_bars_are_as_long_as_their_values_and_these_stand_within_the_chart() -> None:
+    values = [400.0, 100.0, 0.0]
+    bars = [Bar(f"<{number}>", value) for number, value in enumerate(values)]
+    root = ElementTree.fromstring(bar_chart(bars, title="a & b", x_label="bytes"))
+    widths = [float(one.attrib["width"]) for one in root.iter("rect")]
+    assert widths[1] / widths[0] == pytest.approx(0.25, abs=0.002)
+    assert widths[2] < 1
+    texts = {one.text: float(one.attrib["x"]) for one in root.iter("text")}
+    assert {"<0>", "<1>", "<2>", "bytes", "400", "100"} <= texts.keys()
+    width = float(root.attrib["viewBox"].split()[2])
+    assert all(x < width - 25 for x in texts.values()), "room for three digits"
+
+
+def test_bars_can_begin_above_zero() -> None:
+    bars = [Bar("one", 50.0), Bar("two", 60.0)]
+    root = ElementTree.fromstring(bar_chart(bars, title="t", x_label="x", low=40.0))
+    widths = [float(one.attrib["width"]) for one in root.iter("rect")]
+    assert widths[1] / widths[0] == pytest.approx(2, abs=0.01)
+
+
+@pytest.mark.parametrize("scheme", ["line", "bar"])
+def test_a_picture_is_an_svg_document_with_its_style_and_the_names_of_its_lines(
+    scheme: str,
+) -> None:
+    series = [Series("a < b", ((0.0, 1.0), (1.0, 2.0)), 0, upright=0.5), Series("none", (), 1)]
+    if scheme == "line":
+        text = picture(line_chart(series, title="t", x_label="x", y_label="y"), series)
+    else:
+        text = picture(bar_chart([Bar("a < b", 1.0)], title="t", x_label="x"))
+    root = ElementTree.fromstring(text.encode())
+    space = "{http://www.w3.org/2000/svg}"
+    assert root.tag == f"{space}svg"
+    names = [one.text for one in root.iter(f"{space}text")]
+    assert names.count("a < b") == 1
+    assert "none" not in names
+    (style,) = root.iter(f"{space}style")
+    assert ".fill{" in (style.text or "")
+    heights = [float(one.attrib["y"]) for one in root.iter(f"{space}text") if "y" in one.attrib]
+    assert max(heights) < float(root.attrib["viewBox"].split()[3])

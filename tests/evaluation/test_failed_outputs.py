@@ -13,6 +13,7 @@ from pipeline.evaluation.failed_outputs import (
     LOOP_WORDS,
     Copies,
     EmptyOutputs,
+    InvalidOutputs,
     Loops,
     has_loop,
 )
@@ -22,7 +23,9 @@ from pipeline.evaluation.score_slot import Score, TranslatedLines
 SOURCES = ["Guten  Tag", "Haus", "la la la la", "x"]
 HYPOTHESES = ["guten tag", " ", "la la la la", "no no no no no"]
 REFERENCES = ["good day", "house", "la la la la la", "no"]
-LINES = TranslatedLines(Direction("de", "en"), HYPOTHESES, REFERENCES, lambda: SOURCES)
+LINES = TranslatedLines(
+    Direction("de", "en"), HYPOTHESES, REFERENCES, lambda: SOURCES, "", [0, 2, 0, 1]
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,7 @@ LINES = TranslatedLines(Direction("de", "en"), HYPOTHESES, REFERENCES, lambda: S
     [
         (Copies(), [True, False, True, False]),
         (EmptyOutputs(), [False, True, False, False]),
+        (InvalidOutputs(), [False, True, False, True]),
         (Loops(), [False, False, False, True]),
     ],
 )
@@ -38,6 +42,11 @@ def test_lines_of_each_kind_are_counted(score: Score, expected: list[bool]) -> N
     assert rows.tolist() == expected
     assert score.of_corpus(rows) == 100 * np.mean(expected)
     assert score.of_sums(np.array([[3.0]]), lines=4).tolist() == [75.0]
+
+
+def test_references_have_no_invalid_bytes() -> None:
+    lines = TranslatedLines(Direction("de", "en"), REFERENCES, REFERENCES, lambda: SOURCES)
+    assert not InvalidOutputs().line_statistics(lines).rows.any()
 
 
 def test_the_length_ratio_is_of_all_characters_together() -> None:

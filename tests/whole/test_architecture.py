@@ -29,10 +29,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("checkpoints",),
     ("training",),
-    ("decoding", "evaluation", "estimates", "tasks"),
+    ("decoding", "evaluation", "estimates", "analysis", "tasks"),
     ("survey",),
     (
         *("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
+        *("analyze_scales", "analyze_vectors", "analyze_lengths"),
         *("finetune_tagger", "finetune_reader", "evaluate_task"),
     ),
     ("cli",),

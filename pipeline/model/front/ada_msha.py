@@ -78,6 +78,14 @@ class AdaMsha(nn.Module):
     def reset_buffers(self, device: torch.device) -> None:
         self.language_token_L = torch.tensor(self._spec_token_ids, device="cpu").to(device)
 
+    def show_as(self, language: int | None) -> None:
+        """From now on the router sees the vector of this language whatever the source's is; None:
+        of the source's.
+        """
+        self.reset_buffers(self.language_token_L.device)
+        if language is not None:
+            self.language_token_L.fill_(self._spec_token_ids[language])
+
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))

@@ -1,0 +1,70 @@
+"""Bytes of languages on parallel lines, counted by hand."""
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from support.corpora import make_corpus
+
+from pipeline import cli
+from pipeline.analysis.conciseness import measure_conciseness
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.errors import EXIT_USER_ERROR, ArtifactError
+
+PARALLEL = {
+    "de-en": {"de": ["Grüße", "Wasser", "Haus"], "en": ["greetings", "water", "house"]},
+    "en-zh": {"en": ["water", "house", "water"], "zh": [" 水 ", "房子", "水水水水"]},
+}
+
+
+def test_means_are_over_the_lines_that_all_pairs_have(tmp_path: Path) -> None:
+    found = measure_conciseness(make_corpus(tmp_path / "corpus", {"test": PARALLEL}))
+    assert (found.pivot, found.parallel_lines) == ("en", 2)
+    assert found.mean_bytes == {"de": (6 + 4) / 2, "en": (5 + 5) / 2, "zh": (3 + 6) / 2}
+    assert found.ratio_to_pivot["de"] == (7 + 6 + 4) / (9 + 5 + 5)
+    assert found.ratio_to_pivot["zh"] == (3 + 6 + 12) / 15
+    assert found.order == ["de", "en", "zh"]
+
+
+def test_the_pivot_can_be_named_and_must_have_test_lines(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "corpus", {"test": PARALLEL})
+    found = measure_conciseness(corpus, pivot="zh")
+    assert found.parallel_lines == 3
+    assert found.mean_bytes == {"en": 5.0, "zh": (3 + 6 + 12) / 3}
+    with pytest.raises(ArtifactError, match="no test lines of 'fr'"):
+        measure_conciseness(corpus, pivot="fr")
+
+
+def test_without_a_common_line_the_ratios_of_each_pair_stand_alone(tmp_path: Path) -> None:
+    lines = {**PARALLEL, "en-zh": {"en": ["other"], "zh": ["别的"]}}
+    found = measure_conciseness(make_corpus(tmp_path / "corpus", {"test": lines}))
+    assert (found.parallel_lines, found.mean_bytes) == (0, {})
+    assert found.order == ["zh", "en", "de"]
+
+
+def test_the_stage_writes_data_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = make_corpus(tmp_path / "corpus", {"test": PARALLEL})
+    command = ["analyze_lengths", "--corpus", str(corpus.directory), "--out"]
+    assert cli.main([*command, str(tmp_path / "out")]) == 0
+    assert "de is the longest, zh the most concise" in capsys.readouterr().out
+    made = open_artifact(tmp_path / "out", kind="analysis")
+    document = made.read_json("lengths.json")
+    assert document["order"] == ["de", "en", "zh"]
+    root = ElementTree.parse(made.file("lengths.svg")).getroot()
+    bars = [one for one in root.iter() if one.get("class", "").startswith("fill")]
+    widths = [float(one.get("width", "0")) for one in bars]
+    lengths = [document["mean_bytes"][code] for code in document["order"]]
+    assert [width / widths[0] for width in widths] == pytest.approx(
+        [length / lengths[0] for length in lengths], abs=0.01
+    )
+
+
+def test_a_corpus_without_test_lines_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = make_corpus(tmp_path / "corpus", {"train": PARALLEL})
+    command = ["analyze_lengths", "--corpus", str(corpus.directory), "--out", str(tmp_path / "x")]
+    assert cli.main(command) == EXIT_USER_ERROR
+    assert "has no test lines" in capsys.readouterr().err

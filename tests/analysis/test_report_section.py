@@ -1,0 +1,100 @@
+"""Analyses in reports: their figures are shown, and a strange document is refused in a sentence."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corruptions import json_values
+
+from pipeline.analysis.report_section import analysis_sections
+from pipeline.analysis.scale_counts import PARTS
+from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.errors import ArtifactError
+
+HEADS = {"share": [0.25, 0.75], "heads": [[0.25, 0.75]]}
+FIGURES = {
+    "share": [0.25, 0.75],
+    "mean": 0.75,
+    "weighted_share": [0.5, 0.5],
+    "weighted_mean": 0.5,
+    "parts": dict.fromkeys(PARTS, HEADS),
+}
+COUNTS = {"lines": 1, "tokens": 1, "chosen": {part: [[1, 3]] for part in PARTS}}
+SCORES = {"bleu": 12.5, "chrf": 30.25, "changed": 1}
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "scales": {
+        "analysis": "scales",
+        "directions": {"de-en": {**COUNTS, **FIGURES}, "en-de": {**COUNTS, **FIGURES}},
+        "sources": {"de": FIGURES, "en": FIGURES},
+        "pairs": {"de-en": {"divergence": 0.125, "length_ratio": 1.5}},
+    },
+    "vectors": {
+        "analysis": "vectors",
+        "directions": {"de-en": {"right": SCORES, "wrong": {"fr": SCORES}, "without": SCORES}},
+    },
+    "lengths": {
+        "analysis": "lengths",
+        "order": ["de", "en"],
+        "pivot": "en",
+        "parallel_lines": 3,
+        "mean_bytes": {"de": 7.5, "en": 5.0},
+        "ratio_to_pivot": {"de": 1.5, "en": 1.0},
+    },
+}
+
+
+def stored(directory: Path, name: str) -> Artifact:
+    with new_artifact(
+        directory, kind="analysis", stage=f"analyze_{name}", config={}, inputs={}
+    ) as writer:
+        writer.write_json(f"{name}.json", DOCUMENTS[name])
+        writer.statistics["analysis"] = name
+    return open_artifact(directory, kind="analysis")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_its_figures_stand_in_tables_and_its_pictures_are_sound(tmp_path: Path, name: str) -> None:
+    (shown,) = analysis_sections({"mine": stored(tmp_path / "a", name)})
+    assert "mine" in shown.title
+    rows = {(table.title, row[0]): row[1:] for table in shown.tables for row in table.rows}
+    match name:
+        case "scales":
+            assert rows["By direction", "de-en"] == ("0.750", "0.500", "25.0", "75.0")
+            assert rows["Both directions of a pair", "de-en"] == ("0.12500", "1.500")
+        case "vectors":
+            assert rows["By language shown", "de-en, fr"] == ("12.50", "30.25", "1")
+            assert ("By language shown", "de-en, no vector at all") in rows
+        case _:
+            assert rows["From the longest to the most concise", "de"] == ("7.5", "1.500")
+    assert len(shown.figures) == 1
+    for figure in shown.figures:
+        ElementTree.fromstring(f"<figure>{figure}</figure>")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_whatever_stands_in_a_document_is_shown_or_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    artifact = stored(tmp_path / "a", name)
+    given: list[Any] = []
+    monkeypatch.setattr(Artifact, "read_json", lambda *_: given[-1])
+    refused: list[str] = []
+    for label, content in json_values(json.dumps(DOCUMENTS[name]).encode()):
+        given.append(json.loads(content))
+        try:
+            analysis_sections({"mine": artifact})
+        except ArtifactError as error:
+            refused.append(f"{error} ({label})")
+    assert all("holds no analysis that reports can show" in text for text in refused)
+    assert len(given) / 4 < len(refused) < len(given)
+
+
+def test_an_analysis_of_no_known_kind_is_refused(tmp_path: Path) -> None:
+    with new_artifact(
+        tmp_path / "new", kind="analysis", stage="analyze_it", config={}, inputs={}
+    ) as writer:
+        writer.statistics["analysis"] = "of tomorrow"
+    with pytest.raises(ArtifactError, match="run stage 'analyze_it' again"):
+        analysis_sections({"x": open_artifact(tmp_path / "new", kind="analysis")})

@@ -1,0 +1,63 @@
+"""The page about analyses of byte models, and the overlays that it names."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.stage_options import stage_parser
+from pipeline.config import load_recipe, recipe_names
+from pipeline.languages import parse_tag
+from pipeline.stages import STAGES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "byte_analyses.md"
+COMMANDS = [
+    line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("mmnmt ")
+]
+BASE = "dense_opus100"
+
+
+def test_the_page_has_a_command_for_every_analysis() -> None:
+    verbs = {shlex.split(command)[1] for command in COMMANDS}
+    assert {name for name, stage in STAGES.items() if stage.makes == "analysis"} <= verbs
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_its_commands_are_ones_that_there_are(command: str) -> None:
+    _, verb, *arguments = shlex.split(command)
+    options = stage_parser(STAGES[verb]).parse_args(arguments)
+    needed = [name for name, wanted in STAGES[verb].inputs.items() if wanted.required]
+    assert all(getattr(options, name) for name in needed)
+    recipe = getattr(options, "recipe", None)
+    if recipe and not recipe.endswith(".toml"):
+        assert load_recipe(recipe).name == recipe
+
+
+@pytest.mark.parametrize("thousands", [1, 2, 3, 4])
+def test_few_shot_overlays_differ_in_lines_and_updates_alone(thousands: int) -> None:
+    plain = load_recipe(BASE).model_dump(exclude={"name", "description"})
+    found = load_recipe(f"{BASE}+few_shot_{thousands}k").model_dump(exclude={"name", "description"})
+    plain["corpus"]["max_train_lines"] = 1000 * thousands
+    plain["training"]["updates"] = 5000
+    assert found == plain
+
+
+def test_sets_of_languages_are_the_papers() -> None:
+    sets = load_recipe(f"{BASE}+sets_moce").evaluation.language_sets
+    assert sets.keys() == {"Long", "Medium", "Short", "L.R.", "H.R.", "OPUS4"}
+    assert {len(codes) for codes in sets.values()} == {4}
+    low = load_recipe(f"{BASE}+sets_moce_low").evaluation.language_sets
+    assert (len(low["L.R."]), len(low["E.L.R."])) == (16, 13)
+    assert not {*low["L.R."]} & {*low["E.L.R."]}
+    for codes in (*sets.values(), *low.values()):
+        assert [parse_tag(code).language for code in codes] == [code[:2] for code in codes]
+    for name in ("Long", "Medium", "Short"):
+        first, second = low[name][:2], low[name][2:]
+        assert {*first} <= {*low["L.R."]}
+        assert {*second} <= {*low["E.L.R."]}
+
+
+def test_the_overlays_that_the_page_names_ship() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    named = {name for name in recipe_names() if f"+{name}" in text}
+    assert {"sets_moce", "sets_moce_low", "few_shot_1k", "few_shot_4k"} <= named
