@@ -65,7 +65,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "mix": {
         "mixture": {
             *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
-            "sampling_unit",
+            *("sampling_unit", "targets"),
         }
     },
     "group_languages": {
@@ -88,7 +88,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "n_best", "required"),
-            *("sampling_temperature", "search", "seed", "top_k", "top_p", "word_scores"),
+            *("sampling_temperature", "search", "seed", "targets", "top_k", "top_p"),
+            "word_scores",
         }
     },
     "retrieve": {},
