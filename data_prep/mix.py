@@ -62,6 +62,7 @@ def run(call: StageCall) -> None:
     shards, recipe = call.artifacts["shards"], call.recipe
     sizes = pair_sizes(shards)
     config = recipe.mixture
+    check_targets(config, sizes)
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     drawn = [
@@ -144,7 +145,12 @@ def _as_phase(
     config: MixtureConfig,
 ) -> Phase:
     if config.sampling_over == "pairs":
-        return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes})
+        one_way = {
+            pair: float(ways[0] == directions_of(pair)[0])
+            for pair in (sizes if config.targets else ())
+            if len(ways := drawn_directions(pair, config)) == 1
+        }
+        return Phase(from_update, {pair: drawn.get(pair, 0.0) for pair in sizes}, one_way)
     probabilities, forward = {}, {}
     for pair in sizes:
         there, back = (drawn.get(str(way), 0.0) for way in directions_of(pair))
@@ -156,17 +162,46 @@ def _as_phase(
 def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
     """A pair, or its two directions, by name; tokens are those of the target."""
     by_tokens = config.sampling_unit == "tokens"
+    there, back = directions_of(pair)
+    targets = {there: size.second_tokens, back: size.first_tokens}
+    ways = drawn_directions(pair, config)
     if config.sampling_over == "pairs":
-        tokens = size.first_tokens + size.second_tokens
-        one = Weighed(tokens, tokens / (2 * size.lines)) if by_tokens else Weighed(size.lines, 1.0)
-        return {pair: one}
-    targets = (size.second_tokens, size.first_tokens)
+        tokens = sum(targets[way] for way in ways)
+        per_draw = tokens / (len(ways) * size.lines)
+        return {pair: Weighed(tokens, per_draw) if by_tokens else Weighed(size.lines, 1.0)}
     return {
-        str(way): Weighed(max(tokens, 1), max(tokens, 1) / size.lines)
+        str(way): Weighed(max(targets[way], 1), max(targets[way], 1) / size.lines)
         if by_tokens
         else Weighed(size.lines, 1.0)
-        for way, tokens in zip(directions_of(pair), targets, strict=True)
+        for way in ways
     }
+
+
+def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
+    """Those of a pair that the settings let be drawn.
+
+    Raises:
+        ConfigError: none of them is.
+    """
+    ways = directions_of(pair)
+    found = [way for way in ways if not config.targets or way.target in config.targets]
+    if not found:
+        raise ConfigError(
+            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}: name one of "
+            "its languages, too, or leave the pair out of the corpus (corpus.languages)."
+        )
+    return found
+
+
+def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
+    """Raises ConfigError for a language that no pair has."""
+    known = {code for pair in sizes for code in pair.split("-")}
+    unknown = [code for code in config.targets if code not in known]
+    if unknown:
+        raise ConfigError(
+            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it: "
+            f"choose from {listed(sorted(known))}."
+        )
 
 
 def directions_of(pair: str) -> tuple[Direction, Direction]:
@@ -274,6 +309,8 @@ def how_drawn(
     lines = [
         f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"
     ]
+    if config.targets:
+        lines.append(f"into {listed(config.targets)} alone")
     if held := sorted({name for names in capped for name in names}):
         lines.append(
             f"held at {config.max_upsampling:g} times the share they would have at temperature 1: "

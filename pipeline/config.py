@@ -239,6 +239,8 @@ class MixtureConfig(Settings):
     """No pair (or direction) is repeated more than this many times as often as all text would be at
     T = 1: p_i ≤ max_upsampling · n_i / Σn. What that takes away goes to the others in proportion.
     1: proportional; None: no bound."""
+    targets: tuple[str, ...] = ()
+    """Only directions into these languages are drawn, and validated on; empty: all."""
     phases: tuple[PhaseConfig, ...] = ()
     """What is drawn from which update on, ascending from update 1; empty: all pairs, always."""
 
@@ -780,6 +782,8 @@ class DecodingConfig(Settings):
     """Phrases that no translation has, as the vocabulary spells them."""
     required: tuple[str, ...] = ()
     """Phrases that every translation has, as the vocabulary spells them; of beam search."""
+    targets: tuple[str, ...] = ()
+    """Test lines are translated into these languages alone; empty: into all."""
     word_scores: bool = False
     """The log-probability of every word, by one pass over the finished translation."""
     router_language: str = ""

@@ -64,7 +64,11 @@ class Selection:
 def run(call: StageCall) -> None:
     """Translate every test line of the corpus in all directions that the model knows."""
     corpus = call.artifacts["corpus"]
-    selection = select_directions(corpus, checkpoint=call.artifacts["checkpoint"])
+    selection = select_directions(
+        corpus,
+        checkpoint=call.artifacts["checkpoint"],
+        targets=call.recipe.decoding.targets,
+    )
     with distributed_world() as world, StopFlag() as stop:
         checkpoint = call.artifacts["checkpoint"]
         check_together(checkpoint, checkpoint.names())
@@ -92,12 +96,16 @@ def run(call: StageCall) -> None:
             publish(call, done, selection=selection)
 
 
-def select_directions(corpus: Artifact, *, checkpoint: Artifact) -> Selection:
+def select_directions(
+    corpus: Artifact, *, checkpoint: Artifact, targets: Sequence[str] = ()
+) -> Selection:
     """Both directions of every pair that has test lines, by whether the model knows them.
+
+    ``targets``: the only languages that are translated into, where there are any.
 
     Raises:
         ArtifactError: the corpus has no test lines.
-        ConfigError: the model knows none of the directions.
+        ConfigError: the model knows none of the directions, or none is into the targets.
     """
     known = set(read_tokenizer(checkpoint).languages)
     every = directions(corpus, "test")
@@ -112,7 +120,13 @@ def select_directions(corpus: Artifact, *, checkpoint: Artifact) -> Selection:
             f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}; name a corpus "
             "with two of those."
         )
-    return Selection(tuple(taken), tuple(sorted({*every} - {*taken})))
+    wanted = [one for one in taken if not targets or one.target in targets]
+    if not wanted:
+        raise ConfigError(
+            f"decoding.targets names {listed(targets)}, and none of the test directions that the "
+            f"model knows ({listed(map(str, taken))}) is into them: name a target of those."
+        )
+    return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
 
 
 def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
@@ -313,7 +327,8 @@ def summarize(writer: ArtifactWriter, selection: Selection) -> None:
     if selection.skipped:
         writer.summary.append(
             f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
-            f"know both of their languages: {listed(map(str, selection.skipped))}"
+            "know both of their languages, or decoding.targets not the one into which: "
+            f"{listed(map(str, selection.skipped))}"
         )
 
 

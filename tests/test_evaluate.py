@@ -635,7 +635,7 @@ def test_directions_that_a_model_does_not_know_are_left_out_for_all_systems(
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
     assert list(system_scores(made, "perfect")["directions"]) == ["de-en", "en-de"]
     assert made.read_json("scores.json")["warnings"] == [
-        "4 of 6 directions are left out, since not every system knows their languages: "
+        "4 of 6 directions are left out, which not every system translates: "
         "de-fr, en-fr, fr-de, fr-en."
     ]
 

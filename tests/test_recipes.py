@@ -18,12 +18,21 @@ from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
 
 OVERLAYS = ("hub", "smoke", "tmx")
-BASES = tuple(name for name in recipe_names() if name not in OVERLAYS)
+SYSTEMS = (
+    *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
+    *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),
+    *("ncf_1", "ncf_2", "ncf_3", "ncf_4", "ncf_5", "wsf_1", "wsf_2", "wsf_3", "wsf_4", "wsf_5"),
+    *("lobef_code", "one_hot"),
+    *("byte_bpe_2k", "byte_bpe_4k", "characters"),
+    *("subwords_3k", "subwords_8k", "subwords_32k", "subwords_64k"),
+)
+"""Overlays that say what the encoder's front, the embeddings or the vocabulary are."""
+BASES = tuple(name for name in recipe_names() if name not in OVERLAYS + SYSTEMS)
 ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
 
 
 def test_the_systems_of_the_paper_ship() -> None:
-    paper = {name for name in BASES if name.endswith("_opus100")}
+    paper = {name for name in BASES if name.endswith("_opus100")} - {"bytes_opus100"}
     assert len(paper) == 12
     assert {"demo_dense", "bible24_dense"} <= set(BASES)
     assert set(OVERLAYS) <= set(recipe_names())
@@ -37,6 +46,18 @@ def test_every_recipe_loads_and_is_described(name: str) -> None:
     moe, size = recipe.model.moe, recipe.training.expert_parallel_size
     assert (1 if moe is None else moe.num_experts) % size == 0
     assert recipe.optimizer.warmup_updates < recipe.training.updates
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_of_bytes_is_a_recipe_on_any_body_of_bytes(system: str) -> None:
+    plain = load_recipe("bytes").model_dump(exclude={"name", "description"})
+    recipe = load_recipe(f"bytes+{system}")
+    found = recipe.model_dump(exclude={"name", "description"})
+    assert recipe.description.startswith("Overlay: ")
+    differing = {section for section in plain if plain[section] != found[section]}
+    assert differing in ({"model"}, {"tokenizer"}, {"tokenizer", "decoding"})
+    names = {field for field in plain["model"] if plain["model"][field] != found["model"][field]}
+    assert names <= {"front", "embedding"}
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -77,7 +77,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "mix": {
         "mixture": {
             *("max_upsampling", "phases", "sampling_over", "sampling_temperature"),
-            "sampling_unit",
+            *("sampling_unit", "targets"),
         }
     },
     "group_languages": {
@@ -100,7 +100,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             # expert drops depends on it.
             *("precision", "stopping", "tokens"),
             *("alignment_layer", "alignments", "banned", "n_best", "required", "route"),
-            *("router_language", "sampling_temperature", "search", "seed", "top_k", "top_p"),
+            *("router_language", "sampling_temperature", "search", "seed", "targets", "top_k"),
+            "top_p",
             "word_scores",
         }
     },

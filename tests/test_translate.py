@@ -461,6 +461,21 @@ def test_directions_the_model_does_not_know_are_left_out_and_listed(
     assert "de-zu, zu-de" in capsys.readouterr().out
 
 
+def test_only_directions_into_the_targets_asked_for_are_translated(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = corpus_of(tmp_path / "tests", ["de-en", "de-fr", "en-fr"])
+    other = Bench(bench.directory, bench.checkpoint, corpus)
+    assert other.run("out", decoding=DECODING + 'targets = ["en"]\n') == 0
+    statistics = open_artifact(bench.directory / "out", kind="translations").statistics
+    assert list(statistics["directions"]) == ["de-en", "fr-en"]
+    assert statistics["skipped_directions"] == ["de-fr", "en-de", "en-fr", "fr-de"]
+    capsys.readouterr()
+    refused = DECODING + 'targets = ["zu"]\n'
+    assert other.run("none", decoding=refused) == EXIT_USER_ERROR
+    assert "decoding.targets names zu" in capsys.readouterr().err
+
+
 def test_every_pair_of_the_model_s_languages_is_translated_seen_in_training_or_not(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import languages, line_counts
+from pipeline.artifacts.corpus import Direction, languages, line_counts
 from pipeline.errors import ArtifactError, DataError
 from pipeline.settings import shown
 
@@ -46,6 +46,12 @@ class Mixture:
     def constant(cls, probabilities: Mapping[str, float]) -> "Mixture":
         """One phase, both directions of every pair equally often."""
         return cls((Phase(1, probabilities),))
+
+    def draws(self, direction: Direction) -> bool:
+        """Whether no phase leaves it out by drawing its pair in the other direction alone."""
+        pair = direction.pair
+        unwanted = 0.0 if pair.startswith(f"{direction.source}-") else 1.0
+        return any(phase.forward.get(pair) != unwanted for phase in self.phases)
 
 
 def lines_per_language(artifact: Artifact) -> dict[str, int]:

@@ -232,6 +232,7 @@ class TrainingData:
         self.tokenizer = load_tokenizer(tokenizer_folder(shards))
         self.train = SplitData(shards, "train", tokenizer=self.tokenizer, config=config)
         self.valid = SplitData(shards, "valid", tokenizer=self.tokenizer, config=config)
+        self.mixture = mixture
         self.planner = Planner(self.train.offsets, mixture, config, seed=seed)
         self.train_lines = line_counts(shards, "train")
         self.imported_lines = imported_lines(shards)
@@ -247,11 +248,15 @@ class TrainingData:
         return read_updates(steps, self.train.batch, rank=rank, ranks=ranks)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        return self.valid.evaluation_plan(budget=budget)
+        """Micro-batches of the directions that are trained in, each of one direction."""
+        plan = self.valid.evaluation_plan(budget=budget)
+        return [one for one in plan if self.mixture.draws(one[0])]
 
     def check(self, *, max_positions: int) -> None:
         """Raises ConfigError without validation sentences, or where one exceeds the positions."""
-        if not self.valid.offsets:
+        validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
+        ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
+        if not any(self.mixture.draws(way) for way in ways):
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
                 "them: give the corpus a valid set for at least one pair."

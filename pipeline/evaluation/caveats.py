@@ -44,8 +44,8 @@ def _of_directions(
             {code for one in call.many("systems").values() for code in skipped_directions(one)}
         )
         found.append(
-            f"{left_out} of {left_out + len(profiles)} directions are left out, since not every "
-            f"system knows their languages: {_listed(named)}."
+            f"{left_out} of {left_out + len(profiles)} directions are left out, which not every "
+            f"system translates: {_listed(named)}."
         )
     if any(profile.family == "unknown" for profile in profiles):
         found.append(

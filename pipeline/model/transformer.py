@@ -122,7 +122,9 @@ class Transformer(nn.Module):
         """Of every layer only its input is kept for the backward pass."""
         self.embedding = Embedding(spec)
         self.front = build_front(spec)
-        self.encoder = Stack(model, encoder, dropout=rates.dropout)
+        # Nothing is dropped of one-hot embeddings as the encoder takes them (Shaham and Levy 2021).
+        is_one_hot = model.embedding.input == "one_hot"
+        self.encoder = Stack(model, encoder, dropout=0.0 if is_one_hot else rates.dropout)
         self.decoder = Stack(model, decoder, dropout=rates.dropout)
         self.encoder.projections = add_gates(spec, encoder)
         self.decoder.projections = add_gates(spec, decoder)

@@ -345,3 +345,55 @@ def test_a_phase_of_a_pair_without_training_lines_is_refused(tmp_path: Path) -> 
 def test_phases_begin_at_the_first_update_and_ascend(begins: list[int]) -> None:
     with pytest.raises(ValueError, match="phases begin at updates"):
         MixtureConfig.model_validate({"phases": [{"from_update": begin} for begin in begins]})
+
+
+# Some targets alone
+
+
+def test_only_directions_into_the_targets_are_drawn_by_the_sizes_of_their_pairs(
+    tmp_path: Path,
+) -> None:
+    plain = read_mixture(mixture(tmp_path / "plain"))
+    made = mixture(tmp_path / "into", targets=["en"])
+    found = read_mixture(made)
+    assert found.phases[0].probabilities == plain.phases[0].probabilities
+    assert found.phases[0].forward == {"de-en": 1.0, "en-fr": 0.0, "en-yi": 0.0}
+    assert "into en alone" in made.manifest.summary[1:]
+    drawn = {str(way) for pair in COUNTS for way in mix.directions_of(pair) if found.draws(way)}
+    assert drawn == {"de-en", "fr-en", "yi-en"}
+    assert all(plain.draws(way) for pair in COUNTS for way in mix.directions_of(pair))
+
+
+def test_targets_weigh_directions_as_the_same_directions_of_a_mixture_of_both(
+    tmp_path: Path,
+) -> None:
+    settings = {"sampling_over": "directions", "sampling_unit": "tokens"}
+    (both,) = read_mixture(mixture(tmp_path / "both", **settings)).phases
+    (into,) = read_mixture(mixture(tmp_path / "into", targets=["en"], **settings)).phases
+    into_english = {
+        pair: probability * (both.forward[pair] if pair == "de-en" else 1 - both.forward[pair])
+        for pair, probability in both.probabilities.items()
+    }
+    total = sum(into_english.values())
+    expected = {pair: share / total for pair, share in into_english.items()}
+    assert into.probabilities == pytest.approx(expected)
+
+
+def test_all_languages_as_targets_are_as_none(tmp_path: Path) -> None:
+    every = mixture(tmp_path / "every", targets=["de", "en", "fr", "yi"], sampling_unit="tokens")
+    none = mixture(tmp_path / "none", sampling_unit="tokens")
+    assert read_mixture(every) == read_mixture(none)
+
+
+@pytest.mark.parametrize(
+    ("targets", "reason"),
+    [
+        (["eng"], "names 'eng', and the shards have no training lines of it"),
+        (["fr"], "mixture.targets fr leaves no direction of de-en"),
+    ],
+)
+def test_targets_that_fit_no_pair_are_refused_in_one_sentence(
+    tmp_path: Path, targets: list[str], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        mixture(tmp_path, targets=targets)

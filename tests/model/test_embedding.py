@@ -22,6 +22,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect
@@ -70,6 +71,20 @@ def test_scales_of_one_hot_embeddings_start_at_the_root_of_the_width() -> None:
     scales = [model.embedding.input_scale, model.embedding.output_scale]
     found = [scale.item() for scale in scales if scale is not None]
     assert found == pytest.approx([WIDTH**0.5] * 2)
+
+
+@pytest.mark.parametrize("input", ["learned", "one_hot"])
+def test_nothing_is_dropped_of_one_hot_embeddings_as_the_encoder_takes_them(input: str) -> None:
+    rates = Regularization(dropout=0.5)
+    model = tiny_model(spec_of(input, "tied"), regularization=rates).train()
+    x_ND, position_N = torch.ones(8, WIDTH), torch.arange(8)
+    expected_ND = x_ND + model.positions_TD[position_N]
+    entered = [
+        stack.enter(x_ND, position_N, model.positions_TD)
+        for stack in (model.encoder, model.decoder)
+    ]
+    kept = [torch.equal(one_ND, expected_ND) for one_ND in entered]
+    assert kept == [input == "one_hot", False]
 
 
 def test_a_vocabulary_wider_than_the_model_cannot_be_one_hot() -> None:

@@ -1,0 +1,334 @@
+"""MoCE's and LOBEF's tables: a recipe per row, and their plans on made-up text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from support.raw_trees import write
+from support.small_plans import TINY, as_child, placed_small, write_tree
+
+from pipeline import cli
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.corpus import Direction, line_counts
+from pipeline.artifacts.vocabularies import ByteVocabulary
+from pipeline.checkpoints.checkpoint import read_spec
+from pipeline.config import AdaMshaConfig, MscConfig, NcfConfig, Recipe, WsfConfig, load_recipe
+from pipeline.jobs.plan import load_plan, stage_order
+from pipeline.jobs.runner import run_plan
+from pipeline.model.parameters import count_parameters
+
+BYTES = [
+    *("ted59", "opus100_bytes", "pc6", "lobef", "lobef_transfer", "lobef_domains"),
+    *("bible24_bytes", "demo_bytes"),
+]
+MOCE = {
+    "MoCE Δ5": AdaMshaConfig(max_scale=5),
+    "MoCE Δ5 +lid": AdaMshaConfig(max_scale=5, language_vector=True),
+    "MoCE Δ6": AdaMshaConfig(max_scale=6),
+    "MoCE Δ6 +lid": AdaMshaConfig(max_scale=6, language_vector=True),
+}
+BODY = 44_138_496
+SIDES = ("subword", "byte")
+SMALL = TINY.replace("num_heads = 2", "num_heads = 8").replace(
+    "encoder_layers = 2\ndecoder_layers = 2", "encoder_layers = 6\ndecoder_layers = 1"
+)
+"""Every front of the papers fits: eight groups of the width, fusion after up to five layers."""
+
+
+def evaluations_of(plan: str) -> list[str]:
+    return [name for name, stage in load_plan(plan).stages.items() if stage.run == "evaluate"]
+
+
+def systems_of(plan: str, evaluation: str = "") -> dict[str, Recipe]:
+    """System of an evaluation, the first, → the recipe that it is trained and translated by."""
+    stages = load_plan(plan).stages
+    evaluation = evaluation or evaluations_of(plan)[0]
+    systems = stages[evaluation].inputs["systems"]
+    assert isinstance(systems, dict)
+    found = {}
+    for title, translated in systems.items():
+        checkpoint = stages[translated].inputs["checkpoint"]
+        assert isinstance(checkpoint, str)
+        assert stages[checkpoint].recipe == stages[translated].recipe
+        found[title] = load_recipe(stages[translated].recipe)
+    return found
+
+
+# Recipes
+
+
+def test_all_systems_of_a_plan_differ_in_front_embeddings_and_vocabulary_alone() -> None:
+    for name in BYTES:
+        for evaluation in evaluations_of(name):
+            systems = systems_of(name, evaluation)
+            plain = systems[systems[next(iter(systems))].evaluation.baseline]
+            assert plain.tokenizer.kind == "bytes"
+            for recipe in systems.values():
+                assert recipe.batches == plain.batches
+                assert recipe.optimizer == plain.optimizer
+                assert recipe.training == plain.training
+                own = {"front": recipe.model.front, "embedding": recipe.model.embedding}
+                assert recipe.model == plain.model.model_copy(update=own)
+
+
+def test_byte_models_favour_long_translations_and_those_of_pieces_do_not() -> None:
+    for name in BYTES:
+        for recipe in systems_of(name).values():
+            of_characters = recipe.tokenizer.kind in ("bytes", "characters")
+            assert recipe.decoding.length_penalty == (1.5 if of_characters else 1.0)
+            assert recipe.decoding.beam_size == 4
+            assert recipe.decoding.targets == ("en",)
+
+
+def test_the_settings_are_those_of_moce() -> None:
+    for name, tokens in (
+        ("bytes_ted59", 65_536),
+        ("bytes_pc6", 65_536),
+        ("bytes_opus100", 131_072),
+    ):
+        recipe = load_recipe(name)
+        assert recipe.batches.tokens * recipe.batches.micro_batches == tokens
+        optimizer, training = recipe.optimizer, recipe.training
+        assert (optimizer.schedule, optimizer.learning_rate) == ("inverse_sqrt", 5e-4)
+        assert (optimizer.warmup_updates, optimizer.betas) == (4000, (0.9, 0.98))
+        assert (recipe.loss.label_smoothing, training.dropout) == (0.1, 0.1)
+        assert (training.patience, training.validate_every, training.keep_last) == (10, 5000, 5)
+        assert recipe.mixture.sampling_temperature == 1.5
+
+
+def test_one_direction_is_trained_in_where_the_papers_train_one() -> None:
+    trained = {name: next(iter(systems_of(name).values())).mixture.targets for name in BYTES}
+    both_ways = {name for name, targets in trained.items() if not targets}
+    assert both_ways == {"ted59", "opus100_bytes"}
+    assert all(targets == ("en",) for name, targets in trained.items() if name not in both_ways)
+
+
+@pytest.mark.parametrize("languages", [1, 60])
+def test_every_row_has_the_parameters_of_its_paper(languages: int) -> None:
+    vocabulary = ByteVocabulary.size + languages
+    plain = BODY + 512 * vocabulary
+    expected = {
+        "bytes": plain,
+        "bytes+one_hot": BODY + 2,
+        "bytes+lobef_code": BODY + 2 * 512 * vocabulary,
+        "bytes+msc": plain + 123_264,
+        "bytes+msc_1": plain + 90_496,
+        "bytes+ncf_1": plain + 9 * 512 * 512 + 3 * 512 + 4,
+        "bytes+wsf_4": plain,
+        "bytes+ada_msha_4": plain + 65_792 + 64 * 5,
+        "bytes+ada_msha_5": plain + 102_720 + 64 * 6,
+        "bytes+ada_msha_5_lid": plain + 102_720 + 128 * 6,
+        "bytes+ada_msha_6": plain + 147_840 + 64 * 7,
+    }
+    for name, total in expected.items():
+        found = count_parameters(load_recipe(name).model, vocabulary_size=vocabulary, num_groups=0)
+        assert found["total"] == total, name
+
+
+# Plans
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_stages_stand_in_the_order_in_which_they_run_and_each_is_of_use(name: str) -> None:
+    found = load_plan(name)
+    assert stage_order(found) == list(found.stages)
+    read = {source for stage in found.stages.values() for source in stage.dependencies()}
+    unread = set(found.stages) - read
+    assert unread == set(evaluations_of(name))
+    titles = [title for one in unread for title in systems_of(name, one)]
+    assert not any("=" in title for title in titles)  # a name ends there on the command line
+
+
+def test_table_3_of_moce_has_its_systems_and_so_have_the_tables_of_other_data() -> None:
+    ted59 = systems_of("ted59")
+    fronts = {title: recipe.model.front for title, recipe in ted59.items()}
+    titles = [*(f"Transformer ({side})" for side in SIDES), "Byte-nCF", "MSC", *MOCE]
+    assert list(fronts) == titles
+    assert fronts["Byte-nCF"] == NcfConfig(layers_before=4)
+    assert fronts["MSC"] == MscConfig(kernels=(0, 0, 3, 3, 5, 5, 7, 7))
+    assert {title: fronts[title] for title in MOCE} == MOCE
+    assert ted59["Transformer (subword)"].tokenizer.vocabulary_size == 32_000
+    opus100 = systems_of("opus100_bytes")
+    assert list(opus100) == [title for title in titles if title != "Byte-nCF"]
+    assert opus100["Transformer (subword)"].tokenizer.vocabulary_size == 64_000
+    assert list(systems_of("pc6")) == titles[1:]
+    for other in (opus100, systems_of("pc6")):
+        assert other["MSC"].model.front == MscConfig(kernels=(0, 0, 1, 1, 3, 5, 5, 7))
+        assert {title: other[title].model.front for title in MOCE} == MOCE
+
+
+def test_tables_5_7_and_13_of_moce_are_evaluations_of_their_own() -> None:
+    top = {
+        title: recipe.model.front.top_k
+        for title, recipe in systems_of("ted59", "evaluation_top_k").items()
+        if isinstance(recipe.model.front, AdaMshaConfig)
+    }
+    assert [*top.values()] == [2, 1, 3]
+    of_subwords = systems_of("ted59", "evaluation_subwords")
+    del of_subwords["Transformer (byte)"]
+    assert {one.tokenizer.kind for one in of_subwords.values()} == {"sentencepiece"}
+    assert [
+        (front.max_scale, front.language_vector)
+        for one in of_subwords.values()
+        if isinstance(front := one.model.front, AdaMshaConfig)
+    ] == [(4, False), (4, True), (5, False), (5, True)]
+    low = systems_of("ted59", "evaluation_low")
+    assert list(low) == [*list(systems_of("ted59"))[:6]]
+    assert {len(one.corpus.languages) for one in low.values()} == {28}
+
+
+def test_the_tables_of_lobef_have_their_rows() -> None:
+    table_3 = systems_of("lobef")
+    dense = ["Subword", "Char", "Byte", "Byte-nCF", "Byte-WSF"]
+    one_hot = [f"{name}, one-hot" for name in dense[2:]]
+    assert list(table_3) == dense + one_hot
+    assert [one.model.embedding.input for one in table_3.values()] == [
+        *(["learned"] * 5 + ["one_hot"] * 3)
+    ]
+    assert table_3["Byte-nCF"].model.front == NcfConfig()
+    assert table_3["Byte-WSF"].model.front == WsfConfig()
+    layers = [one.model.front for one in systems_of("lobef", "evaluation_ncf").values()]
+    assert [one.layers_before for one in layers if isinstance(one, NcfConfig)] == [1, 2, 3, 4, 5]
+    fronts = [one.model.front for one in systems_of("lobef", "evaluation_wsf").values()]
+    assert sorted(one.layers for one in fronts if isinstance(one, WsfConfig)) == [1, 2, 3, 4, 5]
+    kinds = {one.tokenizer.kind for one in systems_of("lobef", "evaluation_byte_bpe").values()}
+    assert kinds == {"bytes", "byte_bpe"}
+    without_wsf = ["Subword", "Byte", "Byte-nCF", "Byte, one-hot", "Byte-nCF, one-hot"]
+    for pair in ("turkish", "russian", "portuguese", "czech"):
+        assert list(systems_of("lobef_transfer", f"evaluation_{pair}")) == without_wsf
+    for evaluation in ("evaluation", "evaluation_koran", "evaluation_it", "evaluation_medical"):
+        assert list(systems_of("lobef_domains", evaluation)) == without_wsf
+
+
+# Run
+
+
+def ted59(root: Path) -> Path:
+    """Tables with a column per language; not every talk is in all of them."""
+    low = [code for code in load_recipe("bytes_ted59_low").corpus.languages if code != "my"]
+    languages = [*low, "de", "fr", "fr-ca", "my"]
+    for split, start, count in (("train", 0, 6), ("dev", 100, 2), ("test", 200, 2)):
+        rows = ["\t".join(["talk_name", *languages])]
+        for number in range(start, start + count):
+            cells = [f"{code} {number}" for code in languages]
+            rows.append(
+                "\t".join([f"talk_{number}", *cells[:-1], "__NULL__" if number % 2 else cells[-1]])
+            )
+        write(root, {f"all_talks_{split}.tsv": "\n".join(rows) + "\n"})
+    return root
+
+
+def flores(root: Path, codes: Sequence[str]) -> Path:
+    files = {
+        f"{split}/{code}.{split}": f"{code} {split}\n" * 2
+        for code in codes
+        for split in ("dev", "devtest")
+    }
+    return write(root, files)
+
+
+def inputs_of(name: str, folder: Path) -> Mapping[str, Path]:
+    """Made-up data from outside for a plan."""
+    given = {key: folder / key for key in load_plan(name).inputs}
+    match name:
+        case "ted59":
+            ted59(given["corpus"])
+        case "lobef":
+            lines = dict.fromkeys(("de", "hi", "km", "lo", "ne", "ta", "te"), 4)
+            write_tree(given["corpus"], lines=lines, validated=("de", "km"))
+            codes = ["eng", "deu_Latn", "hin_Deva", "khm_Khmr", "lao_Laoo", "npi_Deva"]
+            flores(given["flores"], [*codes, "tam_Taml", "tel_Telu", "fra_Latn"])
+        case "lobef_transfer":
+            related = {"turkish": ("tr", "az"), "russian": ("ru", "be")}
+            related |= {"portuguese": ("pt", "gl"), "czech": ("cs", "sk")}
+            for key, (known, unknown) in related.items():
+                write_tree(given[key], lines={known: 4, unknown: 0}, validated=(known,))
+        case "lobef_domains":
+            write_tree(given["corpus"], lines={"de": 4}, validated=("de",))
+            for key in ("koran", "it", "medical"):
+                files = {f"{key}.de-en.{code}": f"{code} {key}\n" for code in ("de", "en")}
+                write(given[key], files)
+        case "pc6":
+            lines = {"cs": 4, "kk": 2, "ro": 3, "ru": 4, "tr": 4}
+            write_tree(given["corpus"], lines=lines, validated=("cs", "tr"))
+        case _:
+            for key in given:
+                write_tree(given[key], lines={"de": 4}, validated=("de",))
+    return given
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_a_dry_run_names_every_stage_and_makes_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"{key}={path}" for key, path in inputs_of(name, tmp_path / "raw").items()]
+    out_dir = tmp_path / "run"
+    options = ["--input", *given] if given else []
+    assert cli.main(["run", name, "--dry-run", "--out", str(out_dir), *options]) == 0
+    printed = capsys.readouterr().out
+    for stage in load_plan(name).stages:
+        assert f"{stage}: would run" in printed
+    assert not out_dir.exists()
+
+
+def validated(run: Path, checkpoint: str) -> set[str]:
+    """Directions of the last validation of a training."""
+    text = (run / checkpoint / "metrics.jsonl").read_text(encoding="utf-8")
+    records = [json.loads(line) for line in text.splitlines()]
+    return set([one for one in records if one["kind"] == "validation"][-1]["directions"])
+
+
+@pytest.mark.timeout(300)
+def test_all_rows_of_pc6_are_trained_validated_and_tested_into_english(tmp_path: Path) -> None:
+    given = inputs_of("pc6", tmp_path / "raw")
+    placed = placed_small("pc6", tmp_path, thresholds=(2, 4), given=given, tiny=SMALL)
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    scores = open_artifact(run / "evaluation", kind="evaluation").read_json("scores.json")
+    assert [one["name"] for one in scores["systems"]] == list(systems_of("pc6"))
+    into = {f"{code}-en" for code in ("cs", "kk", "ro", "ru", "tr")}
+    found = {str(Direction(**one["direction"])) for one in scores["directions"]}
+    assert found == into
+    assert validated(run, "moce_5_lid") == {"cs-en", "tr-en"}
+    front = read_spec(open_artifact(run / "moce_6_lid", kind="checkpoint")).model.front
+    assert front == MOCE["MoCE Δ6 +lid"]
+
+
+@pytest.mark.timeout(300)
+def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_talks(
+    tmp_path: Path,
+) -> None:
+    given = inputs_of("ted59", tmp_path / "raw")
+    placed = placed_small(
+        *("ted59", tmp_path),
+        thresholds=(2, 4),
+        given=given,
+        wanted=["translate_moce_5_lid_low"],
+        tiny=SMALL.replace("[corpus]\nlanguages = []\n", ""),
+    )
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    codes = [code for code in load_recipe("bytes_ted59_low").corpus.languages if code != "en"]
+    lines = line_counts(open_artifact(run / "corpus_low", kind="corpus"), "train")
+    expected = {Direction(code, "en").pair: 6 for code in codes}
+    assert lines == expected | {"en-my": 3}
+    translations = open_artifact(run / "translate_moce_5_lid_low", kind="translations")
+    into = {f"{code}-en" for code in codes}
+    assert set(translations.statistics["directions"]) == into
+    assert validated(run, "moce_5_lid_low") == into | {f"en-{code}" for code in codes}
+
+
+@pytest.mark.timeout(300)
+def test_a_language_that_no_line_is_trained_on_is_translated(tmp_path: Path) -> None:
+    given = inputs_of("lobef_transfer", tmp_path / "raw")
+    placed = placed_small(
+        *("lobef_transfer", tmp_path),
+        thresholds=(2, 4),
+        given=given,
+        wanted=["translate_ncf_turkish"],
+        tiny=SMALL,
+    )
+    assert run_plan(placed, launcher=as_child) == 0
+    translations = open_artifact(tmp_path / "run" / "translate_ncf_turkish", kind="translations")
+    assert list(translations.statistics["directions"]) == ["az-en", "tr-en"]

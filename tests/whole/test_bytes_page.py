@@ -1,0 +1,106 @@
+"""The page docs/bytes.md: its commands, run one after the other for a few updates."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.checkpoints.checkpoint import read_spec
+from pipeline.checkpoints.opening import open_model
+from pipeline.cli import main
+from pipeline.config import load_recipe, recipe_names
+from pipeline.jobs.plan import plan_names
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bytes.md").read_text(encoding="utf-8")
+FEW = """
+[corpus]
+max_train_lines = 20
+max_valid_lines = 2
+max_test_lines = 2
+[model]
+encoder_layers = 1
+decoder_layers = 1
+width = 16
+feed_forward_width = 16
+[batches]
+tokens = 300
+micro_batches = 1
+window_steps = 2
+[optimizer]
+warmup_updates = 1
+[training]
+updates = 5
+validate_every = 5
+checkpoint_every = 1
+[decoding]
+max_length_ratio = 0.1
+[evaluation]
+language_accuracy = false
+[logging]
+every = 1
+"""
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every command of the page has succeeded."""
+    folder = tmp_path_factory.mktemp("bytes")
+    words = {"de": "Haus", "en": "house"}
+    for side, word in words.items():
+        text = "".join(f"{word} {number}\n" for number in range(1020))
+        (folder / f"my.{side}").write_text(text, encoding="utf-8")
+    (folder / "mine.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    (folder / "few.toml").write_text(FEW, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in "".join(blocks("bash bytes")).splitlines():
+            run(line.replace("mine.toml", "mine.toml+few.toml"))
+    return folder
+
+
+def run(line: str) -> None:
+    """A command of the shell, or ours, in this process where it can be."""
+    words = shlex.split(line)
+    if words[0] == "mmnmt" and words[1] != "pretrain":
+        assert main(words[1:]) == 0, line
+        return
+    # DeepSpeed keeps a process's first process group: training has a process of its own.
+    ours = f"{shlex.quote(sys.executable)} -m pipeline.cli"
+    command = re.sub(r"\bmmnmt\b", lambda _: ours, line)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    shell = ["bash", "-c", command]
+    assert subprocess.run(shell, timeout=300, check=False, env=environment).returncode == 0, line
+
+
+def test_two_text_files_end_as_translations_both_ways(done: Path) -> None:
+    runs = done / "runs" / "mine"
+    translations = open_artifact(runs / "translations", kind="translations")
+    assert translations.statistics["directions"] == {"de-en": 2, "en-de": 2}
+    spec = read_spec(open_artifact(runs / "model", kind="checkpoint"))
+    assert spec.model.front == load_recipe("bytes+ada_msha_5").model.front
+    report = (runs / "evaluation" / "report.md").read_text(encoding="utf-8")
+    assert "Ada-MSHA" in report
+
+
+def test_the_states_that_were_kept_are_averaged(done: Path) -> None:
+    made = open_model(done / "runs" / "mine" / "mean")
+    assert made.spec == open_model(done / "runs" / "mine" / "model").spec
+
+
+def test_every_overlay_and_plan_that_the_page_names_ships() -> None:
+    named = set(re.findall(r"`((?:msc|ada_msha|ncf|wsf|subwords|byte_bpe)_?\w*)`", PAGE))
+    named |= {"one_hot", "lobef_code", "characters"}
+    assert named - {"wsf"} <= set(recipe_names())
+    plans = re.findall(r"^\| `(\w+)` \| (?:MoCE|LOBEF|\|)", PAGE, re.MULTILINE)
+    plans += re.findall(r"mmnmt run (\w+)", PAGE)
+    assert set(plans) <= set(plan_names())
+    assert len(set(plans)) == 8
