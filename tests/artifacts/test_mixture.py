@@ -367,7 +367,7 @@ def test_only_directions_into_the_targets_are_drawn_by_the_sizes_of_their_pairs(
 def test_targets_weigh_directions_as_the_same_directions_of_a_mixture_of_both(
     tmp_path: Path,
 ) -> None:
-    settings = {"sampling_over": "directions", "sampling_unit": "tokens"}
+    settings: dict[str, Any] = {"sampling_over": "directions", "sampling_unit": "tokens"}
     (both,) = read_mixture(mixture(tmp_path / "both", **settings)).phases
     (into,) = read_mixture(mixture(tmp_path / "into", targets=["en"], **settings)).phases
     into_english = {
