@@ -6,6 +6,9 @@ from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Transformer, shape_of_model
 
 
+PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
+
+
 def count_parameters(
     model: ModelConfig, *, vocabulary_size: int, num_groups: int
 ) -> dict[str, int]:
@@ -14,7 +17,7 @@ def count_parameters(
     ``active`` are those one token meets: of the experts of a layer only ``top_k`` count.
     """
     spec = placeholder_spec(model, vocabulary_size=vocabulary_size, num_groups=num_groups)
-    parts = dict.fromkeys(("embeddings", "encoder", "decoder", "experts", "routers"), 0)
+    parts = dict.fromkeys(PARTS, 0)
     transformer = shape_of_model(spec)
     within = _parts_within_layers(transformer)
     for name, parameter in transformer.named_parameters():
@@ -38,4 +41,4 @@ def _parts_within_layers(model: Transformer) -> dict[int, str]:
 def _part(name: str) -> str:
     """Of a parameter of the whole model, by the first word of its name."""
     first = name.split(".")[0]
-    return {"embedding": "embeddings", "front": "encoder"}.get(first, first)
+    return {"embedding": "embeddings"}.get(first, first)
