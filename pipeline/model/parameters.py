@@ -5,7 +5,6 @@ from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Transformer, shape_of_model
 
-
 PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
 
 

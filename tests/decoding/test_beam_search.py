@@ -51,9 +51,7 @@ def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_every_front(
     assert_steps_equal_whole_prefixes(model, monkeypatch)
 
 
-def assert_steps_equal_whole_prefixes(
-    model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_steps_equal_whole_prefixes(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     example = random_examples(model.spec, sentences=1, seed=3)[0]
     steps: list[Tensor] = []
 

@@ -108,9 +108,7 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("front", FRONTS)
-def test_a_forward_pass_keeps_what_the_front_is_said_to_add(
-    front: str, dtype: torch.dtype
-) -> None:
+def test_a_forward_pass_keeps_what_the_front_is_said_to_add(front: str, dtype: torch.dtype) -> None:
     """What Ada-MSHA keeps on a GPU is meant: a CPU computes, and keeps, the chosen scales alone."""
     spec = fronted_spec(FRONTS[front], width=64, feed_forward_width=256)
     model = build_model(spec, regularization=NO_DROPOUT)

@@ -26,9 +26,7 @@ def fronted_spec(front: Mapping[str, Any], *, layers: int = 2, **settings: Any) 
     """A tiny model with this front; ``settings`` are those of :func:`tiny_spec`."""
     model = {**settings.pop("model", {}), "front": front}
     plain = tiny_spec(layers=layers, model=model, **settings)
-    return plain.model_copy(
-        update={"language_token_ids": LANGUAGE_TOKENS, "lone_ids": LONE_IDS}
-    )
+    return plain.model_copy(update={"language_token_ids": LANGUAGE_TOKENS, "lone_ids": LONE_IDS})
 
 
 def fronted_byte_spec(front: Mapping[str, Any], **settings: Any) -> ModelSpec:

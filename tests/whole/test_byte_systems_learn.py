@@ -34,12 +34,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 TEXT = "en"
 TASKS = ("copy", "reverse", "second")
 CODES = {"copy": "de", "reverse": "fr", "second": "ru"}
-UPDATES, LOOK_EVERY = 900, 100
+UPDATES, LOOK_EVERY = 1000, 50
 """Within so many updates; how often it is looked."""
 LINES, HELD_OUT = 64, 300
 ENOUGH = 0.99
 OPTIMIZER = OptimizerConfig(
-    learning_rate=6e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
+    learning_rate=5e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
 )
 
 
@@ -93,7 +93,7 @@ def example(line: Line) -> Example:
 
 def small_model(front: dict[str, Any]) -> Transformer:
     tokenizer = byte_tokenizer()
-    sizes = {"width": 32, "feed_forward_width": 64, "num_heads": 4, "max_positions": 32}
+    sizes = {"width": 64, "feed_forward_width": 128, "num_heads": 4, "max_positions": 32}
     layers = {"encoder_layers": 2, "decoder_layers": 1}
     model = ModelConfig.model_validate({**sizes, **layers, "front": front})
     spec = make_spec(
