@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from dense_step import is_slow, our_step, peer_step, shape_text
-from ratios import Options, Row, compare, interleaved, parse_options, report
+from ratios import Options, Row, Seconds, compare, interleaved, parse_options, report
 from support.m2m100_peer import m2m100_peer
 from support.tiny_models import PAD_ID
 
@@ -159,7 +159,7 @@ def against_plain(dtype: torch.dtype, options: Options) -> list[Row]:
     return rows + _rows(seconds, f"beam search, {name}")
 
 
-def _rows(seconds: Mapping[str, list[float]], what: str) -> list[Row]:
+def _rows(seconds: Seconds, what: str) -> list[Row]:
     return [
         row
         for front, target in TARGETS.items()

@@ -39,7 +39,7 @@ UPDATES, LOOK_EVERY = 1000, 50
 LINES, HELD_OUT = 64, 300
 ENOUGH = 0.99
 OPTIMIZER = OptimizerConfig(
-    learning_rate=5e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
+    learning_rate=8e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
 )
 
 
@@ -93,7 +93,7 @@ def example(line: Line) -> Example:
 
 def small_model(front: dict[str, Any]) -> Transformer:
     tokenizer = byte_tokenizer()
-    sizes = {"width": 64, "feed_forward_width": 128, "num_heads": 4, "max_positions": 32}
+    sizes = {"width": 32, "feed_forward_width": 64, "num_heads": 4, "max_positions": 32}
     layers = {"encoder_layers": 2, "decoder_layers": 1}
     model = ModelConfig.model_validate({**sizes, **layers, "front": front})
     spec = make_spec(
@@ -138,7 +138,7 @@ def updates_until_learnt(front: dict[str, Any]) -> tuple[int, dict[str, float]]:
         )
         loss = training_loss(model.train(), batch, LossConfig()).objective / batch.num_labels
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(OPTIMIZER, update, total_updates=UPDATES)
