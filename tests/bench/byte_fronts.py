@@ -28,7 +28,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
 from dense_step import is_slow, our_step, peer_step, shape_text
-from ratios import Options, Row, Seconds, compare, interleaved, parse_options, report
+from ratios import (
+    Options,
+    Row,
+    Seconds,
+    compare,
+    interleaved,
+    parse_options,
+    report,
+    write_rows,
+)
 from support.m2m100_peer import m2m100_peer
 from support.tiny_models import PAD_ID
 
@@ -143,20 +152,21 @@ def search(model: Transformer, given: list[Example]) -> Callable[[], None]:
     return run
 
 
-def against_plain(dtype: torch.dtype, options: Options) -> list[Row]:
-    """A training step and a search of every front, by those of the plain model."""
-    name, given = str(dtype).removeprefix("torch."), examples(LINES)
-    models = {
-        front: model_of(config, dtype, quick=options.quick) for front, config in FRONTS.items()
-    }
-    batch = collate(given, eos_id=byte_tokenizer().eos_id)
+def steps_by_plain(models: Mapping[str, Transformer], what: str, options: Options) -> list[Row]:
+    """A training step of every front, by that of the plain model."""
+    batch = collate(examples(LINES), eos_id=byte_tokenizer().eos_id)
     steps = {front: our_step(model.train(), batch) for front, model in models.items()}
-    rows = _rows(interleaved(steps, rounds=options.rounds, warm_up=WARM_UP), f"step, {name}")
+    seconds = interleaved(steps, rounds=options.rounds, warm_up=WARM_UP)
     for model in models.values():
         model.zero_grad(set_to_none=True)
-    searches = {front: search(model.eval(), given) for front, model in models.items()}
+    return _rows(seconds, f"step, {what}")
+
+
+def searches_by_plain(models: Mapping[str, Transformer], what: str, options: Options) -> list[Row]:
+    """Beam search with every front, by that of the plain model."""
+    searches = {front: search(model.eval(), examples(LINES)) for front, model in models.items()}
     seconds = interleaved(searches, rounds=options.rounds, warm_up=WARM_UP)
-    return rows + _rows(seconds, f"beam search, {name}")
+    return _rows(seconds, f"beam search, {what}")
 
 
 def _rows(seconds: Seconds, what: str) -> list[Row]:
@@ -195,8 +205,16 @@ def main() -> None:
     options = parse_options("Byte-level fronts, against the plain byte Transformer.")
     rows: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
-        rows += against_plain(dtype, options)
+        what = str(dtype).removeprefix("torch.")
+        models = {
+            front: model_of(config, dtype, quick=options.quick) for front, config in FRONTS.items()
+        }
+        for measure in (steps_by_plain, searches_by_plain):
+            rows += measure(models, what, options)
+            write_rows(rows, options)  # what is measured stays, if the rest is not waited for
+        models.clear()
         rows += against_peer(dtype, options)
+        write_rows(rows, options)
     model = model_of(FRONTS[PLAIN], torch.float32, quick=options.quick)
     lengths = f"{LINES} lines of {SHORTEST} to {LONGEST} letters, beam {BEAMS}, {NEW_BYTES} bytes"
     report(rows, options, shapes=f"{shape_text(model)}, {lengths}")
