@@ -44,9 +44,17 @@ def expert_name(stacked_name: str, expert: int) -> str:
 
 
 def dense_name(name: str) -> str | None:
-    """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others."""
-    before, found, after = name.partition(".experts.")
-    return f"{before}.{after.partition('.')[2]}" if found else None
+    """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others.
+
+    A front has experts and a router of its own, which are none of a feed-forward's.
+    """
+    before, found, after = name.partition(".feed_forward.experts.")
+    return f"{before}.feed_forward.{after.partition('.')[2]}" if found else None
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor is of a feed-forward's router."""
+    return ".feed_forward.router." in name
 
 
 @dataclass(frozen=True)

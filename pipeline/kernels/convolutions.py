@@ -39,8 +39,9 @@ class Gaps:
     @cached_property
     def position_N(self) -> Tensor:
         """Row of each token."""
-        number_N = torch.arange(len(self.sentence_N), device=self.sentence_N.device)
-        return torch.add(number_N, self.sentence_N + 1, alpha=self.size)
+        stop = self.size + len(self.sentence_N)
+        number_N = torch.arange(self.size, stop, device=self.sentence_N.device)
+        return torch.add(number_N, self.sentence_N, alpha=self.size)
 
     @property
     def positions(self) -> int:

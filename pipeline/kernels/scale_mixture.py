@@ -73,8 +73,10 @@ def _all_scales(
     share_NVS = torch.zeros(
         *scale_NVE.shape[:2], len(convolutions) + 1, dtype=weight_NVE.dtype, device=x_NVC.device
     ).scatter(2, scale_NVE, weight_NVE)
-    x_PVC = gaps.open(x_NVC)
-    seen_PSVC = torch.stack([x_PVC, *(convolve(x_PVC, *one) for one in convolutions)], dim=1)
+    # a view for each scale, so that their gradients are added up at once
+    plain_PVC, *views = gaps.open(x_NVC).expand(len(convolutions) + 1, -1, -1, -1).unbind()
+    seen = [convolve(x_PVC, *one) for x_PVC, one in zip(views, convolutions, strict=True)]
+    seen_PSVC = torch.stack([plain_PVC, *seen], dim=1)
     share_NSV1 = share_NVS.to(x_NVC.dtype).transpose(1, 2)[..., None]
     return (gaps.close(seen_PSVC) * share_NSV1).sum(1)
 

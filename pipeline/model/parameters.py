@@ -6,6 +6,8 @@ from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.model.transformer import Transformer, shape_of_model
 
+PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
+
 
 def count_parameters(
     model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
@@ -31,7 +33,7 @@ def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
     modules of languages those of one slot.
     """
     model = spec.model
-    parts = dict.fromkeys(("embeddings", "encoder", "decoder", "experts", "routers"), 0)
+    parts = dict.fromkeys(PARTS, 0)
     if model.language_modules is not None:
         parts["language modules"] = 0
     transformer = shape_of_model(spec)
@@ -65,4 +67,4 @@ def _parts_within_layers(model: Transformer) -> dict[int, str]:
 def _part(name: str) -> str:
     """Of a parameter of the whole model, by the first word of its name."""
     first = name.split(".")[0]
-    return {"embedding": "embeddings", "front": "encoder"}.get(first, first)
+    return {"embedding": "embeddings"}.get(first, first)

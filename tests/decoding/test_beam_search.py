@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from support.fronted_models import FRONTS, fronted_spec
 from support.m2m100_peer import m2m100_peer, padded
 from support.searched_models import (
+    TOKEN_MOE,
     Kind,
     full_score,
     model_of,
@@ -19,7 +21,7 @@ from support.searched_models import (
     source_of,
     translate,
 )
-from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
+from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples, tiny_model
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
@@ -38,7 +40,18 @@ from pipeline.model.transformer import Transformer
 def test_logits_of_every_step_equal_those_of_the_whole_prefix(
     monkeypatch: pytest.MonkeyPatch, norm: str, positions: str, kind: Kind
 ) -> None:
-    model = model_of(kind, norm=norm, positions=positions)
+    assert_steps_equal_whole_prefixes(model_of(kind, norm=norm, positions=positions), monkeypatch)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_logits_of_every_step_equal_those_of_the_whole_prefix_with_every_front(
+    monkeypatch: pytest.MonkeyPatch, front: str
+) -> None:
+    model = tiny_model(fronted_spec(FRONTS[front], moe=TOKEN_MOE, groups=3)).eval()
+    assert_steps_equal_whole_prefixes(model, monkeypatch)
+
+
+def assert_steps_equal_whole_prefixes(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     example = random_examples(model.spec, sentences=1, seed=3)[0]
     steps: list[Tensor] = []
 

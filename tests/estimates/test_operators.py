@@ -33,7 +33,12 @@ SHARED = 6
 
 
 def small_recipe(
-    *, moe: dict[str, Any] | None = None, tokens: int = 512, layers: int = 2, **loss: Any
+    *,
+    moe: dict[str, Any] | None = None,
+    front: dict[str, Any] | None = None,
+    tokens: int = 512,
+    layers: int = 2,
+    **loss: Any,
 ) -> Recipe:
     model = {
         "width": 32,
@@ -42,6 +47,7 @@ def small_recipe(
         "encoder_layers": layers,
         "decoder_layers": layers,
         "moe": moe,
+        "front": front or {"kind": "subwords"},
     }
     return Recipe.model_validate(
         {
@@ -98,6 +104,45 @@ def test_experts_add_a_bounded_number_of_launches_to_a_layer(form: str) -> None:
     each = (many - few) / 4
     assert 0 < each <= MORE_THAN_DENSE
     assert 0 <= few - 2 * each <= 2 * SHARED
+
+
+FRONTS: dict[str, dict[str, Any]] = {
+    "msc": {"kind": "msc"},
+    "msha": {"kind": "msha", "scales": (0, 2, 3, 4)},
+    "ada-msha": {"kind": "ada_msha"},
+    "ada-msha +lid": {"kind": "ada_msha", "language_vector": True},
+    "ada-msha +lid, one scale more": {
+        **{"kind": "ada_msha", "language_vector": True, "max_scale": 6, "separate_routers": True}
+    },
+    "ncf": {"kind": "ncf"},
+    "wsf": {"kind": "wsf", "layers": 2},
+}
+MORE_THAN_PLAIN = 60
+"""Launches that a front may add to a micro-batch, however many layers there are."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_front_adds_a_bounded_number_of_launches_and_no_wait(
+    front: str, dtype: torch.dtype
+) -> None:
+    plain, fronted = (
+        count_training(small_recipe(front=one), vocabulary_size=300, num_groups=0, dtype=dtype)
+        for one in (None, FRONTS[front])
+    )
+    assert 0 < len(fronted.launches) - len(plain.launches) <= MORE_THAN_PLAIN
+    assert len(fronted.host_copies) == len(plain.host_copies) == 0
+    assert fronted.parts["front"]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_front_adds_as_many_launches_to_a_deep_encoder_as_to_a_shallow_one(front: str) -> None:
+    more = [
+        len(counted(small_recipe(front=FRONTS[front], layers=layers)).launches)
+        - len(counted(small_recipe(layers=layers)).launches)
+        for layers in (2, 4)
+    ]
+    assert more[0] == more[1]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])

@@ -6,6 +6,7 @@ import torch
 
 from pipeline.config import OptimizerConfig
 from pipeline.distributed.world import World
+from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
@@ -43,10 +44,11 @@ def make_engine(
     method: Method,
     bucket: int = BUCKET,
     scale_power: int = 10,
+    spec: ModelSpec = SPEC,
 ) -> Engine:
     connect(world)
     parallel = expert_parallel_group(parallel_size, world=world)
-    model = build_model(SPEC, expert_parallel=parallel)
+    model = build_model(spec, expert_parallel=parallel)
     set_weights(model)
     config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
     if precision != "fp32":
@@ -62,23 +64,27 @@ def make_engine(
     with fp16_on_cpu():
         return Engine(
             model,
-            make_recipe(SPEC.model, clip_norm=CLIP_NORM),
+            make_recipe(spec.model, clip_norm=CLIP_NORM),
             world=world,
             ds_config=config,
             make_optimizer=optimizer,
         )
 
 
-def one_update(engine: Engine, world: World, update: int, *, rate: float) -> tuple[float, float]:
+def one_update(
+    engine: Engine, world: World, update: int, *, rate: float, spec: ModelSpec = SPEC
+) -> tuple[float, float]:
     """This rank's summed cross entropy, and the norm."""
-    result = try_update(engine, world, update, rate=rate)
+    result = try_update(engine, world, update, rate=rate, spec=spec)
     return result.cross_entropy.item(), result.gradient_norm
 
 
-def try_update(engine: Engine, world: World, update: int, *, rate: float) -> StepResult:
+def try_update(
+    engine: Engine, world: World, update: int, *, rate: float, spec: ModelSpec = SPEC
+) -> StepResult:
     """One update, if its gradient is finite."""
     mine = range(world.rank, MICRO_BATCHES, world.size)
-    batches = micro_batches(SPEC, update)
+    batches = micro_batches(spec, update)
     return engine.train_step(
         [batches[index] for index in mine],
         seeds=[1 for _ in mine],

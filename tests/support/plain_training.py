@@ -74,7 +74,7 @@ def set_weights(model: Transformer) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("feed_forward_norm.bias"):
             parameter.data.fill_(1.0)
-        elif name.endswith(".router.weight"):
+        elif name.endswith(".feed_forward.router.weight"):
             parameter.data[IDLE_EXPERT] = -1.0
         elif name.endswith(".router.group_weight"):
             parameter.data[:, IDLE_EXPERT] = -1.0

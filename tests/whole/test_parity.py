@@ -5,8 +5,8 @@ and 4, with accumulation that keeps the micro-batches. In fp32 the reference is 
 process (see ``test_engine.py``); in bf16, whose rounding depends on how a master weight is kept, it
 is the same engine in one process. Kernels are chosen by size: in fp32 all choices are made once far
 from, and once between, the sizes of the ranks' micro-batches; buckets are small enough to be sent
-several times per backward pass. Then training states that move between worlds of 2, 1, 4 and 2
-ranks.
+several times per backward pass. Every front of the encoder makes the updates of plain PyTorch, too,
+in worlds of 1, 2 and 4. Then training states that move between worlds of 2, 1, 4 and 2 ranks.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fronted_models import FRONTS, fronted_spec
 from support.parity_engine import (
     ADAM,
     CLIP_NORM,
@@ -29,6 +30,7 @@ from support.parity_engine import (
 )
 from support.plain_training import (
     LEARNING_RATE,
+    MOE,
     plain_training,
 )
 from support.process_pool import ProcessPool
@@ -39,6 +41,7 @@ from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
 from pipeline.kernels import cpu_choice, threads
 from pipeline.kernels import products as linear
+from pipeline.model.spec import ModelSpec
 from pipeline.training.engine import Engine
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory
@@ -105,15 +108,17 @@ def train(
     precision: Precision,
     method: Method,
     at_thresholds: bool = False,
+    updates: int = UPDATES,
+    spec: ModelSpec = SPEC,
 ) -> Run:
     engine = make_engine(
-        world, parallel_size=parallel_size, zero=zero, precision=precision, method=method
+        world, parallel_size=parallel_size, zero=zero, precision=precision, method=method, spec=spec
     )
     rate = RATES[precision] if method == "sgd" else ADAM.learning_rate
     run = Run([], [], first=masters(engine), second={}, last={})
     with thresholds_among_the_sizes(at_thresholds):
-        for update in range(UPDATES):
-            loss, norm = one_update(engine, world, update, rate=rate)
+        for update in range(updates):
+            loss, norm = one_update(engine, world, update, rate=rate, spec=spec)
             run.losses.append(loss)
             run.norms.append(norm)
             if update == 0:
@@ -194,6 +199,42 @@ def test_fp32_updates_by_sgd_are_those_of_one_plain_process(
     clipped = (found.second - found.first).norm() / LEARNING_RATE
     assert norms[0] > CLIP_NORM
     assert float(clipped) == pytest.approx(CLIP_NORM, rel=1e-4)
+
+
+FRONT_UPDATES = 2
+
+
+@cache
+def plain_sgd_with(front: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    spec = fronted_spec(FRONTS[front], moe=MOE, groups=2)
+    trained, _ = plain_training(spec, clip_norm=CLIP_NORM, updates=FRONT_UPDATES)
+    return trained.cross_entropies, trained.norms, trained.weights
+
+
+@pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("front", FRONTS)
+def test_fp32_updates_with_every_front_are_those_of_one_plain_process(
+    request: pytest.FixtureRequest, world_size: int, parallel_size: int, front: str
+) -> None:
+    pool: ProcessPool = request.getfixturevalue(f"pool{world_size}")
+    found = join(
+        pool.run(
+            train,
+            parallel_size=parallel_size,
+            zero="ZeRO 1 + overlap",
+            precision="fp32",
+            method="sgd",
+            updates=FRONT_UPDATES,
+            spec=fronted_spec(FRONTS[front], moe=MOE, groups=2),
+        )
+    )
+    losses, norms, weights = plain_sgd_with(front)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    assert found.norms == pytest.approx(norms, rel=1e-5)
+    assert sorted(weights) == found.names
+    for name, values in found.parts.items():
+        expected = weights[name].flatten()
+        assert (values - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("zero", ZEROS)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pipeline.checkpoints.assembly.diversity import expert_parts
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
-from pipeline.checkpoints.names import dense_name, language_tensor, tensor_shapes
+from pipeline.checkpoints.names import dense_name, is_router, language_tensor, tensor_shapes
 from pipeline.checkpoints.sources import Tensors
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
@@ -84,7 +84,7 @@ def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Ex
     Raises:
         CheckpointError: it has more than the model, and which ones stay is not said.
     """
-    ids = {int(name.split(".experts.")[1].split(".")[0]) for name in _expert_names(tensors)}
+    ids = {expert_parts(name)[1] for name in tensors.names() if dense_name(name) is not None}
     if not ids or spec.model.moe is None:
         return None
     found, wanted = max(ids) + 1, spec.model.moe.num_experts
@@ -150,7 +150,7 @@ def _assign(
     experts: Experts | None,
     rows: RowPlan | None,
 ) -> Assignment:
-    if ".router." in target:
+    if is_router(target):
         return _assign_router(target, part, names, tensors, config, experts)
     dense = dense_name(target)
     if dense is not None:
@@ -220,10 +220,6 @@ def _nothing_for(target: str, part: Part, tensors: Tensors) -> CheckpointError:
     )
 
 
-def _expert_names(tensors: Tensors) -> list[str]:
-    return [name for name in tensors.names() if ".experts." in name]
-
-
 def _refuse_shape(
     entry: Assignment,
     shape: tuple[int, ...],
@@ -281,9 +277,9 @@ def _refuse_unused(
 
 def _may_go(name: str, experts: Experts | None, config: UpcyclingConfig) -> bool:
     """What was said to be left behind: pruned experts, routers that start fresh."""
-    if ".router." in name:
+    if is_router(name):
         return config.token_routers == "fresh"
-    if experts is None or ".experts." not in name:
+    if experts is None or dense_name(name) is None:
         return False
     return expert_parts(name)[1] not in experts.sources
 

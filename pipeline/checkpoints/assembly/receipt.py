@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.checkpoints.assembly.diversity import expert_parts, is_diverse
 from pipeline.checkpoints.assembly.plan import PARTS, Assignment, Part, part_of
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.names import dense_name
+from pipeline.checkpoints.names import dense_name, is_router
 from pipeline.terminal import text_table
 
 RECEIPT_FILE = "receipt.json"
@@ -55,7 +55,7 @@ def receipt_lines(plan: Sequence[Assignment], directories: Mapping[Part, str]) -
         target, source = entry.target, entry.source
         if dense_name(target) is not None:
             target = _any_expert(target)
-            source = _any_expert(source) if source and ".experts." in source else source
+            source = _any_expert(source) if source and dense_name(source) else source
         origin = f"{directories[entry.part]}: {source}" if source else "–"
         lines[target] = f"{target} ← {origin} ({entry.rule})"
     return list(lines.values())
@@ -108,11 +108,13 @@ def unused_lines(unused: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _module(target: str) -> str:
     """What of a model a tensor belongs to, in words."""
-    if ".experts." in target:
+    if target.startswith("front."):
+        return "front"
+    if dense_name(target) is not None:
         return "experts"
     if ".group_weight" in target:
         return "language-group routers"
-    if ".router." in target:
+    if is_router(target):
         return "routers"
     if ".feed_forward." in target:
         return "dense feed-forwards"

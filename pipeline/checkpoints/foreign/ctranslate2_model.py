@@ -17,7 +17,7 @@ from pipeline.checkpoints.foreign.limits import Limit, refuse_beyond
 from pipeline.checkpoints.foreign.vocabularies import M2M100_SPECIALS
 from pipeline.checkpoints.foreign.written_configs import experts_of
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import DenseConfig, ModelConfig, SubwordsConfig
+from pipeline.config import DenseConfig, ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
@@ -44,7 +44,7 @@ def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
     limits = [
         Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe"),
         Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
-        Limit("model.front", model.front, (SubwordsConfig(),)),
+        Limit("model.front", model.front.kind, ("subwords",)),
         Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
         Limit("batches.tag_scheme", spec.tag_scheme, ("src-tgt", "tgt")),
     ]

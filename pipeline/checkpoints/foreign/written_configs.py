@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.foreign.limits import Limit, refuse_beyond
-from pipeline.config import DenseConfig, SubwordsConfig
+from pipeline.config import DenseConfig
 from pipeline.model.spec import ModelSpec
 
 
@@ -24,7 +24,7 @@ def _common_limits(spec: ModelSpec, *, instead: str) -> list[Limit]:
         Limit("model.embedding_norm", model.embedding_norm, (False,), instead),
         Limit("model.embedding.input", model.embedding.input, ("learned", "frozen")),
         Limit("model.embedding.output", model.embedding.output, ("tied",), instead),
-        Limit("model.front", model.front, (SubwordsConfig(),)),
+        Limit("model.front", model.front.kind, ("subwords",)),
         Limit("model.feed_forward", model.feed_forward, (DenseConfig(),)),
         Limit("batches.tag_scheme", spec.tag_scheme, ("src-tgt",), instead),
     ]

@@ -38,12 +38,12 @@ class ScaleRouter(nn.Module):
     def forward(self, x_N3HK: Tensor, lid_NHK: Tensor | None) -> Tensor:
         """Logits, (N, 3, H, S), in float32; ``lid_NHK`` stands behind every vector of a token."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        weight_QSI, x_N3HI = self.weight.to(dtype), x_N3HK.to(dtype)
+        x_N3HI = x_N3HK
         if lid_NHK is not None:
-            lid_N3HK = lid_NHK.to(dtype)[:, None].expand_as(x_N3HI)
-            x_N3HI = torch.cat([x_N3HI, lid_N3HK], dim=-1)
+            x_N3HI = torch.cat([x_N3HK, lid_NHK[:, None].expand_as(x_N3HK)], dim=-1)
+        weight_QSI, x_N3HI = self.weight.to(dtype), x_N3HI.to(dtype)
         if len(weight_QSI) == 1:
-            return F.linear(x_N3HI, weight_QSI[0])
+            return F.linear(x_N3HI, weight_QSI.squeeze(0))
         return torch.einsum("nqhi,qsi->nqhs", x_N3HI, weight_QSI)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.fronted_models import LANGUAGE_TOKENS, LONE_IDS, fronted_spec
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
@@ -33,13 +34,10 @@ FRONTS: dict[str, dict[str, Any]] = {
     "ncf behind all layers": {"kind": "ncf", "layers_before": 3, "orders": (1, 5)},
     "wsf": {"kind": "wsf", "layers": 2},
 }
-LONE_IDS = (0, 1, 2, 3, 7, 11, 36, 37, 38, 39)
-"""Specials, two kinds of white space, and the language tokens."""
 
 
 def spec_with(front: dict[str, Any], **model: Any) -> ModelSpec:
-    plain = tiny_spec(layers=3, num_heads=2, width=16, model={"front": front, **model})
-    return plain.model_copy(update={"language_token_ids": (36, 37, 38, 39), "lone_ids": LONE_IDS})
+    return fronted_spec(front, layers=3, model=model)
 
 
 def double_model(spec: ModelSpec) -> Transformer:
@@ -212,7 +210,7 @@ def encoded_by_hand(model: Transformer, batch: Batch) -> Tensor:
     found = []
     for sentence, (start, stop) in enumerate(pairwise(bounds)):
         ids = batch.source_N[start:stop]
-        lid = table[(36, 37, 38, 39)[batch.source_language_B[sentence]]]
+        lid = table[LANGUAGE_TOKENS[batch.source_language_B[sentence]]]
         x_TD = table[ids] * math.sqrt(width) + model.positions_TD[: len(ids)]
         for number, layer in enumerate(model.encoder.layers):
             if config.kind == "ncf" and config.layers_before == number:
@@ -296,3 +294,15 @@ def test_layers_computed_again_make_the_same_gradients(name: str) -> None:
     assert torch.equal(found[0][0], found[1][0])
     for parameter, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][parameter])
+
+
+@pytest.mark.parametrize("name", FRONTS)
+@torch.no_grad()
+def test_half_precision_changes_states_by_rounding_only(name: str) -> None:
+    """Two scales that a router finds alike may change places; few vectors are so."""
+    spec = spec_with(FRONTS[name])
+    model, half = tiny_model(spec).eval(), tiny_model(spec).to(torch.bfloat16).eval()
+    batch = random_batch(spec, sentences=6, seed=2)
+    expected, found = encoded(model, batch), encoded(half, batch)
+    assert found.dtype == torch.bfloat16
+    assert float((found.float() - expected).norm() / expected.norm()) < 0.04

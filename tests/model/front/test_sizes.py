@@ -44,3 +44,21 @@ def test_a_one_hot_model_has_its_body_and_two_scales() -> None:
 )
 def test_a_front_adds_what_the_papers_say(front: dict[str, Any], more: int) -> None:
     assert parameters(300, front=front) == BODY_PARAMETERS + 512 * 300 + more
+
+
+@pytest.mark.parametrize("front", [{"kind": "ada_msha"}, {"kind": "ncf"}, {"kind": "wsf"}])
+def test_the_parameters_of_a_front_are_a_part_of_their_own(front: dict[str, Any]) -> None:
+    plain, fronted = (
+        count_parameters(
+            ModelConfig.model_validate({**BODY, "moe": {"num_experts": 4}, "front": one}),
+            vocabulary_size=300,
+            num_groups=0,
+        )
+        for one in ({"kind": "subwords"}, front)
+    )
+    more = {"ada_msha": 103_104, "ncf": 9 * 512 * 512 + 3 * 512 + 4, "wsf": 0}[front["kind"]]
+    assert plain["front"] == 0
+    assert fronted["front"] == more
+    for part in plain.keys() - {"front", "total", "active"}:
+        assert plain[part] == fronted[part], part
+    assert fronted["total"] - plain["total"] == fronted["active"] - plain["active"] == more

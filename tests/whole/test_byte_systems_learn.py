@@ -1,0 +1,162 @@
+"""Byte systems that can learn do: to copy, to reverse words, to find the second letter of each.
+
+One model of each system is trained on the three tasks at once, told apart by the target language's
+tag. The last task needs to know where words begin.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
+from pipeline.batching.batch import Example, collate
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.config import DecodingConfig, LossConfig, ModelConfig, OptimizerConfig
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
+from pipeline.model.spec import make_spec, marks_of_vocabulary
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.training.losses import training_loss
+from pipeline.training.optim import learning_rate, make_optimizer
+
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "plain": {"kind": "subwords"},
+    "MSC": {"kind": "msc", "kernels": (0, 3, 5, 7)},
+    "Ada-MSHA": {"kind": "ada_msha", "language_vector": True},
+    "nCF": {"kind": "ncf"},
+    "WSF": {"kind": "wsf", "layers": 1},
+}
+TEXT = "en"
+TASKS = ("copy", "reverse", "second")
+CODES = {"copy": "de", "reverse": "fr", "second": "ru"}
+UPDATES, LOOK_EVERY = 1000, 50
+"""Within so many updates; how often it is looked."""
+LINES, HELD_OUT = 64, 300
+ENOUGH = 0.99
+OPTIMIZER = OptimizerConfig(
+    learning_rate=8e-3, final_learning_rate=2e-4, warmup_updates=40, clip_norm=1.0
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    words: tuple[str, ...]
+    task: str
+
+    @property
+    def answer(self) -> str:
+        match self.task:
+            case "copy":
+                return " ".join(self.words)
+            case "reverse":
+                return " ".join(reversed(self.words))
+        return "".join(word[1] for word in self.words)
+
+
+def lines(generator: random.Random, count: int) -> Iterator[Line]:
+    """One to three words of two or three letters, each task in turn."""
+    for number in range(count):
+        words = tuple(
+            "".join(generator.choices("abcd", k=generator.randint(2, 3)))
+            for _ in range(generator.randint(1, 3))
+        )
+        yield Line(words, TASKS[number % len(TASKS)])
+
+
+@cache
+def byte_tokenizer() -> Tokenizer:
+    description = TokenizerDescription(
+        kind="bytes",
+        languages=tuple(sorted([TEXT, *CODES.values()])),
+        language_token_scheme="underscores",
+    )
+    return build_tokenizer(description, None)
+
+
+def example(line: Line) -> Example:
+    tokenizer, code = byte_tokenizer(), CODES[line.task]
+    found = tags(tokenizer, "src-tgt", source=TEXT, target=code)
+    return Example(
+        source=tokenizer.encode(" ".join(line.words)),
+        target=tokenizer.encode(line.answer),
+        source_prefix=found.source_prefix,
+        decoder_prompt=found.decoder_prompt,
+        source_language=tokenizer.languages.index(TEXT),
+        target_language=tokenizer.languages.index(code),
+    )
+
+
+def small_model(front: dict[str, Any]) -> Transformer:
+    tokenizer = byte_tokenizer()
+    sizes = {"width": 32, "feed_forward_width": 64, "num_heads": 4, "max_positions": 32}
+    layers = {"encoder_layers": 2, "decoder_layers": 1}
+    model = ModelConfig.model_validate({**sizes, **layers, "front": front})
+    spec = make_spec(
+        model=model,
+        vocabulary_size=tokenizer.size,
+        pad_id=tokenizer.pad_id,
+        languages=tokenizer.languages,
+        **marks_of_vocabulary(model, tokenizer),
+    )
+    made = build_model(spec)
+    initialize_weights(made, seed=1)
+    return made
+
+
+def share_exact(model: Transformer, held_out: list[Line]) -> float:
+    """Of the lines, those translated letter by letter, greedily."""
+    tokenizer, examples = byte_tokenizer(), [example(line) for line in held_out]
+    sources = [
+        Source(
+            [*one.source_prefix, *map(int, one.source), tokenizer.eos_id],
+            one.decoder_prompt,
+            one.source_language,
+            one.target_language,
+        )
+        for one in examples
+    ]
+    greedy = DecodingConfig(beam_size=1, max_extra_length=15)
+    found = beam_search(model.eval(), sources, greedy, eos_id=tokenizer.eos_id)
+    texts = [tokenizer.decode(one.tokens) for one in found]
+    return sum(t == line.answer for t, line in zip(texts, held_out, strict=True)) / len(texts)
+
+
+def updates_until_learnt(front: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    """Updates that were made, and the share of exact lines of every task."""
+    model, generator = small_model(front), random.Random(1)
+    held_out = list(lines(random.Random(2), HELD_OUT))
+    optimizer = make_optimizer(list(model.parameters()), OPTIMIZER)
+    shares: dict[str, float] = {}
+    for update in range(1, UPDATES + 1):
+        batch = collate(
+            [example(line) for line in lines(generator, LINES)], eos_id=byte_tokenizer().eos_id
+        )
+        loss = training_loss(model.train(), batch, LossConfig()).objective / batch.num_labels
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(OPTIMIZER, update, total_updates=UPDATES)
+        optimizer.step()
+        if update % LOOK_EVERY == 0:
+            shares = {
+                task: share_exact(model, [line for line in held_out if line.task == task])
+                for task in TASKS
+            }
+            if min(shares.values()) >= ENOUGH:
+                return update, shares
+    return UPDATES, shares
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_byte_system_learns_to_copy_to_reverse_words_and_their_second_letters(
+    system: str,
+) -> None:
+    updates, shares = updates_until_learnt(SYSTEMS[system])
+    print(f"{system}: {shares} after {updates} updates")
+    assert min(shares.values()) >= ENOUGH, shares
