@@ -1,23 +1,19 @@
 """The paper's tables 2 and 3: a recipe per row, and both plans run whole on made-up pairs."""
 
-import multiprocessing
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from support.exported_models import own_checkpoint
 from support.raw_trees import write
+from support.small_plans import as_child, placed_small, write_tree
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import line_counts, resource_of
-from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config import Recipe, load_recipe
-from pipeline.jobs.launch import StopRequests
-from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan, stage_order
+from pipeline.jobs.plan import Plan, load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
 
@@ -57,40 +53,6 @@ SYSTEMS_OF_TABLE_3 = {
     "MMNMT (mRASP2)": "mmnmt_mrasp2_pc32",
 }
 FROM_ELSEWHERE = {"mRASP2": "mrasp2", "M2M-100": "m2m100", "NLLB": "nllb"}
-
-TINY = """
-[corpus]
-languages = []
-[tokenizer]
-kind = "bytes"
-[model]
-encoder_layers = 2
-decoder_layers = 2
-width = 16
-feed_forward_width = 32
-num_heads = 2
-max_positions = 64
-[batches]
-tokens = 400
-micro_batches = 2
-window_steps = 2
-evaluation_tokens = 2000
-[optimizer]
-warmup_updates = 1
-[training]
-updates = 2
-validate_every = 2
-checkpoint_every = 2
-resource_thresholds = {thresholds}
-[decoding]
-beam_size = 1
-max_length_ratio = 0.1
-max_extra_length = 2
-[evaluation]
-language_accuracy = false
-[logging]
-every = 1
-"""
 
 
 def plan() -> Plan:
@@ -229,77 +191,6 @@ def test_the_plan_of_table_3_takes_models_from_elsewhere_as_they_are() -> None:
 
 
 # Run whole
-
-
-def placed_small(
-    name: str, folder: Path, *, thresholds: Sequence[int], given: Mapping[str, Path]
-) -> PlacedPlan:
-    """A plan as it stands, on CPU, one process a stage, with tiny models."""
-    overlay = folder / "tiny.toml"
-    overlay.write_text(TINY.replace("{thresholds}", str(list(thresholds))), encoding="utf-8")
-    whole = load_plan(name)
-    on_cpu = {
-        stage: planned.model_copy(update={"ds_config": "cpu_fp32"})
-        for stage, planned in whole.stages.items()
-    }
-    return place_plan(
-        whole.model_copy(update={"stages": on_cpu}),
-        out_dir=folder / "run",
-        overlay=str(overlay),
-        given={key: RawPaths((path,)) for key, path in given.items()},
-        processes=1,
-    )
-
-
-def write_tree(root: Path, *, lines: Mapping[str, int], validated: Sequence[str]) -> None:
-    """Pairs of English with languages, each with so many training lines, and one test line.
-
-    A line of a language is its code and a number; each language has a word in its own script.
-    """
-    words = {"hi": "घर", "ru": "дом", "el": "σπίτι", "zh": "房子", "ar": "بيت"}
-
-    def text(code: str, start: int, count: int) -> str:
-        word = words.get(code, f"house{code}")
-        return "".join(f"{word} {start + number}\n" for number in range(count))
-
-    files = {}
-    for code, count in lines.items():
-        pair = "-".join(sorted((code, "en")))
-        for split, start, number in (
-            ("train", 100, count),
-            ("dev", 1000, 2 * (code in validated)),
-            ("test", 2000, 1),
-        ):
-            for side in (code, "en"):
-                if number:
-                    name = f"supervised/{pair}/opus.{pair}-{split}.{side}"
-                    files[name] = text(side, start, number)
-    write(root, files)
-
-
-LOADED = [
-    *("pipeline.training.loop", "pipeline.translate", "pipeline.evaluate", "pipeline.upcycle"),
-    *("torch._refs", "deepspeed.runtime.zero.muon.muon_optimizer"),
-]
-"""What takes seconds to load, and would in each of 59 stages; the last two on first use."""
-
-
-def as_child(
-    arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-) -> int:
-    """Run a stage in a process of its own, forked from one that has loaded its code."""
-    del processes, threads, requests
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
-    child = context.Process(target=run_stage, args=(list(arguments[2:]),))
-    child.start()
-    child.join()
-    assert child.exitcode is not None
-    return child.exitcode
-
-
-def run_stage(arguments: list[str]) -> None:
-    sys.exit(cli.main(arguments))
 
 
 def tiers(run: Path, *, target: str) -> dict[str, str]:
