@@ -112,13 +112,20 @@ class Pretrained:
         """The shape of a model of this encoder that knows these languages.
 
         Raises:
-            ConfigError: the modules are of a kind that an encoder alone has not, or name other
+            ConfigError: the modules are of a kind that an encoder alone has not, or of other
                 languages.
         """
         if not isinstance(modules, LowRankConfig | None):
             raise ConfigError(
                 f"model.language_modules.kind is {modules.kind}, and an encoder with a head can "
                 "have low_rank ones alone: change it, or leave [model.language_modules] out."
+            )
+        own = None if modules is None else modules.languages
+        if own is not None and (missing := sorted(set(languages) - set(own))):
+            raise ConfigError(
+                f"There is text in {', '.join(missing)} to train on, and "
+                "model.language_modules.languages leaves that out: name it there, or set "
+                "tasks.languages to others."
             )
         return make_spec(
             model=ModelConfig.model_validate({**dict(self.model), "language_modules": modules}),

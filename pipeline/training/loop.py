@@ -34,11 +34,13 @@ from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.model.labeller import Trained
+from pipeline.model.language_modules.choice import languages_with_modules
 from pipeline.model.moe.routing_statistics import (
     ROUTING_FILE,
     RoutingCounter,
     RoutingStatistics,
 )
+from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -71,6 +73,7 @@ def training_data(call: StageCall) -> TrainingData:
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model to translate the call's data, and write the stage's checkpoint."""
     check_tier(data, call.recipe.training)
+    check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines)
     for note in notes if world.rank == 0 else ():
         print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
@@ -101,6 +104,19 @@ def check_tier(data: TrainingData, training: TrainingConfig) -> None:
             f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
             f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
             "training.resource_thresholds."
+        )
+
+
+def check_languages(data: TrainingData, spec: ModelSpec) -> None:
+    """Raises ConfigError where there is text in a language that has no module of a model's."""
+    own = languages_with_modules(spec)
+    pairs = (*data.train.offsets, *data.valid.offsets)
+    missing = sorted({code for pair in pairs for code in pair.split("-")} - set(own))
+    if missing:
+        raise ConfigError(
+            f"The shards have text in {', '.join(missing)}, for which the model has no language "
+            f"module: it has those of {', '.join(own)}; make shards of these languages alone "
+            "(corpus.languages), or train a model that has all modules."
         )
 
 

@@ -290,7 +290,7 @@ def test_stages_written_out_of_order_are_run_in_order(setup: Setup) -> None:
 
 
 def test_an_unknown_plan_is_answered_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="bible24, demo"):
+    with pytest.raises(ConfigError, match=r"bible24, .*demo, "):
         load_plan("nowhere")
 
 

@@ -18,7 +18,7 @@ from transformers import (
 from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
 from pipeline.config import LowRankConfig, ModelConfig, TasksConfig
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.labeller import Labeller
 from pipeline.model.spec import ModelSpec
 from pipeline.tasks.pieces import BOS, EOS, PAD, PIECES_FILE, Pieces
@@ -211,3 +211,11 @@ def test_a_folder_without_weights_or_pieces_is_refused(tmp_path: Path) -> None:
     (folder / PIECES_FILE).unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         built(folder, "tagger")
+
+
+def test_text_in_a_language_that_modules_leave_out_is_refused(tmp_path: Path) -> None:
+    pretrained = Pretrained(write_xlmr(tmp_path / "xlmr"))
+    modules = LowRankConfig(languages=("de",))
+    assert pretrained.spec(("de",), modules).languages == ("de",)
+    with pytest.raises(ConfigError, match=r"text in en to train on, .*languages leaves that out"):
+        pretrained.spec(("de", "en"), modules)

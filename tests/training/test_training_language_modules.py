@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.process_pool import ProcessPool
+from support.process_pool import ProcessPool, RankFailed
 from support.tiny_training import (
     Inputs,
     assert_same_tensors,
@@ -109,3 +109,17 @@ def test_experts_stand_beside_language_modules_on_any_topology(
     for name, value in two.items():
         if not name.endswith(".key.bias"):
             torch.testing.assert_close(one[name], value, rtol=0, atol=2e-4)
+
+
+def test_text_in_a_language_without_a_module_is_refused_before_training(
+    inputs: Inputs, pool1: ProcessPool, tmp_path: Path
+) -> None:
+    """As where a model pruned to some languages is trained on with the shards of all."""
+    recipe = recipe_of("low_rank")
+    document = recipe.model_dump()
+    document["model"]["language_modules"]["languages"] = ["de", "en"]
+    pruned = Recipe.model_validate(document)
+    sentence = r"text in fr, ru, for which the model has no language module: it has those of de, en"
+    with pytest.raises(RankFailed, match=sentence):
+        pool1.run(pretrain, inputs, tmp_path / "model", pruned)
+    assert not (tmp_path / "model.run").exists()

@@ -107,13 +107,18 @@ def has_two_routes(model: ModelConfig) -> bool:
 
 def refuse_languages_without_modules(spec: ModelSpec, codes: Iterable[str]) -> None:
     """Raises ConfigError where a model has language modules, and none for one of some languages."""
-    modules = spec.model.language_modules
-    if modules is None or modules.languages is None:
-        return
-    missing = sorted(set(codes) - set(modules.languages))
+    own = languages_with_modules(spec)
+    missing = sorted(set(codes) - set(own))
     if missing:
         raise ConfigError(
             f"The model has no language module for {', '.join(missing)}: it has those of "
-            f"{', '.join(modules.languages)}; name one of these"
+            f"{', '.join(own)}; name one of these"
             + (", or take the shared route." if has_two_routes(spec.model) else ".")
         )
+
+
+def languages_with_modules(spec: ModelSpec) -> tuple[str, ...]:
+    """The languages that a model's own route serves; all of them without language modules."""
+    modules = spec.model.language_modules
+    own = None if modules is None else modules.languages
+    return spec.languages if own is None else own

@@ -1,0 +1,130 @@
+"""The page "A module per language", command by command: on the stored run, trained for seconds."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.checkpoints.checkpoint import read_spec
+from pipeline.config import recipe_names
+from pipeline.jobs.plan import load_plan
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "language_modules.md").read_text(encoding="utf-8")
+FEW = """
+parent = "dense.toml"
+[training]
+updates = 6
+validate_every = 3
+[evaluation]
+language_accuracy = false
+"""
+
+
+def commands(tag: str) -> list[list[str]]:
+    """The arguments of every command in blocks of a tag."""
+    blocks = re.findall(rf"^```bash {tag}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return [shlex.split(line)[1:] for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every command of the page has succeeded."""
+    folder = tmp_path_factory.mktemp("page")
+    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    shutil.copytree(folder / "run" / "translations", folder / "run" / "translate_dense")
+    (folder / "runs").mkdir()
+    (folder / "run").rename(folder / "runs" / "demo")
+    (folder / "few.toml").write_text(FEW, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in commands("demo"):
+            words = [word.replace("demo_dense", "few.toml") for word in command]
+            if words[0] == "pretrain":  # DeepSpeed keeps a process's first process group
+                training = [sys.executable, "-m", "pipeline.cli", *words]
+                assert subprocess.run(training, timeout=300, check=False).returncode == 0
+            else:
+                assert cli.main(words) == 0, words
+    return folder
+
+
+def texts(directory: Path) -> dict[str, str]:
+    translations: Artifact = open_artifact(directory, kind="translations")
+    names = [name for name in translations.names() if name.endswith(".jsonl")]
+    assert names
+    return {name: translations.file(name).read_text(encoding="utf-8") for name in names}
+
+
+def test_the_folded_checkpoint_is_plain_and_translates_by_the_shared_route(done: Path) -> None:
+    runs = done / "runs"
+    folded, whole, plain = (
+        read_spec(open_artifact(runs / name, kind="checkpoint"))
+        for name in ("folded", "modules", "demo/dense")
+    )
+    assert folded.model == plain.model
+    assert whole.model.language_modules is not None
+    assert texts(runs / "folded-translations") == texts(runs / "modules-shared")
+
+
+def test_its_export_says_what_it_is(done: Path) -> None:
+    config = json.loads((done / "runs" / "hf-folded" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "m2m_100"
+
+
+def test_both_routes_stand_in_the_report_with_their_win_ratios(done: Path) -> None:
+    scores = open_artifact(done / "runs" / "modules-scores", kind="evaluation")
+    wins = scores.read_json("scores.json")["wins"]
+    assert wins["baseline"] == "plain"
+    assert set(wins["systems"]) == {"specific", "shared"}
+    assert "win ratio, %" in scores.file("report.md").read_text(encoding="utf-8")
+
+
+def test_a_language_whose_module_is_gone_translates_by_the_shared_route_alone(
+    done: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(done)
+    command = ["translate", "--recipe=few.toml", "--checkpoint=runs/modules-de"]
+    command += ["--corpus=runs/demo/clean"]
+    assert cli.main([*command, "--out=runs/refused"]) == 2
+    assert "no language module for ru: it has those of de, en" in capsys.readouterr().err
+    assert cli.main([*command, "--route=shared", "--out=runs/pruned-translations"]) == 0
+    assert texts(done / "runs" / "pruned-translations") == texts(done / "runs" / "modules-shared")
+
+
+def test_a_plain_model_is_given_modules_and_stays_the_function_that_it_was(done: Path) -> None:
+    receipt = open_artifact(done / "runs" / "grown", kind="checkpoint").read_json("receipt.json")
+    assert receipt["function_check"]["largest"] == 0
+    fresh = [entry["target"] for entry in receipt["tensors"] if entry["rule"] == "fresh"]
+    assert fresh
+    assert all(".low_rank." in name for name in fresh)
+
+
+@pytest.mark.parametrize("command", commands("run"), ids=" ".join)
+def test_what_a_row_takes_is_said_beforehand(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_plans_and_overlays_of_the_page_exist() -> None:
+    for verb, name, *_ in commands("needs-data"):
+        assert verb == "run"
+        assert load_plan(name).inputs
+    overlays = {
+        name
+        for row in re.findall(r"^\| (`[^|]+) \|", PAGE, re.MULTILINE)
+        for names in re.findall(r"`([^`]+)`", row)
+        for name in names.split("+")
+    }
+    assert len(overlays) > 8
+    assert overlays <= set(recipe_names())
