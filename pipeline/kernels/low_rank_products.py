@@ -66,6 +66,16 @@ class SentenceSlots:
         )
 
     @cached_property
+    def first_N(self) -> Tensor:
+        """The first slot of each row."""
+        return self.first_B[self.sentence_N]
+
+    @cached_property
+    def order_N(self) -> Tensor:
+        """Rows sorted by their first slots; those of one stay in order."""
+        return self.first_N.argsort(stable=True)
+
+    @cached_property
     def stop_B(self) -> Tensor:
         """The row behind the last one of each sentence, int32."""
         following_B = torch.arange(1, len(self.first_B) + 1, device=self.sentence_N.device)
