@@ -16,10 +16,10 @@ import torch
 from support.parity_engine import CLIP_NORM, make_engine
 from support.plain_training import LEARNING_RATE, MICRO_BATCHES, micro_batches, set_weights
 from support.process_pool import ProcessPool
-from support.tiny_models import tiny_model, tiny_spec
+from support.tiny_models import perturb_vectors, tiny_model, tiny_spec
 from torch import Tensor
 
-from pipeline.checkpoints.names import named_slices, tensor_shapes
+from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
 from pipeline.config import LossConfig, MoEConfig
 from pipeline.distributed.world import World
 from pipeline.model.language_modules.language_experts import FeedForwardStack
@@ -40,9 +40,15 @@ KINDS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "experts, distilled": ({**EXPERTS, "shared": True}, TO_SHARED),
     "low rank, MoE": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
     "experts, MoE": (EXPERTS, {}),
+    "distilled, MoE by language group": (
+        {"kind": "low_rank", "rank": 2, "shared": True},
+        DISTILLED,
+    ),
+    "low rank, Ada-MSHA": ({"kind": "low_rank", "rank": 2, "within": "both"}, {}),
 }
 CASES = [
-    *((kind, world, 1) for kind in KINDS if "MoE" not in kind for world in (1, 2, 4)),
+    *((kind, world, 1) for kind in list(KINDS)[:4] for world in (1, 2, 4)),
+    ("low rank, Ada-MSHA", 2, 1),
     *(("experts, distilled", *topology) for topology in ((2, 2), (4, 2), (4, 4))),
     *((kind, *topology) for kind in KINDS if "MoE" in kind for topology in ((2, 2), (4, 4))),
 ]
@@ -52,19 +58,25 @@ CASES = [
 def setting(kind: str) -> tuple[ModelSpec, LossConfig]:
     """One layer a side; with MoE, two, of which the second has routed experts."""
     modules, loss = KINDS[kind]
-    has_moe = kind.endswith("MoE")
+    has_moe = "MoE" in kind
+    front = {"front": {"kind": "ada_msha"}} if kind.endswith("Ada-MSHA") else {}
     spec = tiny_spec(
         layers=2 if has_moe else 1,
         languages=5,
         moe=MoEConfig(num_experts=8, every=2) if has_moe else None,
-        model={"language_modules": modules},
+        groups=2 if kind.endswith("group") else 0,
+        model={"language_modules": modules, **front},
     )
     return spec, LossConfig(balance_weight=0.1, label_smoothing=0.1, **loss)
 
 
 def start(model: Transformer) -> None:
     """Weights under which low-rank modules do something."""
-    set_weights(model)
+    if model.spec.model.moe is not None:
+        set_weights(model)
+    else:
+        initialize_weights(model, seed=1)
+        perturb_vectors(model, seed=1)
     for entry in named_slices(model):
         if entry.name.endswith(".flat"):
             generator = torch.Generator().manual_seed(len(entry.name))
