@@ -662,7 +662,8 @@ class TrainingConfig(Settings):
     """Router inputs are multiplied by U(1 - jitter, 1 + jitter) (Switch Transformer §2.2)."""
     expert_parallel_size: Annotated[int, whole(1, 2**14)] = 1
     """Ranks that share one copy of the experts; must divide their number. A world it does not
-    divide uses the greatest common divisor. It changes memory and speed, not the result."""
+    divide uses the greatest common divisor. It changes memory and speed, not the result. Experts
+    of languages are shared alike; their number need not be divided."""
     recompute_layers: bool = False
     """Keep only what goes into every layer, and compute the rest again in the backward pass: less
     memory, about a third more work, the same result."""

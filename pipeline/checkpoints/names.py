@@ -26,7 +26,8 @@ class NamedSlice:
 
     ``value`` is a view: the whole parameter, or one expert's slice of a stacked one.
     ``offset`` is where the view begins in its flattened parameter, ``owner`` the module that has
-    the parameter, ``expert`` the global id of the expert that the tensor belongs to.
+    the parameter, ``expert`` the global id of the expert that the tensor belongs to, or the slot
+    of the language, where those of languages are spread over ranks.
     """
 
     name: str
@@ -129,8 +130,16 @@ def _slices_of_languages(
 ) -> Iterator[NamedSlice]:
     """``….low_rank``, ``vertical`` → ``….low_rank.de.vertical`` and so on."""
     prefix = f"{stack_name}." if stack_name else ""
-    for index, (slot, value) in enumerate(zip(stack.slots, parameter.data.unbind(0), strict=True)):
-        yield NamedSlice(f"{prefix}{slot}.{inner}", owner, parameter, value, index * value.numel())
+    held = stack.held_slots  # behind them is padding
+    for index, (slot, value) in enumerate(zip(held, parameter.data[: len(held)], strict=True)):
+        yield NamedSlice(
+            name=f"{prefix}{slot}.{inner}",
+            owner=owner,
+            parameter=parameter,
+            value=value,
+            offset=index * value.numel(),
+            expert=stack.first_slot + index if stack.is_spread else None,
+        )
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:

@@ -24,6 +24,7 @@ from pipeline.ds_config import precision_of
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.cross_entropy import rows_at_a_time
+from pipeline.model.language_modules.language_experts import FeedForwardStack
 from pipeline.model.moe.experts import Experts
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import placeholder_spec
@@ -282,12 +283,13 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
     of_experts = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, Experts)
+        if isinstance(module, Experts | FeedForwardStack)
         for parameter in module.parameters()
     }
     for parameter in trainable(model):
         if spread > 1 and id(parameter) in of_experts:
-            experts.append(parameter.numel() // spread)
+            count = len(parameter)  # of languages, a rank may hold padding
+            experts.append(parameter.numel() // count * -(-count // spread))
         else:
             replicated.append(parameter.numel())
     expert_groups = [_Group(sizes, processes // spread) for sizes in _split(experts)]

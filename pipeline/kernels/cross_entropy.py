@@ -26,7 +26,9 @@ def rows_at_a_time(num_rows: int, *, is_cpu: bool) -> int:
 def summed_cross_entropy(
     logits_LV: Tensor, labels_L: Tensor, *, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(smoothed, plain), summed over labels, in float32; only the smoothed one is differentiable.
+    """(smoothed, plain), summed over labels; only the smoothed one is differentiable.
+
+    In float32, or in float64 where the logits are.
 
     Smoothing mixes the plain one with its mean over all V labels, as fairseq does.
     """
@@ -42,21 +44,22 @@ def summed_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """Summed cross entropy that makes its gradient on the way.
 
-    Rows are taken a chunk at a time, in float32; of size (L, V) there are only the logits and their
-    gradient, both in the model's dtype.
+    Rows are taken a chunk at a time, in float32 at least; of size (L, V) there are only the logits
+    and their gradient, both in the model's dtype.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits_LV: Tensor, labels_L: Tensor, smoothing: float, chunk_rows: int
     ) -> tuple[Tensor, Tensor]:
-        plain = torch.zeros((), dtype=torch.float32, device=logits_LV.device)
+        dtype = torch.promote_types(logits_LV.dtype, torch.float32)
+        plain = torch.zeros((), dtype=dtype, device=logits_LV.device)
         uniform = torch.zeros_like(plain)
         wants_gradient = ctx.needs_input_grad[0]
         d_logits_LV = torch.empty_like(logits_LV) if wants_gradient else None
         for start in range(0, len(labels_L), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            chunk_CV, labels_C1 = logits_LV[rows].float(), labels_L[rows, None]
+            chunk_CV, labels_C1 = logits_LV[rows].to(dtype), labels_L[rows, None]
             probability_CV = F.softmax(chunk_CV, dim=-1)
             # of largest logit and largest probability the normaliser, with one logarithm per row
             normalizer_C1 = chunk_CV.amax(-1, keepdim=True)

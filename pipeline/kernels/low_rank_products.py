@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.expert_products import GROUPED_MULTIPLE, has_grouped_products
-from pipeline.kernels.products import product
+from pipeline.kernels.products import add_product_, faster_product
 
 
 class Run(NamedTuple):
@@ -66,6 +66,21 @@ class SentenceSlots:
         )
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """Rows of each run."""
+        return [run.stop - run.start for run in self.runs]
+
+    @cached_property
+    def first_N(self) -> Tensor:
+        """The first slot of each row."""
+        return self.first_B[self.sentence_N]
+
+    @cached_property
+    def order_N(self) -> Tensor:
+        """Rows sorted by their first slots; those of one stay in order."""
+        return self.first_N.argsort(stable=True)
+
+    @cached_property
     def stop_B(self) -> Tensor:
         """The row behind the last one of each sentence, int32."""
         following_B = torch.arange(1, len(self.first_B) + 1, device=self.sentence_N.device)
@@ -81,6 +96,8 @@ def add_low_rank(
         vertical_BOR = vertical_SOR.index_select(0, slots.first_B)
         low_NR = F.grouped_mm(x_NI, flat_BRI.mT, offs=slots.stop_B)
         return y_NO + F.grouped_mm(low_NR, vertical_BOR.mT, offs=slots.stop_B)
+    if not torch.is_grad_enabled():
+        return _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)[0]
     added: Tensor = _AddLowRank.apply(  # type: ignore[no-untyped-call]
         y_NO, x_NI, vertical_SOR, flat_SRI, slots
     )
@@ -91,6 +108,19 @@ def _is_grouped(x_NI: Tensor, vertical_SOR: Tensor) -> bool:
     sizes = (x_NI.shape[1], *vertical_SOR.shape[1:])
     fits = not any(size % GROUPED_MULTIPLE for size in sizes)
     return x_NI.device.type != "cpu" and fits and has_grouped_products(x_NI)
+
+
+def _add_low_rank_(
+    y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
+) -> tuple[Tensor, list[Tensor]]:
+    """Run by run, into the place of y; also F x of every run."""
+    vertical_SRO, lows = vertical_SOR.mT, []
+    parts = zip(slots.runs, y_NO.split(slots.lengths), x_NI.split(slots.lengths), strict=True)
+    for run, y, x in parts:
+        low = times(x, flat_SRI[run.second])
+        add_product_(y, low, vertical_SRO[run.first])
+        lows.append(low)
+    return y_NO, lows
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -105,28 +135,26 @@ class _AddLowRank(torch.autograd.Function):
         flat_SRI: Tensor,
         slots: SentenceSlots,
     ) -> Tensor:
-        low_NR = x_NI.new_empty(len(x_NI), flat_SRI.shape[1])
-        for run in slots.runs:
-            low_NR[run.rows] = times(x_NI[run.rows], flat_SRI[run.second])
-            y_NO[run.rows] += times(low_NR[run.rows], vertical_SOR[run.first])
+        y_NO, lows = _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)
         ctx.mark_dirty(y_NO)
-        ctx.runs = slots.runs
-        ctx.save_for_backward(x_NI, low_NR, vertical_SOR, flat_SRI)
+        ctx.slots = slots
+        ctx.save_for_backward(x_NI, vertical_SOR, flat_SRI, *lows)
         return y_NO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dy_NO = gradients[0]
-        x_NI, low_NR, vertical_SOR, flat_SRI = ctx.saved_tensors
+        x_NI, vertical_SOR, flat_SRI, *lows = ctx.saved_tensors
+        lengths = ctx.slots.lengths
         wants_dx = ctx.needs_input_grad[1]
         dx_NI = torch.empty_like(x_NI) if wants_dx else None
         d_vertical_SOR, d_flat_SRI = torch.zeros_like(vertical_SOR), torch.zeros_like(flat_SRI)
-        for run in ctx.runs:
-            dy, x, low = dy_NO[run.rows], x_NI[run.rows], low_NR[run.rows]
+        rows = zip(ctx.slots.runs, dy_NO.split(lengths), x_NI.split(lengths), lows, strict=True)
+        for run, dy, x, low in rows:
             d_low = times(dy, vertical_SOR[run.first].t())
-            d_vertical_SOR[run.first] += times(dy.t(), low.t())
-            d_flat_SRI[run.second] += times(d_low.t(), x.t())
+            add_product_(d_vertical_SOR[run.first], dy.t(), low)
+            add_product_(d_flat_SRI[run.second], d_low.t(), x)
             if dx_NI is not None:
                 dx_NI[run.rows] = times(d_low, flat_SRI[run.second].t())
         return dy_NO, dx_NI, d_vertical_SOR, d_flat_SRI, None
@@ -134,4 +162,5 @@ class _AddLowRank(torch.autograd.Function):
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, without autograd."""
-    return product(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
+    is_cpu = x.device.type == "cpu"
+    return faster_product(x, weight, bias) if is_cpu else F.linear(x, weight, bias)

@@ -111,6 +111,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
     return y.relu_() if relu else y
 
 
+def faster_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b by the kernel that is worth it for so many rows; without autograd."""
+    y: Tensor = _faster_product(x, weight)(x, weight, bias)
+    return y
+
+
+def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
+    """out ← out + x matrix, all of two dimensions; in one pass where that is not slower."""
+    is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
+    if is_cpu and (_in_float32(x.dtype) or (is_worth_it and _is_float32_by_onednn(x.dtype))):
+        out += product(x, matrix.t())
+    else:
+        out.addmm_(x, matrix)
+
+
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
     """out ← x matrix, all of two dimensions; a copy costs less than a slower product."""
     if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.low_rank_products import SentenceSlots, times
+from pipeline.kernels.products import add_product_
 
 
 def row_products(
@@ -45,7 +46,7 @@ class _RowProducts(torch.autograd.Function):
         for run in ctx.runs:
             dy = dy_NO[run.rows]
             dx_NI[run.rows] = times(dy, weight_SOI[run.first].t())
-            d_weight_SOI[run.first] += times(dy.t(), x_NI[run.rows].t())
+            add_product_(d_weight_SOI[run.first], dy.t(), x_NI[run.rows])
             if d_bias_SO is not None:
                 d_bias_SO[run.first] += dy.sum(0)
         return dx_NI, d_weight_SOI, d_bias_SO, None

@@ -43,6 +43,14 @@ def has_experts(model: ModelConfig, layer: int) -> bool:
     return model.moe is not None and (layer + 1) % model.moe.every == 0
 
 
+def has_language_experts(model: ModelConfig, layer: int) -> bool:
+    """Whether layer ``layer`` (from 0) of encoder and decoder has a feed-forward per language."""
+    modules = model.language_modules
+    if has_experts(model, layer) or not isinstance(modules, LanguageExpertsConfig):
+        return False
+    return (layer + 1) % modules.every == 0
+
+
 def build_feed_forward(
     spec: ModelSpec,
     *,
@@ -62,8 +70,8 @@ def build_feed_forward(
             expert_parallel=expert_parallel,
         )
     modules = model.language_modules
-    if isinstance(modules, LanguageExpertsConfig) and (layer + 1) % modules.every == 0:
-        return build_language_experts(spec, modules, side=side)
+    if isinstance(modules, LanguageExpertsConfig) and has_language_experts(model, layer):
+        return build_language_experts(spec, modules, side=side, expert_parallel=expert_parallel)
     match model.feed_forward:
         case DenseConfig():
             return FeedForward(

@@ -33,6 +33,7 @@ from pipeline.model.front.choice import build_front
 from pipeline.model.front.passage import HasBuffers, Passage, Source
 from pipeline.model.language_modules.choice import add_gates, add_low_rank
 from pipeline.model.language_modules.clsr import Projections
+from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.layers import DecoderLayer, EncoderLayer, Reports, run_layer
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord
@@ -262,6 +263,9 @@ def build_model(
             f"There is no memory for the {count:,} parameters of this rank: make [model] smaller, "
             "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
         ) from error
+    for module in model.modules():
+        if isinstance(module, LanguageStack):
+            module.clear_padding()
     model.reset_buffers(device)
     return model.to(dtype)
 

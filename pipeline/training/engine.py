@@ -49,6 +49,7 @@ from pipeline.hints import hint  # noqa: E402
 from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
 from pipeline.kernels.compiled_regions import check_compiler  # noqa: E402
 from pipeline.model.labeller import Trained  # noqa: E402
+from pipeline.model.language_modules.stack import LanguageStack  # noqa: E402
 from pipeline.model.layers import compile_regions  # noqa: E402
 from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
 from pipeline.model.moe.experts import Experts  # noqa: E402
@@ -464,8 +465,8 @@ class _Objective(nn.Module):
         super().__init__()
         self.model = model
         self.loss_config = recipe.loss
-        if has_expert_groups and model.spec.model.moe is not None:
-            self.marker = _ExpertMarker(model.spec.model.moe.num_experts)
+        if has_expert_groups and any(True for _ in _spread_modules(model)):
+            self.marker = _ExpertMarker()
 
     def forward(self, batch: AnyBatch, progress: float = 0.0) -> tuple[Tensor, LossTerms]:
         terms = training_loss(self.model, batch, self.loss_config, progress=progress)
@@ -475,9 +476,9 @@ class _Objective(nn.Module):
 class _ExpertMarker(MoE):  # type: ignore[misc]
     """Tells the engine that there are expert groups: it looks for instances of its own layer."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.num_experts = num_experts
+        self.num_experts = 1  # read, and used in DeepSpeed's own checkpoints alone
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """The groups exist already."""
@@ -490,11 +491,17 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 def _mark_experts(model: Trained, group_name: str) -> None:
     """What ZeRO looks for on a parameter that is not replicated over all ranks."""
+    for module in _spread_modules(model):
+        for parameter in module.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = group_name  # type: ignore[attr-defined]
+
+
+def _spread_modules(model: Trained) -> Iterator[nn.Module]:
+    """Whose parameters differ between the ranks of an expert-parallel group."""
     for module in model.modules():
-        if isinstance(module, Experts):
-            for parameter in module.parameters():
-                parameter.allreduce = False  # type: ignore[attr-defined]
-                parameter.group_name = group_name  # type: ignore[attr-defined]
+        if isinstance(module, Experts) or (isinstance(module, LanguageStack) and module.is_spread):
+            yield module
 
 
 def _zeros(flat: Tensor) -> Tensor:

@@ -440,9 +440,12 @@ class TrainingRun:
 
     def _my_weights(self, *, copied: bool) -> Iterator[tuple[str, Tensor]]:
         """The tensors that this rank writes; all ranks go through all of it together."""
-        for index, (entry, value) in enumerate(self.engine.published_weights()):
-            if self._writes(index, is_expert=entry.expert is not None):
+        passed = {True: 0, False: 0}  # ranks may hold different numbers of languages' experts
+        for entry, value in self.engine.published_weights():
+            is_expert = entry.expert is not None
+            if self._writes(passed[is_expert], is_expert=is_expert):
                 yield entry.name, value.detach().to("cpu", copy=copied)
+            passed[is_expert] += 1
 
     def _describe_best(
         self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
@@ -454,7 +457,7 @@ class TrainingRun:
         writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
-        """Whether this rank writes its ``index``-th tensor: each tensor is written once."""
+        """Whether this rank writes its ``index``-th tensor of either kind: each is written once."""
         parallel = self.engine.model.expert_parallel_size
         if not is_expert or parallel == 1:
             return index % self.world.size == self.world.rank

@@ -29,7 +29,6 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.config import DecodingConfig, LossConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
-from pipeline.kernels.cpu_choice import has_bfloat16_products
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
 
@@ -105,8 +104,7 @@ def steps(dtype: torch.dtype, options: Options) -> list[Row]:
         name: model_of(modules, dtype=dtype, quick=options.quick).train()
         for name, modules in (("plain", None), ("low rank", LOW_RANK), ("shared", SHARED))
     }
-    slow = dtype == torch.bfloat16 and not has_bfloat16_products()
-    examples = examples_of(models["plain"], sentences=16 if slow or options.quick else 48)
+    examples = examples_of(models["plain"], sentences=DIRECTIONS)
     mixed = collate(examples, eos_id=EOS_ID)
     homogeneous = collate(one_direction(examples), eos_id=EOS_ID)
     plain, distilled = LossConfig(), LossConfig(objective="fuse_distillation")
@@ -118,7 +116,7 @@ def steps(dtype: torch.dtype, options: Options) -> list[Row]:
             "LMS + FD": step_of(models["shared"], homogeneous, distilled),
         },
         rounds=options.rounds,
-        warm_up=2,
+        warm_up=1,
     )
     name = str(dtype).removeprefix("torch.")
     pairs = (
@@ -155,7 +153,7 @@ def decoding(options: Options) -> list[Row]:
             "LMS mixed": decode_of(models["low rank"], examples, tokens=tokens),
         },
         rounds=options.rounds,
-        warm_up=2,
+        warm_up=1,
     )
     return [
         row
@@ -170,7 +168,9 @@ def decoding(options: Options) -> list[Row]:
 
 
 def main() -> None:
-    options = parse_options("Models with language modules, against a plain one of the same body.")
+    options = parse_options(
+        "Models with language modules, against a plain one of the same body.", rounds=3
+    )
     rows = [row for dtype in (torch.float32, torch.bfloat16) for row in steps(dtype, options)]
     rows += decoding(options)
     report(

@@ -46,11 +46,14 @@ class Options:
     json_path: Path | None
 
 
-def parse_options(description: str) -> Options:
-    """Command line of a benchmark; sets torch's number of threads."""
+def parse_options(description: str, *, rounds: int = 7) -> Options:
+    """Command line of a benchmark; sets torch's number of threads.
+
+    ``rounds`` are those after the warm-up, unless the command line says otherwise.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small shapes: only whether it runs")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds after the warm-up")
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds after the warm-up")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, too")
     given = parser.parse_args()

@@ -1,13 +1,23 @@
 """Checkpoints of models with language modules: folded, pruned, grown from a plain one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.stored_checkpoints import byte_spec, make_checkpoint, set_to, stored
+from support.exported_models import own_checkpoint
+from support.foreign_models import LINES, our_logits, their_logits
+from support.stored_checkpoints import (
+    byte_spec,
+    make_checkpoint,
+    set_to,
+    stored,
+    weights_of,
+)
 from support.tiny_models import random_batch, tiny_model
 from torch import Tensor
+from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
@@ -16,7 +26,9 @@ from pipeline.checkpoints.assembly.plan import PARTS, Part
 from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.checkpoint import load_model
+from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.folding import fold_checkpoint
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.language_pruning import prune_languages
 from pipeline.checkpoints.names import named_slices, num_parameters
 from pipeline.checkpoints.weights import TensorFiles
@@ -199,6 +211,85 @@ max_positions = 64
 kind = "low_rank"
 rank = 3
 """
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
+def test_a_declaration_grows_language_modules_with_a_receipt(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_checkpoint(Path("dense"), tiny_model(byte_spec()))
+    modules = "\n".join(f"{name} = {json.dumps(value)}" for name, value in KINDS[kind].items())
+    Path("grown.toml").write_text(f"{DECLARED}\n[model.language_modules]\n{modules}\n")
+    assert cli.main(["upcycle", "grown.toml", "--out", "grown"]) == 0
+    made = open_artifact(Path("grown"), kind="checkpoint")
+    receipt = made.read_json(RECEIPT_FILE)
+    rules = {entry["target"]: entry["rule"] for entry in receipt["tensors"]}
+    assert set(rules) == {entry.name for entry in named_slices(tiny_model(spec_of(kind)))}
+    assert set(rules.values()) == {
+        "copied",
+        "language of dense" if kind == "language_experts" else "fresh",
+    }
+    assert receipt["function_check"]["largest"] < 1e-6
+
+
+DECLARED = """
+[sources]
+dense = "dense"
+[parts]
+embeddings = "dense"
+encoder = "dense"
+decoder = "dense"
+"""
+
+
+# ---------------------------------------------------------------- other tools
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_are_averaged_and_compared_module_by_module(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = trained_model(kind)
+    name = next(n for n in weights_of(model) if ".ru." in n and n.endswith((".vertical", "weight")))
+    value = weights_of(model)[name]
+    first = str(make_checkpoint(tmp_path / "first", model))
+    second = str(make_checkpoint(tmp_path / "second", model, change=set_to(name, value + 2)))
+    mean = str(tmp_path / "mean")
+    assert cli.main(["checkpoint", "average", first, second, "--out", mean]) == 0
+    found = stored(tmp_path / "mean")
+    assert set(found) == set(weights_of(model))
+    torch.testing.assert_close(found[name], value + 1, rtol=0, atol=1e-6)
+    other = next(n for n in found if n.endswith(name.partition(".ru.")[2]) and ".de." in n)
+    torch.testing.assert_close(found[other], weights_of(model)[other], rtol=0, atol=1e-7)
+    capsys.readouterr()
+    assert cli.main(["checkpoint", "diff", first, mean]) == 0
+    said = capsys.readouterr().out
+    assert name in said
+    assert other not in said
+
+
+def test_a_folded_model_is_exported_like_any_other(tmp_path: Path) -> None:
+    source = own_checkpoint(tmp_path / "whole", language_modules=KINDS["low_rank"])
+    fold_checkpoint(tmp_path / "whole", out_dir=tmp_path / "folded")
+    out = tmp_path / "out"
+    export_checkpoint(tmp_path / "folded", out_dir=out, export=Export(to="hf-m2m100"))
+    peer_type: Any = M2M100ForConditionalGeneration
+    peer = peer_type.from_pretrained(out).eval()
+    tokenizer_type: Any = M2M100Tokenizer
+    tokenizer = tokenizer_type.from_pretrained(out, src_lang="en", tgt_lang="de")
+    pairs = [(LINES[5], LINES[1])]
+    folded = loaded(tmp_path / "folded").eval()
+    scheme = folded.spec.tag_scheme
+    with torch.no_grad():
+        (ours,) = our_logits(folded, source.tokenizer.build(), pairs, scheme=scheme)
+        (theirs,) = their_logits(peer, tokenizer, pairs)
+    layout = chosen_layout(entries_of(source.tokenizer, source.origin))
+    places = [index for index, row in enumerate(layout.rows) if row is not None]
+    rows = [row for row in layout.rows if row is not None]
+    assert sorted(rows) == list(range(folded.spec.vocabulary_size))
+    scale = ours.abs().max()
+    torch.testing.assert_close(theirs[:, places] / scale, ours[:, rows] / scale, rtol=0, atol=1e-5)
 
 
 def test_a_damaged_module_is_named(tmp_path: Path) -> None:

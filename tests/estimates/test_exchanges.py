@@ -18,20 +18,33 @@ DROPLESS = {"num_experts": 4, "every": 2}
 CAPACITY = {**DROPLESS, "dispatch": "capacity"}
 
 
-def recipe_of(moe: dict[str, Any] | None, *, size: int) -> Recipe:
+BY_LANGUAGE = {"kind": "language_experts"}
+
+
+def recipe_of(
+    moe: dict[str, Any] | None, *, size: int, modules: dict[str, Any] | None = None
+) -> Recipe:
     model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
     layers = {"encoder_layers": 4, "decoder_layers": 2}
     return Recipe.model_validate(
         {
             "name": "test",
-            "model": {**model, **layers, "moe": moe},
+            "model": {**model, **layers, "moe": moe, "language_modules": modules},
             "batches": {"tokens": 256},
             "training": {"expert_parallel_size": size},
         }
     )
 
 
-def test_the_bytes_are_those_that_a_micro_batch_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("moe", "modules", "layers"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 6)]
+)
+def test_the_bytes_are_those_that_a_micro_batch_exchanges(
+    monkeypatch: pytest.MonkeyPatch,
+    moe: dict[str, Any] | None,
+    modules: dict[str, Any] | None,
+    layers: int,
+) -> None:
     """Of one rank whose partner sends what it is sent."""
     exchanged: list[int] = []
 
@@ -41,7 +54,7 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(monkeypatch: pytest.Mo
             exchanged.append(given.numel() * given.element_size())
 
     monkeypatch.setattr(torch.distributed, "all_to_all_single", send_back)
-    recipe = recipe_of(DROPLESS, size=2)
+    recipe = recipe_of(moe, size=2, modules=modules)
     group: Any = None
     spec = placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0)
     model = build_model(spec, expert_parallel=ExpertParallel(group, rank=0, size=2))
@@ -50,7 +63,7 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(monkeypatch: pytest.Mo
     batch = micro_batch(recipe.batches.tokens)
     training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
     found = expert_exchanges(recipe)
-    assert len(exchanged) == 4 * found.layers == 4 * 3
+    assert len(exchanged) == 4 * found.layers == 4 * layers
     assert found.bytes == sum(exchanged)
     assert found.sent_bytes == found.bytes // 2
 

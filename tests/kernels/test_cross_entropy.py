@@ -41,6 +41,21 @@ def test_any_chunks_give_the_plain_computation(
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=1e-6)
 
 
+def test_in_float64_nothing_is_rounded_to_less() -> None:
+    logits_LV, labels_L = logits_and_labels(100, torch.float64)
+    ours, theirs = (logits_LV.clone().requires_grad_() for _ in range(2))
+    smoothed, plain = summed_cross_entropy(ours, labels_L, smoothing=0.1)
+    expected = F.cross_entropy(theirs, labels_L, label_smoothing=0.1, reduction="sum")
+    torch.testing.assert_close(smoothed, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        plain, F.cross_entropy(logits_LV, labels_L, reduction="sum"), rtol=1e-13, atol=0
+    )
+    found, wanted = (
+        torch.autograd.grad(*pair)[0] for pair in ((smoothed, ours), (expected, theirs))
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 4019, 10**6])
 def test_off_the_cpu_there_are_few_chunks_however_many_rows(rows: int) -> None:
     chunk = rows_at_a_time(rows, is_cpu=False)

@@ -1,13 +1,14 @@
 """One engine of the parity matrix, and one update of it."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from pipeline.config import OptimizerConfig
+from pipeline.config import LossConfig, OptimizerConfig
 from pipeline.distributed.world import World
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
+from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from support.fp16_on_cpu import fp16_on_cpu
@@ -45,11 +46,13 @@ def make_engine(
     bucket: int = BUCKET,
     scale_power: int = 10,
     spec: ModelSpec = SPEC,
+    loss: LossConfig | None = None,
+    prepare: Callable[[Transformer], None] = set_weights,
 ) -> Engine:
     connect(world)
     parallel = expert_parallel_group(parallel_size, world=world)
     model = build_model(spec, expert_parallel=parallel)
-    set_weights(model)
+    prepare(model)
     config: dict[str, Any] = {"zero_optimization": {**ZEROS[zero], "reduce_bucket_size": bucket}}
     if precision != "fp32":
         config[precision] = {"enabled": True}
@@ -64,7 +67,7 @@ def make_engine(
     with fp16_on_cpu():
         return Engine(
             model,
-            make_recipe(spec.model, clip_norm=CLIP_NORM),
+            make_recipe(spec.model, clip_norm=CLIP_NORM, loss=loss),
             world=world,
             ds_config=config,
             make_optimizer=optimizer,

@@ -42,13 +42,15 @@ class Trained:
     balances: list[float]
 
 
-def make_recipe(model: ModelConfig, *, clip_norm: float = 0.5) -> Recipe:
+def make_recipe(
+    model: ModelConfig, *, clip_norm: float = 0.5, loss: LossConfig | None = None
+) -> Recipe:
     return Recipe(
         name="test",
         model=model,
         batches=BatchesConfig(micro_batches=MICRO_BATCHES),
         optimizer=OptimizerConfig(clip_norm=clip_norm),
-        loss=LossConfig(balance_weight=BALANCE_WEIGHT),
+        loss=loss or LossConfig(balance_weight=BALANCE_WEIGHT),
     )
 
 

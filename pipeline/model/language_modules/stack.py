@@ -4,6 +4,10 @@ In memory a parameter of all languages is one tensor, (S, …), so that every ra
 language a gradient, of zeros where its sentences have none of that language. In artifacts every
 language has tensors of its own, under its code: ``….low_rank.de.vertical``.
 
+Slots may be spread over ranks, in order and as evenly as they go. All ranks then have parameters of
+one shape, since DeepSpeed cuts its buckets by size: behind the last slot there is padding, which
+serves nobody and belongs to no artifact.
+
 Legend: B sentences, S slots.
 """
 
@@ -26,6 +30,7 @@ class LanguageStack(nn.Module):
         languages: codes, by the language indices of batches.
         kept: codes of those that have a module; None: all of them.
         has_shared: whether there is one for all of them, behind theirs.
+        ranks, rank: over how many ranks the slots are spread, and which of these this one is.
     """
 
     def __init__(
@@ -34,12 +39,36 @@ class LanguageStack(nn.Module):
         *,
         kept: Sequence[str] | None = None,
         has_shared: bool = False,
+        ranks: int = 1,
+        rank: int = 0,
     ) -> None:
         super().__init__()
         own = list(languages) if kept is None else [code for code in languages if code in set(kept)]
         self.slots: tuple[str, ...] = (*own, *([SHARED] if has_shared else []))
         self.has_shared = has_shared
+        self.ranks = ranks
+        self.first_slot = rank * self.share
         self._slot_of_language = None if kept is None else [_place(own, code) for code in languages]
+
+    @property
+    def share(self) -> int:
+        """Slots for which a rank has parameters, padding included."""
+        return -(-len(self.slots) // self.ranks)
+
+    @property
+    def is_spread(self) -> bool:
+        return self.ranks > 1
+
+    @property
+    def held_slots(self) -> tuple[str, ...]:
+        """Those whose parameters this rank has, in their order."""
+        return self.slots[self.first_slot : self.first_slot + self.share]
+
+    @torch.no_grad()
+    def clear_padding(self) -> None:
+        """Zeros where no slot lies."""
+        for parameter in self.parameters():
+            parameter[len(self.held_slots) :] = 0
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:
         """The slot of each sentence: its language's, or, on the shared route, the shared one."""

@@ -9,6 +9,7 @@ Legend: R routes of this rank sorted by global expert, Q rows received, E expert
 S source ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.kernels.placement import slice_lengths
-from pipeline.model.moe.experts import Experts
+
+RankExperts = Callable[[Tensor, list[int]], Tensor]
+"""The experts of a rank: rows sorted by expert, how many each has → results in the same order."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class ExpertParallel:
         dist.all_to_all_single(received, sent, group=self.group)
         return RowCounts(*torch.stack([sent, received]).tolist())
 
-    def run(self, experts: Experts, x_RD: Tensor, counts: RowCounts) -> Tensor:
+    def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
         """Send every row to the rank of its expert, apply the experts, bring the results back."""
         send_splits, receive_splits = counts.send_splits, counts.receive_splits
         arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
@@ -71,7 +74,7 @@ class ExpertParallel:
         return _exchange(y_QD, receive_splits, send_splits, self.group)
 
 
-def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
+def _apply(experts: RankExperts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
     """The experts on rows that came sorted by source, then expert; results in the same order.
 
     Experts may get rows of zeros beside their own
@@ -87,7 +90,7 @@ def _apply(experts: Experts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
     columns = zip(*chunk_SE, strict=True)
     by_expert = [[*column, padding[:n]] for column, n in zip(columns, spare_E, strict=True)]
     sorted_QD = torch.cat([chunk for column in by_expert for chunk in column])
-    y_QD: Tensor = experts(sorted_QD, rows_E)
+    y_QD = experts(sorted_QD, rows_E)
 
     from_expert = iter(y_QD.split([len(chunk) for column in by_expert for chunk in column]))
     result_ES = [[next(from_expert) for _ in column][:-1] for column in by_expert]
