@@ -77,7 +77,7 @@ STAGE_COMMANDS = [
 def test_the_options_of_stage_commands_exist(command: str) -> None:
     name, *arguments = without_launcher(command)
     options = vars(stage_parser(STAGES[name]).parse_args(arguments))
-    if options["recipe"]:
+    if options.get("recipe"):
         named = {part for part in options["recipe"].split("+") if not part.endswith(".toml")}
         assert named <= set(recipe_names())
     given = {word.removeprefix("--").replace("-", "_") for word in arguments if word[:2] == "--"}
