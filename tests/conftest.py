@@ -8,6 +8,11 @@ from support.process_pool import ProcessPool
 from support.sweep_process import Sweep
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs the whole of something comes first, so that no worker is left alone with it."""
+    items.sort(key=lambda item: item.path.parent.name != "whole")
+
+
 @contextmanager
 def open_pool(size: int) -> Iterator[ProcessPool]:
     pool = ProcessPool(size)

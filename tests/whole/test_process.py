@@ -62,6 +62,7 @@ LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
     *("pipeline.training.quarantine", "pipeline.training.updates"),
     *("pipeline.pretrain", "pipeline.finetune"),
+    *("pipeline.finetune_tagger", "pipeline.finetune_reader"),
 )
 """What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""
 
