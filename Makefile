@@ -20,7 +20,7 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/mypy
 
 bench: $(VENV)/installed-dev
-	for script in dense_step decode moe_layer moe_step memory digests feed startup checkpoint upcycle estimate byte_fronts; do $(VENV)/bin/python tests/bench/$$script.py; done
+	for script in data data_clean evaluate dense_step decode moe_layer moe_step memory digests feed startup checkpoint upcycle estimate byte_fronts language_modules; do $(VENV)/bin/python tests/bench/$$script.py; done
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

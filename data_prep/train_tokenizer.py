@@ -3,7 +3,7 @@
 Reads a corpus, makes a tokenizer. SentencePiece sees training lines only, drawn without replacement
 so that small languages weigh more than their share; text is not normalised. SentencePiece holds the
 sample in memory, many times its size: as many lines are drawn as ``tokenizer.memory_bytes`` has
-room for by prediction, ``tokenizer.sample_lines`` at most. The default, 6 GiB, fits into a machine
+room for by prediction, ``tokenizer.sample_lines`` at most. The default, 4 GiB, fits into a machine
 of 8 GB. What was predicted and what was taken stand in the summary. Import bounds each line.
 """
 

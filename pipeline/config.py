@@ -174,9 +174,9 @@ class TokenizerConfig(Settings):
     sampling_temperature: Temperature = 5.0
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
     """Lines drawn for training, over all languages, as far as ``memory_bytes`` has room."""
-    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 6 * 2**30
-    """What training may take by prediction, which bounds the sample. A machine with 8 GB has as
-    much as the default beside its system; about 300 MB of text then are drawn."""
+    memory_bytes: Annotated[int, whole(2**24, 2**50)] = 4 * 2**30
+    """What training may take by prediction, which bounds the sample. A machine with 8 GB has the
+    default beside its system; about 200 MB of text then are drawn."""
     seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""

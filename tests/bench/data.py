@@ -31,7 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # tests' folders are named as the packages are
 
 import sentencepiece
 from ratios import Row, Seconds, compare, processor
@@ -286,6 +287,10 @@ def main() -> None:
     if options.stage:
         one_stage(options.stage, options.folder, options.tokenizer)
         return
+    if not options.quick and 2 * options.lines < max(TRAINER_LINES):
+        parser.error(
+            f"--lines is {max(TRAINER_LINES) // 2:,} or more: the trainer's samples are drawn"
+        )
     if not BIBLE.is_dir():
         sys.exit(f"{BIBLE} is not there: put the text beside the checkout.")
     report(options)
