@@ -31,8 +31,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # tests' folders are named as the packages are
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
 from ratios import Row, Seconds, compare, processor
