@@ -19,7 +19,6 @@ import gzip
 import json
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import Recipe, TokenizerConfig
+from pipeline.peak_memory import peak_memory
 from pipeline.stages import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
@@ -261,10 +261,9 @@ def one_stage(name: str, folder: Path, tokenizer_dir: Path) -> None:
         inputs = {"corpus": open_artifact(folder / "import_corpus", kind="corpus")}
     if name == "make_shards":
         inputs["tokenizer"] = tokenizer
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run_stage(name, folder / name, recipe_of(), **inputs)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print((after - before) * 1024 / MEBIBYTE)
+    with peak_memory() as peak:  # (the process's own maximum begins at that of its parent)
+        run_stage(name, folder / name, recipe_of(), **inputs)
+    print((peak.num_bytes or 0) / MEBIBYTE)
 
 
 def main() -> None:
