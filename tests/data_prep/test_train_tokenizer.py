@@ -143,6 +143,6 @@ def test_memory_for_no_line_at_all_is_refused(
 def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "out", TokenizerConfig(vocabulary_size=100))
     memory = made.statistics["memory"]
-    assert memory["allowed"] == 6 * 2**30
+    assert memory["allowed"] == TokenizerConfig().memory_bytes
     assert 0 < memory["predicted"] < 2**25
     assert made.manifest.summary[2].startswith("training was to take ")
