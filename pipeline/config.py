@@ -203,16 +203,10 @@ class ShardsConfig(Settings):
     of the text, and disk and time grow with it."""
     segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
     """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
-    segmentation_nbest: Annotated[int, whole(-1, 1000)] = -1
-    """Unigram draws from so many best segmentations; -1: from all."""
+    segmentation_nbest: Annotated[int, whole(2, 1000)] = 64
+    """Unigram draws from so many best segmentations."""
     seed: Seed = 1
     """Of the segmentations."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.segmentation_nbest in (0, 1):
-            raise ValueError("segmentation_nbest must be -1, or at least 2 to have a choice")
-        return self
 
 
 class PhaseConfig(Settings):

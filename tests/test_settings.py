@@ -56,7 +56,6 @@ ZERO_IS_SENSIBLE = {
     "pad_id": "an id like any other",
     "lone_ids": "ids like any other",
     "language_token_ids": "ids like any other",
-    "segmentation_nbest": "no choice: the best alone",
     "layer": "the first",
     "layers_before": "before all layers",
     "scales": "the token alone",
@@ -76,7 +75,6 @@ ZERO_IS_SENSIBLE = {
 INFINITE_IS_SENSIBLE = {"sampling_temperature": "uniform"}
 ABSURD_IS_SENSIBLE = {"sampling_temperature": "as good as uniform"}
 NEGATIVE_IS_SENSIBLE = {
-    "segmentation_nbest": "from all",
     "length_penalty": "favours short hypotheses",
 }
 CHECKED_TOGETHER = {"language_groups": "numbered without gaps, which bounds them"}

@@ -11,8 +11,9 @@ from itertools import groupby
 from typing import Annotated, NamedTuple, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from sentencepiece import SentencePieceProcessor, set_random_generator_seed
+from sentencepiece import SentencePieceProcessor
 
+from pipeline.artifacts.drawn_pieces import SPACE, DrawnPieces
 from pipeline.errors import ArtifactError
 
 DESCRIPTION_NAME = "tokenizer.json"
@@ -20,9 +21,6 @@ MODEL_NAME = "sentencepiece.model"
 
 SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 """Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
-
-SPACE = "▁"
-"""How SentencePiece spells a space."""
 
 
 class Decoded(NamedTuple):
@@ -77,9 +75,9 @@ class SampledSegmentation(NamedTuple):
     alpha: float
     """Unigram: the power to which probabilities are taken; BPE: the share of merges left out."""
     nbest: int
-    """Unigram draws from so many best segmentations, -1: from all. BPE does not look at it."""
+    """Unigram draws from so many best segmentations; BPE does not look at it."""
     seeds: Sequence[int]
-    """One per line, of 32 bits."""
+    """One per line."""
 
 
 class Vocabulary(Protocol):
@@ -132,6 +130,7 @@ class SentencePieceVocabulary:
         self.eos_id = self._processor.eos_id()
         self.unk_id = self._processor.unk_id()
         self._bytes = _byte_pieces(self._processor)
+        self._drawn_pieces = DrawnPieces(self._processor)
         if has_specials:
             self._check_specials()
 
@@ -145,19 +144,11 @@ class SentencePieceVocabulary:
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
-        found = []
-        for line, seed in zip(lines, segmentation.seeds, strict=True):
-            set_random_generator_seed(seed)
-            found.append(
-                self._processor.encode(
-                    line,
-                    out_type=int,
-                    enable_sampling=True,
-                    alpha=segmentation.alpha,
-                    nbest_size=segmentation.nbest,
-                )
-            )
-        return found
+        alpha, nbest = segmentation.alpha, segmentation.nbest
+        return [
+            self._drawn_pieces.draw(line, alpha=alpha, nbest=nbest, seed=seed)
+            for line, seed in zip(lines, segmentation.seeds, strict=True)
+        ]
 
     def decode(self, ids: list[int]) -> Decoded:
         """Where the model falls back on bytes, those that are no UTF-8 are dropped.
