@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.places import refuse_inputs
 from pipeline.cli.verb import Verb
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError
@@ -13,8 +14,10 @@ def _survey(options: argparse.Namespace) -> int:
     from pipeline.survey.page import survey_page
     from pipeline.survey.survey import survey_corpus
 
-    if options.out.is_dir():
-        raise ArtifactError(f"--out {options.out} is a folder: name a file, as in survey.html.")
+    given = {"corpus": options.corpus, "shards": options.shards, "mixture": options.mixture}
+    present = {name: path for name, path in given.items() if path is not None}
+    refuse_inputs(options.out, inputs=present, run_folder=False)
+    _refuse_to_replace_what_is_no_survey(options.out)
     survey = survey_corpus(
         open_artifact(options.corpus, kind="corpus"),
         shards=options.shards and open_artifact(options.shards, kind="shards"),
@@ -31,6 +34,26 @@ def _survey(options: argparse.Namespace) -> int:
         ) from error
     print(f"{options.out}: {len(survey.sizes):,} pairs of {survey.origin}")
     return 0
+
+
+def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
+    """Raises ArtifactError where there is something else than a page of an earlier survey."""
+    from pipeline.survey.page import PAGE_START
+
+    if out.is_dir():
+        raise ArtifactError(f"--out {out} is a folder: name a file, as in survey.html.")
+    if not (out.exists() or out.is_symlink()):
+        return
+    try:
+        with out.open("rb") as stream:
+            is_survey = stream.read(len(PAGE_START)) == PAGE_START.encode("ascii")
+    except OSError:
+        is_survey = False
+    if out.is_symlink() or not is_survey:
+        raise ArtifactError(
+            f"--out {out} is there already and no page of a survey: name another file, or move it "
+            "away."
+        )
 
 
 def _add_survey_options(parser: argparse.ArgumentParser) -> None:

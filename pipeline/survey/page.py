@@ -23,6 +23,10 @@ SHOWN_LEAKS = 100
 """Pairs and held-out sets in the table of leaks, the largest."""
 
 
+PAGE_START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="survey">\n'
+"""By which a page is known: another file is never replaced by one."""
+
+
 def survey_page(survey: Survey) -> str:
     """The whole page."""
     title = f"The corpus {escape_html(survey.origin)}"
@@ -39,7 +43,7 @@ def survey_page(survey: Survey) -> str:
     ]
     body = "\n".join(one for one in sections if one)
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'{PAGE_START}<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n'
         f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"

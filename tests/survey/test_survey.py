@@ -193,3 +193,38 @@ def test_artifacts_that_do_not_belong_together_are_refused_in_a_sentence(
     assert cli.main(["survey", folders["corpus"], "--out", str(tmp_path)]) == EXIT_USER_ERROR
     assert "is a folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "kind", ["the corpus's manifest", "a new file in the corpus", "a thesis", "a link"]
+)
+def test_nothing_but_an_earlier_page_is_replaced(
+    made_of: dict[str, Artifact], tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    corpus = made_of["corpus"].directory
+    thesis, link = tmp_path / "thesis.html", tmp_path / "link.html"
+    thesis.write_text("<!doctype html>\nmine", encoding="utf-8")
+    link.symlink_to(thesis)
+    out = {
+        "the corpus's manifest": corpus / "manifest.json",
+        "a new file in the corpus": corpus / "page.html",
+        "a thesis": thesis,
+        "a link": link,
+    }[kind]
+    before = {path: path.read_bytes() for path in corpus.rglob("*") if path.is_file()}
+    assert cli.main(["survey", str(corpus), "--out", str(out)]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert str(out) in said
+    assert {path: path.read_bytes() for path in corpus.rglob("*") if path.is_file()} == before
+    assert thesis.read_text(encoding="utf-8") == "<!doctype html>\nmine"
+    assert link.is_symlink()
+
+
+def test_an_earlier_page_is_replaced(made_of: dict[str, Artifact], tmp_path: Path) -> None:
+    out, corpus = tmp_path / "survey.html", str(made_of["corpus"].directory)
+    assert cli.main(["survey", corpus, "--out", str(out)]) == 0
+    first = out.read_bytes()
+    shards = str(made_of["shards"].directory)
+    assert cli.main(["survey", corpus, "--shards", shards, "--out", str(out)]) == 0
+    assert out.read_bytes() != first
