@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data_prep.dropped_samples import DroppedSamples
-from data_prep.rules.judge import Judge, PairFacts
-from data_prep.rules.length_ratio import median_length_ratio
+from data_prep.rules.duplicates import LineDigests
+from data_prep.rules.judge import Judge, PairFacts, as_seen
+from data_prep.rules.length_ratio import LengthRatios
 from data_prep.rules.line_language import LanguageRule, line_identifier
 from data_prep.rules.near_duplicates import NearDuplicates, sketches
 from data_prep.rules.rule import Rule
@@ -92,11 +93,14 @@ def clean_pair(task: PairTask) -> PairResult:
 
 def _judge(task: PairTask, stack: ExitStack) -> Judge:
     """The rules, with what only all lines of the pair say."""
-    judge = Judge(
-        task.config,
-        task.facts,
-        median_ratio=median_length_ratio(aligned_lines(*task.sources)),
-    )
+    ratios = LengthRatios()
+    with LineDigests(task.outputs[0].parent) as digests:
+        for block in _blocks(task):
+            ratios.add(block)
+            if task.config.drop_duplicates:
+                digests.add([as_seen(*lines) for lines in block])
+        duplicates = digests.duplicates() if task.config.drop_duplicates else None
+    judge = Judge(task.config, task.facts, median_ratio=ratios.median(), duplicates=duplicates)
     identifier = line_identifier(task.config)
     if identifier is not None:
         first, second = task.pair.split("-")

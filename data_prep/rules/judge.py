@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from data_prep.folding import visible
-from data_prep.rules.held_out import HeldOutLines, digest_of
+from data_prep.rules.duplicates import Duplicates
+from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
 from data_prep.rules.near_duplicates import NearDuplicates
 from data_prep.rules.rule import NO_SIDE, Rule, Sides
@@ -44,16 +45,16 @@ class PairFacts:
 
 @dataclass
 class Judge:
-    """The rules for one pair; it remembers the lines that it has let pass the earlier rules."""
+    """The rules for one pair, which look at its lines in their order."""
 
     config: CleanConfig
     facts: PairFacts
     median_ratio: float
+    duplicates: Duplicates | None = None
     language_rule: LanguageRule | None = None
     near_duplicates: NearDuplicates | None = None
     leaks: Counter[int] = field(default_factory=Counter)
     """Held-out set → lines that break no earlier rule and have a side in it."""
-    _seen: set[bytes] = field(default_factory=set)
     _judged: int = 0
 
     def __post_init__(self) -> None:
@@ -61,20 +62,15 @@ class Judge:
 
     def judge(self, lines: Sequence[tuple[str, str]]) -> list[Broken | None]:
         """Of each line of the next block, the first rule that it breaks; None if it is good."""
-        seen = [(visible(first).strip(), visible(second).strip()) for first, second in lines]
-        found = [self._by_itself(*line, *shown) for line, shown in zip(lines, seen, strict=True)]
+        found = [self._by_itself(*line, *as_seen(*line)) for line in lines]
         if self.language_rule is not None:
             self._judge_languages(self.language_rule, lines, found)
-        config = self.config
         for place, (first, second) in enumerate(lines):
+            number = self._judged + place
             if found[place] is None:
-                found[place] = (
-                    ("duplicate", NO_SIDE)
-                    if config.drop_duplicates and self._is_repeated(*seen[place])
-                    else self._among_others(self._judged + place, first, second)
-                )
+                found[place] = self._among_others(number, first, second)
             if self.near_duplicates is not None:
-                self.near_duplicates.settle(self._judged + place, kept=found[place] is None)
+                self.near_duplicates.settle(number, kept=found[place] is None)
         self._judged += len(lines)
         return found
 
@@ -124,6 +120,8 @@ class Judge:
 
     def _among_others(self, number: int, first: str, second: str) -> Broken | None:
         config = self.config
+        if self.duplicates is not None and self.duplicates.is_repeated(number):
+            return "duplicate", NO_SIDE
         near = self.near_duplicates
         if near is not None and near.is_repeated(number, first, second):
             return "near_duplicate", NO_SIDE
@@ -139,8 +137,7 @@ class Judge:
             sets = [tuple(number for number in side if number in own) for side in sets]
         return ("held_out_overlap", (bool(sets[0]), bool(sets[1]))) if any(sets) else None
 
-    def _is_repeated(self, one: str, other: str) -> bool:
-        digest = digest_of(f"{one}\n{other}")
-        repeated = digest in self._seen
-        self._seen.add(digest)
-        return repeated
+
+def as_seen(first: str, second: str) -> tuple[str, str]:
+    """What is seen of the two sides of a line."""
+    return visible(first).strip(), visible(second).strip()

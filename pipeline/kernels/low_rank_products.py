@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.kernels.expert_products import GROUPED_MULTIPLE, has_grouped_products
-from pipeline.kernels.products import add_product_, faster_product
+from pipeline.kernels.products import add_product_, faster_product, product_dtype
 
 
 class Run(NamedTuple):
@@ -113,13 +113,16 @@ def _is_grouped(x_NI: Tensor, vertical_SOR: Tensor) -> bool:
 def _add_low_rank_(
     y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run by run, into the place of y; also F x of every run."""
+    """Run by run, into the place of y; also F x of every run, in the type of the products."""
+    dtype, lengths = product_dtype(x_NI), slots.lengths
+    sum_NO, x_NI = y_NO.to(dtype), x_NI.to(dtype)
     vertical_SRO, lows = vertical_SOR.mT, []
-    parts = zip(slots.runs, y_NO.split(slots.lengths), x_NI.split(slots.lengths), strict=True)
-    for run, y, x in parts:
-        low = times(x, flat_SRI[run.second])
-        add_product_(y, low, vertical_SRO[run.first])
+    for run, y, x in zip(slots.runs, sum_NO.split(lengths), x_NI.split(lengths), strict=True):
+        low = times(x, flat_SRI[run.second].to(dtype))
+        add_product_(y, low, vertical_SRO[run.first].to(dtype))
         lows.append(low)
+    if sum_NO is not y_NO:
+        y_NO.copy_(sum_NO)
     return y_NO, lows
 
 
@@ -146,17 +149,17 @@ class _AddLowRank(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dy_NO = gradients[0]
         x_NI, vertical_SOR, flat_SRI, *lows = ctx.saved_tensors
-        lengths = ctx.slots.lengths
+        dtype, lengths = product_dtype(x_NI), ctx.slots.lengths
         wants_dx = ctx.needs_input_grad[1]
         dx_NI = torch.empty_like(x_NI) if wants_dx else None
         d_vertical_SOR, d_flat_SRI = torch.zeros_like(vertical_SOR), torch.zeros_like(flat_SRI)
-        rows = zip(ctx.slots.runs, dy_NO.split(lengths), x_NI.split(lengths), lows, strict=True)
-        for run, dy, x, low in rows:
-            d_low = times(dy, vertical_SOR[run.first].t())
+        parts = dy_NO.to(dtype).split(lengths), x_NI.to(dtype).split(lengths)
+        for run, dy, x, low in zip(ctx.slots.runs, *parts, lows, strict=True):
+            d_low = times(dy, vertical_SOR[run.first].to(dtype).t())
             add_product_(d_vertical_SOR[run.first], dy.t(), low)
             add_product_(d_flat_SRI[run.second], d_low.t(), x)
             if dx_NI is not None:
-                dx_NI[run.rows] = times(d_low, flat_SRI[run.second].t())
+                dx_NI[run.rows] = times(d_low, flat_SRI[run.second].to(dtype).t())
         return dy_NO, dx_NI, d_vertical_SOR, d_flat_SRI, None
 
 

@@ -21,6 +21,9 @@ from pipeline.kernels.cpu_choice import cpu_kernels, has_bfloat16_products
 WORTH_A_KERNEL = 2**22
 """Multiply-adds from which oneDNN is the faster: it generates code for every shape."""
 
+WIDE_BLOCK = 2000
+"""Outputs of a very wide matrix that BLAS is given at a time."""
+
 
 class Linear(nn.Linear):
     """x Wᵀ + b, with the parameters of ``nn.Linear``."""
@@ -117,10 +120,36 @@ def faster_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return y
 
 
+def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x Wᵀ of a matrix with very many outputs, such as a vocabulary's; without autograd.
+
+    BLAS divides such a product among its threads by rows, of which a search has few, and reads all
+    of the matrix for each. By blocks of outputs, a block stays in the processor's cache.
+    """
+    outputs = len(weight_OI)
+    by_blocks = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
+    if not by_blocks or _is_float32_by_onednn(x_NI.dtype) or outputs < 2 * WIDE_BLOCK:
+        return linear(x_NI, weight_OI)
+    y_NO = x_NI.new_empty(len(x_NI), outputs)
+    for first in range(0, outputs, WIDE_BLOCK):
+        block = slice(first, first + WIDE_BLOCK)
+        torch.mm(x_NI, weight_OI[block].t(), out=y_NO[:, block])
+    return y_NO
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which products of x are computed: what multiplies it often is cast once."""
+    return torch.float32 if x.device.type == "cpu" and _in_float32(x.dtype) else x.dtype
+
+
 def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """out ← out + x matrix, all of two dimensions; in one pass where that is not slower."""
+    """out ← out + x matrix, all of two dimensions; in one pass where that is not slower.
+
+    ``out`` may be of another type than the factors.
+    """
     is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
-    if is_cpu and (_in_float32(x.dtype) or (is_worth_it and _is_float32_by_onednn(x.dtype))):
+    is_cast = out.dtype != x.dtype or (is_cpu and _in_float32(x.dtype))
+    if is_cast or (is_cpu and is_worth_it and _is_float32_by_onednn(x.dtype)):
         out += product(x, matrix.t())
     else:
         out.addmm_(x, matrix)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels.products import linear
+from pipeline.kernels.products import linear, wide_product
 from pipeline.model.spec import ModelSpec
 
 
@@ -69,6 +69,7 @@ class Embedding(nn.Module):
             return logits_NV
         table_VD = self.weight if self.output_weight is None else self.output_weight
         if table_VD is not None:
-            return linear(x_ND, table_VD)
+            multiply = linear if torch.is_grad_enabled() else wide_product
+            return multiply(x_ND, table_VD)
         assert self.output_scale is not None
         return x_ND[:, : self.vocabulary_size] * self.output_scale

@@ -10,7 +10,6 @@ import pytest
 from support.plain_rules import plain_clean
 
 from data_prep import clean
-from data_prep.rules.length_ratio import median_length_ratio
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
@@ -366,11 +365,6 @@ def test_characters_are_those_of_the_lines_that_are_left(tmp_path: Path) -> None
         "de": sum(len(line[0]) for line in GOOD),
         "en": sum(len(line[1]) for line in GOOD),
     }
-
-
-def test_the_median_ratio_is_that_of_lines_with_two_sides() -> None:
-    assert median_length_ratio([("ab", "a"), ("abc", "a"), ("aaaaaaaa", "a"), ("", "a")]) == 3.0
-    assert median_length_ratio([("", "a")]) == 1.0
 
 
 ODD = ["\u00ad", "\u200b", "\ufe0f", "\u0301", "\x07", "\x85", "\u2028", "\t", "é", "ﬁ", "２", "ſ"]
