@@ -124,7 +124,8 @@ PIPELINE = [name for name in PACKAGES if name.startswith("pipeline.")]
 COMMAND = [name for name in PIPELINE if name.split(".")[1] == "cli"]
 TEXT_ALONE = {
     *("data_prep.folding", "data_prep.dropped_samples", "data_prep.rules.rule"),
-    *("data_prep.rules.length_ratio", "data_prep.rules.near_duplicates"),
+    *("data_prep.rules.duplicates", "data_prep.rules.length_ratio"),
+    "data_prep.rules.near_duplicates",
 }
 """Modules of ``data_prep`` that know of nothing but text."""
 ROOMS = {"data_prep.readers", "data_prep.rules"}
