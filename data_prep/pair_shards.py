@@ -184,8 +184,8 @@ def _add_chunk(
     counts: PairCounts,
 ) -> None:
     encoded = [
-        _encode(job, lines, None if seeds is None else seeds[side])
-        for side, lines in enumerate(chunk)
+        _encode(job, lines, None if seeds is None else seeds[side], code)
+        for side, (code, lines) in enumerate(zip(job.pair.split("-"), chunk, strict=True))
     ]
     lengths = [_lengths(sentences) for sentences in encoded]
     too_long = [side > job.config.max_tokens for side in lengths]
@@ -203,13 +203,16 @@ def _add_chunk(
             counts.unknown[code] += int(np.count_nonzero(tokens == job.tokenizer.unk_id))
 
 
-def _encode(job: PairJob, lines: list[str], seeds: list[int] | None) -> list[list[int]]:
+def _encode(
+    job: PairJob, lines: list[str], seeds: list[int] | None, language: str
+) -> list[list[int]]:
     if seeds is None:
-        return job.tokenizer.encode_batch(lines)
+        return job.tokenizer.encode_batch(lines, language=language)
     config = job.config
     return job.tokenizer.sample_batch(
         lines,
         SampledSegmentation(config.segmentation_alpha, config.segmentation_nbest, seeds),
+        language=language,
     )
 
 

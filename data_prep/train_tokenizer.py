@@ -5,6 +5,9 @@ so that small languages weigh more than their share; text is not normalised. Sen
 sample in memory, many times its size: as many lines are drawn as ``tokenizer.memory_bytes`` has
 room for by prediction, ``tokenizer.sample_lines`` at most. The default, 4 GiB, fits into a machine
 of 8 GB. What was predicted and what was taken stand in the summary. Import bounds each line.
+
+Where ``tokenizer.target_languages`` have pieces of their own, two models are trained one after the
+other, each on a sample of its languages.
 """
 
 import io
@@ -13,7 +16,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +35,8 @@ from pipeline.artifacts.tokenizer import (
     SPECIALS,
     Tokenizer,
     TokenizerDescription,
-    build_tokenizer,
+    TokenizerFiles,
     language_token,
-    write_tokenizer,
 )
 from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
 from pipeline.config import TokenizerConfig
@@ -50,6 +52,16 @@ MAX_LINE_BYTES = 2**20
 
 MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
 """Of text, in bytes of memory, while SentencePiece 0.2.3 trains."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Languages that share a vocabulary."""
+
+    languages: frozenset[str]
+    setting: str
+    """Which says how many pieces it has."""
+    size: int
 
 
 @dataclass
@@ -79,38 +91,74 @@ def run(call: StageCall) -> None:
     """Train the vocabulary and write it with a language token for every language."""
     config = call.recipe.tokenizer
     corpus = call.artifacts["corpus"]
+    sides = sides_of(corpus, config) if config.kind != "bytes" else []
     description = TokenizerDescription(
         # Characters are a kind of SentencePiece model: nothing else is to be known to read them.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
+        target_languages=tuple(sorted(config.target_languages)),
     )
     with call.new_artifact() as writer:
-        model = None
-        if config.kind != "bytes":
-            sample = draw_sample(corpus, config=config)
-            with peak_memory() as taken:
-                model = train_sentencepiece(sample, config=config)
-            writer.statistics |= sample_statistics(sample, build_tokenizer(description, model))
+        samples = [draw_sample(corpus, config=config, among=side.languages) for side in sides]
+        with peak_memory() as taken:
+            models = [
+                train_sentencepiece(sample, side=side, config=config)
+                for side, sample in zip(sides, samples, strict=True)
+            ]
+        model, target_model = [*models, None, None][:2]
+        files = TokenizerFiles(description, model, target_model)
+        if samples:
+            writer.statistics |= sample_statistics(samples, files.build())
             writer.statistics["memory"] = {
                 "allowed": config.memory_bytes,
-                "predicted": sample.predicted_bytes,
+                "predicted": max(sample.predicted_bytes for sample in samples),
                 "measured": taken.num_bytes,
             }
-        write_tokenizer(writer.directory, description=description, model=model)
-        writer.statistics |= vocabulary_statistics(description, model)
+        files.write(writer.directory)
+        writer.statistics |= vocabulary_statistics(files)
         writer.summary += summary(writer.statistics, description, corpus)
 
 
-def draw_sample(corpus: Artifact, *, config: TokenizerConfig) -> Sample:
-    """The sample the settings ask for; lines are read when it is iterated over.
+def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
+    """One vocabulary for all languages, or two: the source's, then the target's.
+
+    Raises:
+        ConfigError: target languages are none of the corpus's, or all of them.
+    """
+    present, own = languages(corpus), config.target_languages
+    if not own:
+        return [Side(frozenset(present), "vocabulary_size", config.vocabulary_size)]
+    unknown, others = sorted(set(own) - set(present)), set(present) - set(own)
+    if unknown or not others:
+        problem = (
+            f"names {listed(unknown)}, which {corpus.directory} does not have"
+            if unknown
+            else f"names all languages of {corpus.directory}"
+        )
+        raise ConfigError(
+            f"tokenizer.target_languages {problem}: name those that are translated into and have "
+            "pieces of their own, or leave it out for one vocabulary."
+        )
+    return [
+        Side(frozenset(others), "vocabulary_size", config.vocabulary_size),
+        Side(frozenset(own), "target_vocabulary_size", config.target_vocabulary_size),
+    ]
+
+
+def draw_sample(
+    corpus: Artifact, *, config: TokenizerConfig, among: frozenset[str] | None = None
+) -> Sample:
+    """The sample the settings ask for, of all languages or of some; lines are read when it is
+    iterated over.
 
     Raises:
         ConfigError: there is no memory for any line.
         DataError: the corpus has no training lines.
     """
-    totals = lines_per_language(corpus)
-    line_bytes = bytes_per_line(corpus, totals)
+    every = lines_per_language(corpus)
+    line_bytes = bytes_per_line(corpus, every)
+    totals = {code: lines for code, lines in every.items() if among is None or code in among}
     most = min(config.sample_lines, sum(totals.values()))
     # The largest number of lines that there is room for.
     fits = bisect_right(
@@ -199,7 +247,7 @@ def draw(
             yield line
 
 
-def train_sentencepiece(sample: Sample, *, config: TokenizerConfig) -> bytes:
+def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) -> bytes:
     """A serialised SentencePiece model; the same sample and settings give the same bytes.
 
     Raises:
@@ -213,7 +261,7 @@ def train_sentencepiece(sample: Sample, *, config: TokenizerConfig) -> bytes:
         SentencePieceTrainer.train(
             sentence_iterator=_written_bytes(lines) if config.kind == "byte_bpe" else lines,
             model_writer=model,
-            vocab_size=config.vocabulary_size,
+            vocab_size=side.size,
             byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",
             max_sentence_length=MAX_LINE_BYTES,
@@ -229,7 +277,7 @@ def train_sentencepiece(sample: Sample, *, config: TokenizerConfig) -> bytes:
     except RuntimeError as error:
         if failures:
             raise failures[0] from None
-        raise explain_failure(error, config=config) from error
+        raise explain_failure(error, side=side) from error
     return model.getvalue()
 
 
@@ -274,10 +322,10 @@ def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Ite
         raise
 
 
-def explain_failure(error: RuntimeError, *, config: TokenizerConfig) -> ConfigError | DataError:
+def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataError:
     """SentencePiece's failure as a sentence that says which vocabulary size would do."""
     text = str(error)
-    where = f"tokenizer.vocabulary_size = {config.vocabulary_size} is too"
+    where = f"tokenizer.{side.setting} = {side.size} is too"
     if found := re.search(r"set it to a value <= (\d+)", text):
         return ConfigError(
             f"{where} large for the sample: the largest vocabulary possible is {found[1]}; set "
@@ -294,24 +342,27 @@ def explain_failure(error: RuntimeError, *, config: TokenizerConfig) -> ConfigEr
     )
 
 
-def sample_statistics(sample: Sample, tokenizer: Tokenizer) -> dict[str, object]:
-    """Lines per language, and how many of the sample's characters the vocabulary has."""
-    # SentencePiece takes a space for the mark of a word.
-    found = sorted(sample.characters - {" "})
-    covered = [ids for ids in tokenizer.encode_batch(found) if tokenizer.unk_id not in ids]
+def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[str, object]:
+    """Lines per language, and how many of the samples' characters their vocabularies have."""
+    quotas: dict[str, int] = {}
+    found = covered = 0
+    for sample in samples:
+        quotas |= sample.quotas
+        # SentencePiece takes a space for the mark of a word.
+        characters = sorted(sample.characters - {" "})
+        encoded = tokenizer.encode_batch(characters, language=next(iter(sample.quotas)))
+        found += len(characters)
+        covered += sum(tokenizer.unk_id not in ids for ids in encoded)
     return {
-        "train_lines": lines_per_language(sample.corpus),
-        "sampled_lines": dict(sample.quotas),
-        "characters": {"sample": len(found), "covered": len(covered)},
+        "train_lines": lines_per_language(samples[0].corpus),
+        "sampled_lines": quotas,
+        "characters": {"sample": found, "covered": covered},
     }
 
 
-def vocabulary_statistics(
-    description: TokenizerDescription, model: bytes | None
-) -> dict[str, object]:
+def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
     """Sizes, and how each language's token is written."""
-    tokenizer = build_tokenizer(description, model)
-    scheme = description.language_token_scheme
+    tokenizer, scheme = files.build(), files.description.language_token_scheme
     return {
         "pieces": tokenizer.size - len(tokenizer.languages),
         "size": tokenizer.size,

@@ -50,6 +50,8 @@ DropRate = Annotated[float, number(least=0, below=1)]
 LossWeight = Annotated[float, number(least=0, most=1000)]
 CapacityFactor = Annotated[float, number(above=0, most=1000)]
 MAX_VOCABULARY = 10**7
+NUM_SPECIALS = 4
+"""Padding, beginning and end of a sentence, and what is unknown."""
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6
@@ -164,6 +166,11 @@ class TokenizerConfig(Settings):
     """``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown; ``bytes``: its bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
     """Pieces, specials included, language tokens not; of ``characters`` the most there may be."""
+    target_languages: tuple[str, ...] = ()
+    """Languages with pieces of their own, which are all that is translated into; the other
+    languages share ``vocabulary_size`` pieces, and are translated from. None: one vocabulary."""
+    target_vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 8000
+    """Pieces of ``target_languages``, specials included."""
     model_type: Literal["unigram", "bpe"] = "unigram"
     """Of ``sentencepiece``."""
     byte_fallback: bool = False
@@ -181,8 +188,19 @@ class TokenizerConfig(Settings):
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
 
+    @property
+    def ids(self) -> int:
+        """Ids that it gives, language tokens not counted; the specials are of both sides."""
+        own = self.target_vocabulary_size - NUM_SPECIALS if self.target_languages else 0
+        return self.vocabulary_size + own
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.target_languages and self.kind == "bytes":
+            raise ValueError(
+                "target_languages have pieces of their own, and bytes are the same for all "
+                "languages: leave it out"
+            )
         if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
             raise ValueError(
                 f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
@@ -971,6 +989,16 @@ class Recipe(Settings):
                 "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
                 "always 1, and the router learns nothing from the translations; set it to "
                 '"probability", or top_k to 2'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        into, own = self.mixture.targets, self.tokenizer.target_languages
+        if own and not (into and set(into) <= set(own)):
+            raise ValueError(
+                f"tokenizer.target_languages, {', '.join(own)}, are all that can be translated "
+                "into: let mixture.targets name them, or some of them"
             )
         return self
 

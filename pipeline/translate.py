@@ -107,13 +107,16 @@ def select_directions(
         ArtifactError: the corpus has no test lines.
         ConfigError: the model knows none of the directions, or none is into the targets.
     """
-    known = set(read_tokenizer(checkpoint).languages)
+    tokenizer = read_tokenizer(checkpoint)
+    known = set(tokenizer.languages)
     every = directions(corpus, "test")
     if not every:
         raise ArtifactError(
             f"{corpus.directory} has no test lines: translate a corpus that has test sets."
         )
-    taken = [one for one in every if {one.source, one.target} <= known]
+    taken = [
+        one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
+    ]
     if not taken:
         raise ConfigError(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "

@@ -66,6 +66,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("byte_fallback", "character_coverage", "kind", "language_token_scheme"),
             *("memory_bytes", "model_type"),
             *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
+            *("target_languages", "target_vocabulary_size"),
         }
     },
     "make_shards": {

@@ -1,10 +1,12 @@
 """Text to token ids and back: vocabularies, language tokens, and the tags of a translation.
 
-A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``; the
-same files lie in a tokenizer artifact, in shards and in checkpoints. Token ids are the vocabulary's
-pieces, specials among them, followed by one token per language in alphabetical order, unless the
-tokenizer has a numbering of its own, as vocabularies from elsewhere have. Language tokens and
-specials are never the result of encoding text: ``</s>`` or ``__de__`` within a sentence is text.
+A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``,
+beside it ``sentencepiece.target.model`` where the languages that are translated into have pieces of
+their own; the same files lie in a tokenizer artifact, in shards and in checkpoints. Token ids are
+the vocabulary's pieces, specials among them, followed by one token per language in alphabetical
+order, unless the tokenizer has a numbering of its own, as vocabularies from elsewhere have.
+Language tokens and specials are never the result of encoding text: ``</s>`` or ``__de__`` within a
+sentence is text.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
     SPECIALS,
+    TARGET_MODEL_NAME,
     ByteLevelVocabulary,
     ByteVocabulary,
     Decoded,
@@ -27,12 +30,14 @@ from pipeline.artifacts.vocabularies import (
     RenumberedVocabulary,
     SampledSegmentation,
     SentencePieceVocabulary,
+    SourceAndTargetVocabulary,
     Vocabulary,
 )
 from pipeline.config import TagScheme
 from pipeline.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
+from pipeline.summary import listed
 
 __all__ = [
     "DESCRIPTION_NAME",
@@ -59,7 +64,7 @@ __all__ = [
     "write_tokenizer",
 ]
 
-TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME)
+TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
 """All files a tokenizer can consist of; a tokenizer of bytes has the first only."""
 
 MAX_MODEL_BYTES = 2**28
@@ -83,9 +88,16 @@ class TokenizerDescription(BaseModel):
     language_token_scheme: LanguageTokenScheme
     numbering: Numbering | None = None
     """None: pieces, then languages in order."""
+    target_languages: tuple[str, ...] = ()
+    """Languages that have a vocabulary of their own, and are all that is translated into; none:
+    one vocabulary for all."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not set(self.target_languages) <= set(self.languages):
+            raise ValueError("target_languages must be among the languages")
+        if self.target_languages and self.kind == "bytes":
+            raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
             raise ValueError("languages must be sorted and differ from each other")
         if self.numbering is not None and set(self.numbering.language_tokens) != set(
@@ -93,6 +105,13 @@ class TokenizerDescription(BaseModel):
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
         return self
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The files beside the description."""
+        if self.kind == "bytes":
+            return ()
+        return (MODEL_NAME, TARGET_MODEL_NAME) if self.target_languages else (MODEL_NAME,)
 
 
 class Tokenizer:
@@ -103,6 +122,8 @@ class Tokenizer:
         size: number of ids: pieces, specials included, and language tokens.
         pad_id, bos_id, eos_id, unk_id: ids of the specials, as the vocabulary has them.
         fingerprint: hexadecimal SHA-256 of all that decides ids; equal = interchangeable.
+        target_languages: those whose pieces are their own, if there are such.
+        output_size: where they are, the number of ids, from 0 on, that their text consists of.
     """
 
     def __init__(
@@ -112,6 +133,7 @@ class Tokenizer:
         language_ids: Mapping[str, int],
         size: int,
         fingerprint: str,
+        target: "TargetSide | None" = None,
     ) -> None:
         self.languages = tuple(sorted(language_ids))
         self.size = size
@@ -120,24 +142,40 @@ class Tokenizer:
         self.eos_id = vocabulary.eos_id
         self.unk_id = vocabulary.unk_id
         self.fingerprint = fingerprint
+        self.target_languages = () if target is None else target.languages
+        self.output_size = None if target is None else target.output_size
         self._vocabulary = vocabulary
+        self._target_vocabulary = vocabulary if target is None else target.vocabulary
         self._language_ids = dict(language_ids)
         self._languages_by_id = {index: code for code, index in language_ids.items()}
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, language: str | None = None) -> list[int]:
         """Ids of a sentence, without specials or tags (``unk_id`` for unknown characters)."""
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text], language=language)[0]
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        """Ids of each sentence; faster than one by one."""
-        return self._vocabulary.encode_batch(lines)
+    def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
+        """Ids of each sentence; faster than one by one.
+
+        Args:
+            language: which the lines are in; needed where languages differ in their pieces.
+        """
+        return self._vocabulary_of(language).encode_batch(lines)
 
     def sample_batch(
-        self, lines: Sequence[str], segmentation: SampledSegmentation
+        self,
+        lines: Sequence[str],
+        segmentation: SampledSegmentation,
+        *,
+        language: str | None = None,
     ) -> list[list[int]]:
         """As ``encode_batch``, by pieces that are drawn; a line and its seed decide its ids."""
-        return self._vocabulary.sample_batch(lines, segmentation)
+        return self._vocabulary_of(language).sample_batch(lines, segmentation)
+
+    def _vocabulary_of(self, language: str | None) -> Vocabulary:
+        if self.target_languages and language is None:
+            raise ValueError("languages differ in their pieces: say which one the text is in")
+        return self._target_vocabulary if language in self.target_languages else self._vocabulary
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; specials, language tokens and bytes that are no UTF-8 are dropped."""
@@ -193,9 +231,31 @@ class Tokenizer:
             )
         return self._language_ids[code]
 
+    def writes(self, code: str) -> bool:
+        """Whether it has pieces to translate into a language."""
+        return not self.target_languages or code in self.target_languages
+
+    def refuse_to_write(self, code: str) -> None:
+        """Raises ConfigError where it has no pieces to translate into a language."""
+        if not self.writes(code):
+            raise ConfigError(
+                f"The tokenizer has pieces to translate into {listed(self.target_languages)} "
+                f"alone, not into {code}: leave that out (mixture.targets and decoding.targets "
+                "choose directions), or train another tokenizer."
+            )
+
     def language_of_token(self, token_id: int) -> str | None:
         """The language whose token this is, None for every other id."""
         return self._languages_by_id.get(token_id)
+
+
+@dataclass(frozen=True)
+class TargetSide:
+    """What differs for the languages that are translated into."""
+
+    languages: tuple[str, ...]
+    vocabulary: Vocabulary
+    output_size: int
 
 
 @dataclass(frozen=True)
@@ -260,48 +320,74 @@ class TokenizerFiles:
     description: TokenizerDescription
     model: bytes | None
     """None for bytes."""
+    target_model: bytes | None = None
+    """Of the languages that have one of their own."""
 
     def build(self) -> Tokenizer:
         """The tokenizer that the files are of."""
-        return build_tokenizer(self.description, self.model)
+        return build_tokenizer(self.description, self.model, self.target_model)
 
     def write(self, directory: Path) -> None:
         """Write them into a folder, which is made."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_tokenizer(directory, description=self.description, model=self.model)
+        write_tokenizer(
+            directory,
+            description=self.description,
+            model=self.model,
+            target_model=self.target_model,
+        )
 
 
-def build_tokenizer(description: TokenizerDescription, model: bytes | None) -> Tokenizer:
+def build_tokenizer(
+    description: TokenizerDescription, model: bytes | None, target_model: bytes | None = None
+) -> Tokenizer:
     """A tokenizer from the contents of its files; ``model`` is None for bytes."""
     numbering, languages = description.numbering, description.languages
-    vocabulary: Vocabulary
-    if model is None:
-        vocabulary = ByteVocabulary()
-    elif description.kind == "byte_bpe":
-        vocabulary = ByteLevelVocabulary(model)
-    else:
-        vocabulary = SentencePieceVocabulary(model, has_specials=numbering is None)
+    vocabulary, target = _vocabulary(description, model), None
+    if target_model is not None:
+        source, own = vocabulary, _vocabulary(description, target_model)
+        vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
+        encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
+        if numbering is not None:
+            encoder = RenumberedVocabulary(encoder, numbering)
+        target = TargetSide(description.target_languages, encoder, output_size=own.size)
     if numbering is None:
         size = vocabulary.size + len(languages)
         language_ids = dict(zip(languages, range(vocabulary.size, size), strict=True))
     else:
         vocabulary = RenumberedVocabulary(vocabulary, numbering)
         size, language_ids = numbering.size, numbering.language_tokens
+    content = _description_bytes(description) + (model or b"") + (target_model or b"")
     return Tokenizer(
         vocabulary,
         language_ids=language_ids,
         size=size,
-        fingerprint=hashlib.sha256(_description_bytes(description) + (model or b"")).hexdigest(),
+        fingerprint=hashlib.sha256(content).hexdigest(),
+        target=target,
     )
 
 
+def _vocabulary(description: TokenizerDescription, model: bytes | None) -> Vocabulary:
+    """The vocabulary of one of the models."""
+    if model is None:
+        return ByteVocabulary()
+    if description.kind == "byte_bpe":
+        return ByteLevelVocabulary(model)
+    return SentencePieceVocabulary(model, has_specials=description.numbering is None)
+
+
 def write_tokenizer(
-    directory: Path, *, description: TokenizerDescription, model: bytes | None
+    directory: Path,
+    *,
+    description: TokenizerDescription,
+    model: bytes | None,
+    target_model: bytes | None = None,
 ) -> None:
     """Write a tokenizer's files; ``model`` is None for bytes."""
     (directory / DESCRIPTION_NAME).write_bytes(_description_bytes(description))
-    if model is not None:
-        (directory / MODEL_NAME).write_bytes(model)
+    for name, content in ((MODEL_NAME, model), (TARGET_MODEL_NAME, target_model)):
+        if content is not None:
+            (directory / name).write_bytes(content)
 
 
 def tokenizer_folder(artifact: Artifact) -> Path:
@@ -312,8 +398,7 @@ def tokenizer_folder(artifact: Artifact) -> Path:
     """
     folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
     directory = artifact.file(folder + DESCRIPTION_NAME).parent
-    if _read_description(directory).kind != "bytes":
-        artifact.check([folder + MODEL_NAME])
+    artifact.check([folder + name for name in _read_description(directory).model_names])
     return directory
 
 
@@ -337,15 +422,14 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
         ArtifactError: a file is missing or damaged.
     """
     description = _read_description(directory)
-    model = None if description.kind == "bytes" else _read(directory / MODEL_NAME)
-    return TokenizerFiles(description, model)
+    models = [_read(directory / name) for name in description.model_names]
+    return TokenizerFiles(description, *models) if models else TokenizerFiles(description, None)
 
 
 def copy_tokenizer(source_dir: Path, target_dir: Path) -> None:
     """Copy a tokenizer's files into a folder, which is made."""
     target_dir.mkdir(parents=True, exist_ok=True)
-    kind = _read_description(source_dir).kind
-    for name in (DESCRIPTION_NAME,) if kind == "bytes" else TOKENIZER_FILES:
+    for name in (DESCRIPTION_NAME, *_read_description(source_dir).model_names):
         (target_dir / name).write_bytes(_read(source_dir / name))
 
 
@@ -367,5 +451,5 @@ def _read_description(directory: Path) -> TokenizerDescription:
 
 def _read(path: Path) -> bytes:
     remedy = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
-    limit = MAX_MODEL_BYTES if path.name == MODEL_NAME else MAX_JSON_BYTES
+    limit = MAX_JSON_BYTES if path.name == DESCRIPTION_NAME else MAX_MODEL_BYTES
     return read_bytes(path, limit=limit, remedy=remedy)

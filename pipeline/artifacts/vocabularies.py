@@ -8,7 +8,7 @@ them decodes: what is no UTF-8 is dropped and counted.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Annotated, NamedTuple, Protocol, Self
+from typing import Annotated, Literal, NamedTuple, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sentencepiece import SentencePieceProcessor
@@ -18,6 +18,7 @@ from pipeline.errors import ArtifactError
 
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "sentencepiece.model"
+TARGET_MODEL_NAME = "sentencepiece.target.model"
 
 SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 """Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
@@ -259,6 +260,63 @@ class ByteLevelVocabulary:
         if dropped or SPACE in text:
             return "".join(f"<0x{byte:02X}>" for byte in found)
         return text.replace(" ", SPACE)
+
+
+class SourceAndTargetVocabulary:
+    """Two vocabularies as one: the target's specials and pieces, then the source's pieces.
+
+    Ids are of both in any case; ``encodes`` says to whose pieces text becomes.
+
+    Raises:
+        ArtifactError: their specials have other ids than new vocabularies give.
+    """
+
+    def __init__(
+        self, source: Vocabulary, target: Vocabulary, *, encodes: Literal["source", "target"]
+    ) -> None:
+        for one in (source, target):
+            if (one.pad_id, one.bos_id, one.eos_id, one.unk_id) != tuple(SPECIALS.values()):
+                raise ArtifactError(
+                    f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials "
+                    f"{SPECIALS}: restore them from a copy."
+                )
+        self._source, self._target = source, target
+        self._encodes = encodes
+        self._shift = target.size - len(SPECIALS)
+        self.size = source.size + self._shift
+        self.pad_id, self.bos_id = target.pad_id, target.bos_id
+        self.eos_id, self.unk_id = target.eos_id, target.unk_id
+
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        if self._encodes == "target":
+            return self._target.encode_batch(lines)
+        return self._shifted(self._source.encode_batch(lines))
+
+    def sample_batch(
+        self, lines: Sequence[str], segmentation: SampledSegmentation
+    ) -> list[list[int]]:
+        if self._encodes == "target":
+            return self._target.sample_batch(lines, segmentation)
+        return self._shifted(self._source.sample_batch(lines, segmentation))
+
+    def _shifted(self, encoded: list[list[int]]) -> list[list[int]]:
+        specials, shift = len(SPECIALS), self._shift
+        return [[one if one < specials else one + shift for one in ids] for ids in encoded]
+
+    def decode(self, ids: list[int]) -> Decoded:
+        """Where ids of both follow each other, a space stands between their texts."""
+        found = [
+            self._source.decode([index - self._shift for index in run])
+            if is_source
+            else self._target.decode(list(run))
+            for is_source, run in groupby(ids, lambda index: index >= self._target.size)
+        ]
+        return Decoded(" ".join(one.text for one in found), sum(one.dropped for one in found))
+
+    def piece(self, index: int) -> str | None:
+        if index < self._target.size:
+            return self._target.piece(index)
+        return self._source.piece(index - self._shift)
 
 
 class RenumberedVocabulary:

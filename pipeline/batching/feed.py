@@ -253,7 +253,14 @@ class TrainingData:
         return [one for one in plan if self.mixture.draws(one[0])]
 
     def check(self, *, max_positions: int) -> None:
-        """Raises ConfigError without validation sentences, or where one exceeds the positions."""
+        """Raises ConfigError without validation sentences, where one exceeds the positions, or
+        where a direction is drawn into a language that the tokenizer does not write.
+        """
+        for pair in self.train.offsets:
+            one, other = pair.split("-")
+            for source, target in ((one, other), (other, one)):
+                if self.mixture.draws(Direction(source, target)):
+                    self.tokenizer.refuse_to_write(target)
         validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
         ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
         if not any(self.mixture.draws(way) for way in ways):

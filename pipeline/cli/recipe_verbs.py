@@ -17,7 +17,7 @@ MAX_RANKS = 10**5
 
 def _describe(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
-    vocabulary_size = options.vocabulary or recipe.tokenizer.vocabulary_size
+    vocabulary_size = options.vocabulary or recipe.tokenizer.ids
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
     parameters = count_parameters(
@@ -109,7 +109,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
     estimated = estimate(
         recipe,
-        vocabulary_size=options.vocabulary or recipe.tokenizer.vocabulary_size,
+        vocabulary_size=options.vocabulary or recipe.tokenizer.ids,
         num_groups=_num_groups(recipe, options.groups),
         num_languages=_num_languages(recipe, options.languages),
         processes=options.processes,
@@ -127,7 +127,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe)
     sizes: dict[str, int] = {
-        "vocabulary_size": options.vocabulary or recipe.tokenizer.vocabulary_size,
+        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
         "num_groups": _num_groups(recipe, options.groups),
         "num_languages": _num_languages(recipe, options.languages),
     }

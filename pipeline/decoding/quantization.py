@@ -60,7 +60,7 @@ def quantize(model: Transformer) -> None:
             if isinstance(child, Linear):
                 setattr(module, name, QuantizedLinear(child.weight, child.bias))
     embedding = model.embedding
-    table_VD = embedding.weight if embedding.output_weight is None else embedding.output_weight
+    table_VD = embedding.output_table()
     if table_VD is not None:
         embedding.projection = QuantizedLinear(table_VD, None)
 

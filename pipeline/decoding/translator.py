@@ -112,7 +112,7 @@ class Translator:
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
         """Tokens of every text."""
-        return [len(self._encode(job.text)) for job in jobs]
+        return [len(self._source_tokens(job)) for job in jobs]
 
     def cut(self, jobs: Sequence[Job], lengths: Sequence[int] | None = None) -> list[list[Job]]:
         """Batches of similar length, longest first, within the budget of tokens times rows.
@@ -145,7 +145,7 @@ class Translator:
 
     def prefix_problem(self, prefix: str) -> str:
         """Why no translation can begin with a text, as "has a prefix ..."; empty where one can."""
-        tokens = tuple(self._encode(prefix))
+        tokens = tuple(self._target_tokens(prefix))
         room = self.max_tokens - 1  # and end-of-sentence
         if self.tokenizer.unk_id in tokens:
             return "has a prefix with characters that the vocabulary does not have"
@@ -157,13 +157,13 @@ class Translator:
 
     def phrases_problem(self, phrases: Sequence[str], *, prefix: str = "") -> str:
         """Why no translation can have all of them beside those of all; empty where one can."""
-        wanted = {tuple(self._encode(phrase)) for phrase in phrases}
+        wanted = {tuple(self._target_tokens(phrase)) for phrase in phrases}
         tokens = [token for phrase in wanted for token in phrase]
         if not all(wanted) or self.tokenizer.unk_id in tokens:
             return "has a phrase with characters that the vocabulary does not have"
         if any(has_sequence(one, banned) for one in wanted for banned in self._banned):
             return "has a phrase with a banned one in it"
-        count = sum(map(len, wanted | {*self._required})) + len(self._encode(prefix))
+        count = sum(map(len, wanted | {*self._required})) + len(self._target_tokens(prefix))
         if phrases and count > self.max_tokens - 1:
             return (
                 f"must have {count:,} tokens in its translation, of which the model takes "
@@ -218,7 +218,7 @@ class Translator:
         return spelling
 
     def _phrase(self, phrase: str, kind: Literal["banned", "required"]) -> tuple[int, ...]:
-        tokens = tuple(self._encode(phrase))
+        tokens = tuple(self._target_tokens(phrase))
         if not tokens or self.tokenizer.unk_id in tokens:
             raise ConfigError(
                 f"The {kind} phrase {phrase!r} is empty or has characters that the model's "
@@ -238,22 +238,26 @@ class Translator:
             )
         return layers - 1 if asked is None else asked
 
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text) if text.strip() else []
+    def _source_tokens(self, job: Job) -> list[int]:
+        return self._encode(job.text, job.direction.source)
 
-    def _fits(self, text: str) -> bool:
-        return len(self._encode(text)) <= self.max_tokens
+    def _target_tokens(self, text: str) -> list[int]:
+        """All targets have one vocabulary, whichever the language."""
+        return self._encode(text, next(iter(self.tokenizer.target_languages), None))
+
+    def _encode(self, text: str, language: str | None) -> list[int]:
+        return self.tokenizer.encode(text, language=language) if text.strip() else []
 
     def _parts(self, index: int, job: Job) -> list[_Part]:
-        tokens = self._encode(job.text)
+        tokens = self._source_tokens(job)
         if not tokens:
             return []
         if problem := self.prefix_problem(job.prefix):
             raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
         if problem := self.phrases_problem(job.required, prefix=job.prefix):
             raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
-        prefix = tuple(self._encode(job.prefix))
-        of_line = (tuple(self._encode(phrase)) for phrase in job.required)
+        prefix = tuple(self._target_tokens(job.prefix))
+        of_line = (tuple(self._target_tokens(phrase)) for phrase in job.required)
         required = (*self._required, *of_line)
         if len(tokens) <= self.max_tokens:
             return [
@@ -266,7 +270,12 @@ class Translator:
                     required=required,
                 )
             ]
-        encoded = [self._encode(text) for text in split_to_fit(job.text, fits=self._fits)]
+        language = job.direction.source
+
+        def fits(text: str) -> bool:
+            return len(self._encode(text, language)) <= self.max_tokens
+
+        encoded = [self._encode(text, language) for text in split_to_fit(job.text, fits=fits)]
         parts = [tokens for tokens in encoded if tokens]
         return [
             _Part(
@@ -380,6 +389,7 @@ class Translator:
         )
 
     def _tags(self, direction: Direction) -> Tags:
+        self.tokenizer.refuse_to_write(direction.target)
         return tags(self.tokenizer, self.scheme, source=direction.source, target=direction.target)
 
     def _source(self, part: _Part) -> Source:

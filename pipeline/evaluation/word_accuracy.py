@@ -162,7 +162,7 @@ def words_of_target(task: WordTask) -> WordsOfTarget:
         values[SEEN] = values[FREQUENCY] = trained.__getitem__
     if task.tokenizer is not None:
         tokenizer = load_tokenizer(tokenizer_folder(task.tokenizer))
-        values[FERTILITY] = fertilities(tokenizer, every).__getitem__
+        values[FERTILITY] = fertilities(tokenizer, every, language=task.target).__getitem__
     return WordsOfTarget({name: by_kind(systems, values) for name, systems in found.items()}, lines)
 
 
@@ -195,10 +195,10 @@ def training_counts(
     return lines, counts
 
 
-def fertilities(tokenizer: Tokenizer, every: Iterable[str]) -> dict[str, int]:
+def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) -> dict[str, int]:
     """Word → number of subwords when it stands alone, at least one."""
     listed = sorted(every)
-    encoded = tokenizer.encode_batch(listed)
+    encoded = tokenizer.encode_batch(listed, language=language)
     return {
         word: max(len(ids) - (tokenizer.piece(ids[0]) == WORD_START if ids else 0), 1)
         for word, ids in zip(listed, encoded, strict=True)

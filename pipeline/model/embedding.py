@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         super().__init__()
         vocabulary, width = spec.vocabulary_size, spec.model.width
         config = spec.model.embedding
-        self.vocabulary_size, self.width = vocabulary, width
+        self.output_size, self.width = spec.output_size or vocabulary, width
         self.scale = math.sqrt(width) if spec.model.scale_embedding else None
         self.weight: nn.Parameter | None = None
         self.input_scale: nn.Parameter | None = None
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
                 self.input_scale = nn.Parameter(torch.empty(1))
         match config.output:
             case "untied":
-                self.output_weight = nn.Parameter(torch.empty(vocabulary, width))
+                self.output_weight = nn.Parameter(torch.empty(self.output_size, width))
             case "tied" if config.input == "one_hot":
                 self.output_scale = nn.Parameter(torch.empty(1))
             case "tied":
@@ -63,13 +63,20 @@ class Embedding(nn.Module):
         return F.one_hot(ids_B, self.width).to(self.input_scale.dtype)
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Logits over the vocabulary, (N, V)."""
+        """Logits over the vocabulary, or its ids that translations consist of, (N, V)."""
         if self.projection is not None:
             logits_NV: Tensor = self.projection(x_ND)
             return logits_NV
-        table_VD = self.weight if self.output_weight is None else self.output_weight
+        table_VD = self.output_table()
         if table_VD is not None:
             multiply = linear if torch.is_grad_enabled() else wide_product
             return multiply(x_ND, table_VD)
         assert self.output_scale is not None
-        return x_ND[:, : self.vocabulary_size] * self.output_scale
+        return x_ND[:, : self.output_size] * self.output_scale
+
+    def output_table(self) -> Tensor | None:
+        """The matrix that states are multiplied with for logits, (V, D); None of one-hot ones."""
+        table_VD = self.weight if self.output_weight is None else self.output_weight
+        if table_VD is None or len(table_VD) == self.output_size:
+            return table_VD
+        return table_VD[: self.output_size]

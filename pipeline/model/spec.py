@@ -28,6 +28,8 @@ class ModelSpec(Settings):
     tag_scheme: TagScheme = "src-tgt"
     language_token_ids: tuple[Id, ...] | None = None
     """Id of each language's token, where the front wants to know (Ada-MSHA's language vector)."""
+    output_size: Annotated[int, whole(1, 2**31 - 1)] | None = None
+    """Ids, from 0 on, that a translation consists of, where the other ids are of source text."""
     lone_ids: tuple[Id, ...] | None = None
     """Ids that are words of their own: white space, specials, language tokens; where the front
     wants to know (WSF)."""
@@ -37,6 +39,13 @@ class ModelSpec(Settings):
         if self.pad_id >= self.vocabulary_size:
             raise ValueError(
                 f"pad_id {self.pad_id} lies beyond vocabulary_size {self.vocabulary_size}"
+            )
+        if self.output_size is not None and not (
+            self.pad_id < self.output_size <= self.vocabulary_size
+        ):
+            raise ValueError(
+                f"output_size {self.output_size} does not lie above pad_id {self.pad_id} and "
+                f"within vocabulary_size {self.vocabulary_size}"
             )
         if self.model.embedding.input == "one_hot" and self.vocabulary_size > self.model.width:
             raise ValueError(
@@ -94,12 +103,14 @@ def make_spec(**values: Any) -> ModelSpec:
 
 
 def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a model's front must know of a vocabulary, as fields of a spec.
+    """What a model must know of a vocabulary but for its size, as fields of a spec.
 
     Raises:
         ConfigError: pieces hold white space and text at once, and the front is to part words.
     """
     marks: dict[str, Any] = {}
+    if tokenizer.output_size is not None:
+        marks["output_size"] = tokenizer.output_size
     languages = tuple(map(tokenizer.language_token_id, tokenizer.languages))
     match model.front:
         case AdaMshaConfig(language_vector=True):

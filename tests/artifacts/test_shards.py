@@ -197,8 +197,9 @@ def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
 class HalfUnknown(Tokenizer):
     """Encodes every line as one known and one unknown token."""
 
-    def encode_batch(self, lines: object) -> list[list[int]]:
+    def encode_batch(self, lines: object, *, language: str | None = None) -> list[list[int]]:
         assert isinstance(lines, list)
+        assert language in self.languages
         return [[self.unk_id, 70] for _ in lines]
 
 

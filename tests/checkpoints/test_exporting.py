@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.exported_models import BEYOND, HUNDRED, own_checkpoint, own_sentencepiece
+from support.exported_models import (
+    BEYOND,
+    HUNDRED,
+    own_checkpoint,
+    own_sentencepiece,
+    tokenizer_of_two,
+)
 from support.foreign_models import LINES, m2m100_folder
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_spec
@@ -79,6 +85,16 @@ def test_a_vocabulary_of_bytes_is_refused(tmp_path: Path) -> None:
     for to in ("hf-m2m100", "ctranslate2"):
         with pytest.raises(CheckpointError, match=r"vocabulary of bytes \(tokenizer.kind\)"):
             export_checkpoint(checkpoint, out_dir=tmp_path / "out", export=Export(to=to))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_of_source_and_one_of_target_are_refused(tmp_path: Path) -> None:
+    own_checkpoint(tmp_path / "checkpoint", tokenizer=tokenizer_of_two())
+    for to in ("hf-m2m100", "ctranslate2"):
+        with pytest.raises(CheckpointError, match="one vocabulary for the source and one for"):
+            export_checkpoint(
+                tmp_path / "checkpoint", out_dir=tmp_path / "out", export=Export(to=to)
+            )
     assert not (tmp_path / "out").exists()
 
 

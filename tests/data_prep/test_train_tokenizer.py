@@ -1,10 +1,12 @@
 """The kinds of vocabularies that the stage trains, and the memory that its sample may take."""
 
+import io
 import random
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
 from data_prep import train_tokenizer
@@ -12,8 +14,8 @@ from data_prep.train_tokenizer import bytes_per_line, draw_sample
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
-from pipeline.config import Recipe, TokenizerConfig
-from pipeline.errors import ConfigError
+from pipeline.config import MixtureConfig, Recipe, TokenizerConfig
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.stages import STAGES, StageCall
 
 GENERATOR = random.Random(1)
@@ -36,7 +38,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 def train(corpus: Artifact, out_dir: Path, config: TokenizerConfig) -> Artifact:
-    recipe, stage = Recipe(name="test", tokenizer=config), STAGES["train_tokenizer"]
+    mixture = MixtureConfig(targets=config.target_languages)
+    recipe = Recipe(name="test", tokenizer=config, mixture=mixture)
+    stage = STAGES["train_tokenizer"]
     train_tokenizer.run(
         StageCall(
             stage=stage,
@@ -146,3 +150,113 @@ def test_memory_allowed_predicted_and_taken_are_told(corpus: Artifact, tmp_path:
     assert memory["allowed"] == TokenizerConfig().memory_bytes
     assert 0 < memory["predicted"] < 2**25
     assert made.manifest.summary[2].startswith("training was to take ")
+
+
+SPLIT = TokenizerConfig(
+    vocabulary_size=40, target_languages=("zh",), target_vocabulary_size=24, model_type="bpe"
+)
+
+
+def alone(lines: list[str], size: int) -> SentencePieceProcessor:
+    """What SentencePiece makes of one side's lines."""
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=size,
+        model_type="bpe",
+        normalization_rule_name="identity",
+        character_coverage=1.0,
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_target_languages_have_pieces_of_their_own_and_those_come_first(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    made = train(corpus, tmp_path / "out", SPLIT)
+    assert (made.statistics["pieces"], made.statistics["size"]) == (40 + 24 - 4, 40 + 24 - 4 + 2)
+    copy_tokenizer(made.directory, tmp_path / "copy")
+    tokenizer = load_tokenizer(tmp_path / "copy")
+    assert tokenizer.output_size == 24
+    sides = TEXTS["train"]["de-zh"]
+    source, target = alone(sides["de"], 40), alone(sides["zh"], 24)
+    for de, zh in zip(sides["de"][:50], sides["zh"][:50], strict=True):
+        assert tokenizer.encode(zh, language="zh") == target.encode(zh)
+        shifted = [one if one == 3 else one + 20 for one in source.encode(de)]
+        assert tokenizer.encode(de, language="de") == shifted
+        assert tokenizer.decode(tokenizer.encode(de, language="de")) == de
+        assert tokenizer.decode(tokenizer.encode(zh, language="zh")) == zh
+    mixed = [*tokenizer.encode("ab", language="de"), *tokenizer.encode("的", language="zh")]
+    assert tokenizer.decode(mixed) == "ab 的"
+    named = [tokenizer.piece(index) for index in range(60)]
+    assert named[4:] == [target.id_to_piece(i) for i in range(4, 24)] + [
+        source.id_to_piece(i) for i in range(4, 40)
+    ]
+    assert tokenizer.fingerprint != load_tokenizer(train_whole(corpus, tmp_path)).fingerprint
+
+
+def train_whole(corpus: Artifact, folder: Path) -> Path:
+    config = SPLIT.model_copy(update={"target_languages": ()})
+    return train(corpus, folder / "whole", config).directory
+
+
+def test_text_of_no_said_language_is_refused_where_languages_differ_in_their_pieces(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(train(corpus, tmp_path / "out", SPLIT).directory)
+    with pytest.raises(ValueError, match="say which one"):
+        tokenizer.encode("ab")
+
+
+def test_a_direction_into_a_language_without_pieces_of_the_target_is_refused(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(train(corpus, tmp_path / "out", SPLIT).directory)
+    tokenizer.refuse_to_write("zh")
+    with pytest.raises(ConfigError, match=r"into zh alone, not into de: leave that out"):
+        tokenizer.refuse_to_write("de")
+
+
+@pytest.mark.parametrize(
+    ("languages", "said"),
+    [(("fr", "zh"), "names fr, which .* does not have"), (("de", "zh"), "names all languages")],
+)
+def test_target_languages_are_some_of_the_corpus(
+    corpus: Artifact, tmp_path: Path, languages: tuple[str, ...], said: str
+) -> None:
+    config = SPLIT.model_copy(update={"target_languages": languages})
+    with pytest.raises(ConfigError, match=said):
+        train(corpus, tmp_path / "out", config)
+
+
+def test_a_target_vocabulary_that_is_too_large_is_called_by_its_setting(
+    corpus: Artifact, tmp_path: Path
+) -> None:
+    config = SPLIT.model_copy(update={"target_vocabulary_size": 3000, "model_type": "unigram"})
+    with pytest.raises(ConfigError, match=r"tokenizer.target_vocabulary_size = 3000 is too large"):
+        train(corpus, tmp_path / "out", config)
+
+
+@pytest.mark.parametrize("targets", [(), ("de",), ("de", "zh")])
+def test_a_recipe_trains_into_target_languages_alone(targets: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError, match=r"let mixture\.targets name them"):
+        Recipe(name="x", tokenizer=SPLIT, mixture=MixtureConfig(targets=targets))
+
+
+def test_bytes_are_not_parted() -> None:
+    with pytest.raises(ValidationError, match="the same for all languages"):
+        TokenizerConfig(kind="bytes", target_languages=("de",))
+
+
+def test_a_missing_target_model_is_named(corpus: Artifact, tmp_path: Path) -> None:
+    made = train(corpus, tmp_path / "out", SPLIT)
+    made.file("sentencepiece.target.model").unlink()
+    with pytest.raises(ArtifactError, match=r"sentencepiece\.target\.model"):
+        load_tokenizer(made.directory)

@@ -126,7 +126,7 @@ class Halves:
 
 def test_fertility_is_the_number_of_pieces_without_the_mark_of_a_space() -> None:
     tokenizer = Tokenizer(Halves(), language_ids={}, size=6, fingerprint="")
-    found = fertilities(tokenizer, ["abcd", "abc", "a", "ab"])
+    found = fertilities(tokenizer, ["abcd", "abc", "a", "ab"], language="de")
     assert found == {"abcd": 2, "abc": 2, "a": 1, "ab": 1}
 
 

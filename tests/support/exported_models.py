@@ -60,6 +60,19 @@ def own_tokenizer(languages: Sequence[str], model: bytes | None = None) -> Token
     return TokenizerFiles(description, model or own_sentencepiece())
 
 
+def tokenizer_of_two(target_languages: Sequence[str] = ("en",)) -> TokenizerFiles:
+    """Pieces of the languages that are translated from, and of those that are translated into."""
+    description = TokenizerDescription(
+        kind="sentencepiece",
+        languages=HUNDRED,
+        language_token_scheme="underscores",
+        target_languages=tuple(target_languages),
+    )
+    return TokenizerFiles(
+        description, own_sentencepiece(), own_sentencepiece(LINES[::2] * 20, size=40)
+    )
+
+
 def own_checkpoint(
     directory: Path,
     *,
@@ -89,6 +102,7 @@ def own_checkpoint(
         languages=built.languages,
         language_groups=groups,
         tag_scheme=tag_scheme,
+        output_size=built.output_size,
     )
     filled = spread_values(build_model(spec), eos_id=built.eos_id)
     with new_artifact(

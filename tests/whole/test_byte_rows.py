@@ -186,6 +186,9 @@ def test_the_tables_of_lobef_have_their_rows() -> None:
     assert [one.model.embedding.input for one in table_3.values()] == [
         *(["learned"] * 5 + ["one_hot"] * 3)
     ]
+    pieces = table_3["Subword"].tokenizer
+    assert (pieces.model_type, pieces.vocabulary_size) == ("bpe", 64_000)
+    assert (pieces.target_languages, pieces.target_vocabulary_size) == (("en",), 8_000)
     assert table_3["Byte-nCF"].model.front == NcfConfig()
     assert table_3["Byte-WSF"].model.front == WsfConfig()
     layers = [one.model.front for one in systems_of("lobef", "evaluation_ncf").values()]
@@ -332,3 +335,24 @@ def test_a_language_that_no_line_is_trained_on_is_translated(tmp_path: Path) -> 
     assert run_plan(placed, launcher=as_child) == 0
     translations = open_artifact(tmp_path / "run" / "translate_ncf_turkish", kind="translations")
     assert list(translations.statistics["directions"]) == ["az-en", "tr-en"]
+
+
+@pytest.mark.timeout(300)
+def test_subwords_of_seven_languages_are_translated_into_those_of_english(tmp_path: Path) -> None:
+    given = inputs_of("lobef", tmp_path / "raw")
+    sizes = 'kind = "sentencepiece"\nvocabulary_size = 55\ntarget_vocabulary_size = 26'
+    placed = placed_small(
+        *("lobef", tmp_path),
+        thresholds=(2, 4),
+        given=given,
+        wanted=["translate_subwords"],
+        tiny=SMALL.replace('kind = "bytes"', sizes),
+    )
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    spec = read_spec(open_artifact(run / "subwords", kind="checkpoint"))
+    assert (spec.vocabulary_size, spec.output_size) == (55 + 26 - 4 + 8, 26)
+    translations = open_artifact(run / "translate_subwords", kind="translations")
+    assert set(translations.statistics["directions"]) == {
+        f"{code}-en" for code in ("de", "hi", "km", "lo", "ne", "ta", "te")
+    }

@@ -73,16 +73,23 @@ def divergence(
         return None
     old = embeddings.tokenizer.build()
     pairs = shared_ids(old, tokenizer)
-    if not any(old.piece(one) for one, _ in pairs) or not set(old.languages).intersection(
-        tokenizer.languages
-    ):
+    if not _have_common_text(old, tokenizer, pairs):
         return None
+    outputs = [ids for ids in pairs if _are_outputs(ids, old, tokenizer)]
     batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec)
     before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
     batch = fixed_batch(tokenizer, [other for _, other in pairs], spec)
     after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
-    old_ids, new_ids = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
+    old_ids, new_ids = (torch.tensor(ids) for ids in zip(*outputs, strict=True))
     return compare(before_LV[:, old_ids], after_LV[:, new_ids])
+
+
+def _have_common_text(old: Tokenizer, new: Tokenizer, pairs: list[tuple[int, int]]) -> bool:
+    """Whether there are a piece to write and a language to write it in that both know."""
+    into = [set(one.target_languages or one.languages) for one in (old, new)]
+    return bool(into[0] & into[1]) and any(
+        old.piece(ids[0]) and _are_outputs(ids, old, new) for ids in pairs
+    )
 
 
 def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
@@ -107,6 +114,15 @@ def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
     ]
 
 
+def _is_output(index: int, tokenizer: Tokenizer) -> bool:
+    """Whether an id can be one of a translation's."""
+    return tokenizer.output_size is None or index < tokenizer.output_size
+
+
+def _are_outputs(ids: tuple[int, int], old: Tokenizer, new: Tokenizer) -> bool:
+    return _is_output(ids[0], old) and _is_output(ids[1], new)
+
+
 def fixed_batch(tokenizer: Tokenizer, ids: list[int], spec: ModelSpec) -> Batch:
     """Sentences of pieces drawn from a fixed seed, into and out of languages in turn.
 
@@ -114,17 +130,19 @@ def fixed_batch(tokenizer: Tokenizer, ids: list[int], spec: ModelSpec) -> Batch:
         ids: what may be drawn, in an order that both vocabularies share.
     """
     pieces = [index for index in ids if tokenizer.piece(index) is not None]
+    outputs = [index for index in pieces if _is_output(index, tokenizer)]
     generator = named_generator("function check")
     drawn = torch.randint(len(pieces), (SENTENCES, 2, LENGTH), generator=generator)
     codes = [code for code in tokenizer.languages if tokenizer.language_token_id(code) in ids]
+    into = [code for code in codes if code in (tokenizer.target_languages or codes)]
     examples = []
     for number, (source, target) in enumerate(drawn.tolist()):
-        one, other = codes[number % len(codes)], codes[(number + 1) % len(codes)]
+        one, other = codes[number % len(codes)], into[(number + 1) % len(into)]
         found = tags(tokenizer, spec.tag_scheme, source=one, target=other)
         examples.append(
             Example(
                 source=[pieces[index] for index in source[: LENGTH - number]],
-                target=[pieces[index] for index in target[: 1 + number]],
+                target=[outputs[index % len(outputs)] for index in target[: 1 + number]],
                 source_prefix=found.source_prefix,
                 decoder_prompt=found.decoder_prompt,
                 source_language=tokenizer.languages.index(one),

@@ -60,7 +60,7 @@ def recipe_source(source: SourceDeclaration) -> ModelSource:
             )
     spec = make_spec(
         model=recipe.model,
-        vocabulary_size=source.vocabulary_size or recipe.tokenizer.vocabulary_size,
+        vocabulary_size=source.vocabulary_size or recipe.tokenizer.ids,
         pad_id=SPECIALS["pad"],
         languages=_LANGUAGES,
         language_groups=tuple(index % num_groups for index in range(len(_LANGUAGES)))

@@ -1,6 +1,7 @@
 """Embeddings of one vocabulary from those of another: rows by what their ids mean.
 
-A piece, special or language that both have keeps its row. A new piece starts from the mean of the
+A piece, special or language that both have keeps its row; where source and target have pieces of
+their own, a piece is looked for on its own side first. A new piece starts from the mean of the
 rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
 resemble; what is left starts fresh.
 """
@@ -24,11 +25,15 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """How SentencePiece spells a byte."""
 
 
+OTHER_SIDE = {"piece": "target piece", "target piece": "piece"}
+"""Kinds of pieces."""
+
+
 class Meaning(NamedTuple):
     """What an id stands for."""
 
     kind: str
-    """``piece``, ``special`` or ``language``."""
+    """``piece``, ``target piece`` (where those are others), ``special`` or ``language``."""
     name: str
 
 
@@ -62,13 +67,20 @@ class RowPlan:
         return [f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"]
 
     def applied(self, old_VD: Tensor, fresh_VD: Tensor) -> Tensor:
-        """The new rows: kept, averaged, or those of ``fresh_VD``."""
+        """The new rows: kept, averaged, or those of ``fresh_VD``.
+
+        A table of the output has the first rows alone where source and target differ.
+        """
         new_VD = fresh_VD.clone()
-        single = [(new, old[0]) for new, old in enumerate(self.sources) if len(old) == 1]
+        sources = [
+            tuple(index for index in old if index < len(old_VD))
+            for old in self.sources[: len(fresh_VD)]
+        ]
+        single = [(new, old[0]) for new, old in enumerate(sources) if len(old) == 1]
         if single:
             new_ids, old_ids = (torch.tensor(ids) for ids in zip(*single, strict=True))
             new_VD[new_ids] = old_VD[old_ids].to(new_VD.dtype)
-        for new, old in enumerate(self.sources):
+        for new, old in enumerate(sources):
             if len(old) > 1:
                 new_VD[new] = old_VD[list(old)].float().mean(0).to(new_VD.dtype)
         return new_VD
@@ -91,7 +103,8 @@ def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
             found.append(Meaning("language", code))
         else:
             piece = tokenizer.piece(index)
-            found.append(None if piece is None else Meaning("piece", piece))
+            kind = "target piece" if index < (tokenizer.output_size or 0) else "piece"
+            found.append(None if piece is None else Meaning(kind, piece))
     return found
 
 
@@ -105,6 +118,9 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
         ConfigError: a language is to resemble one that the old tokenizer lacks.
     """
     known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    for (kind, name), index in list(known.items()):
+        if kind in OTHER_SIDE:
+            known.setdefault(Meaning(OTHER_SIDE[kind], name), index)
     new_meanings = meanings(new)
     sources: list[tuple[int, ...]] = []
     kept = averaged = fresh = 0
@@ -119,23 +135,25 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
             found = (old.language_token_id(resembling[meaning.name]),)
             kept += 1
         else:
-            found = _parts(meaning, old) if meaning.kind == "piece" else ()
+            found = _parts(meaning, old) if meaning.kind in OTHER_SIDE else ()
             averaged, fresh = averaged + bool(found), fresh + (not found)
         sources.append(found)
-    old_pieces = {meaning for meaning in known if meaning.kind == "piece"}
+    old_pieces = {meaning.name for meaning in known if meaning.kind in OTHER_SIDE}
+    new_pieces = {one.name for one in new_meanings if one is not None and one.kind in OTHER_SIDE}
     return RowPlan(
         sources=tuple(sources),
         kept=kept,
         averaged=averaged,
         fresh=fresh,
-        lost=len(old_pieces - set(filter(None, new_meanings))),
+        lost=len(old_pieces - new_pieces),
     )
 
 
 def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
     """The ids of a piece's text under the old tokenizer, without unknown ones."""
     text = _text(meaning.name)
-    ids = old.encode(text) if text.strip() else []
+    targets = old.target_languages if meaning.kind == "target piece" else ()
+    ids = old.encode(text, language=next(iter(targets), "")) if text.strip() else []
     if not meaning.name.startswith(SPACE) and ids and old.piece(ids[0]) == SPACE:
         ids = ids[1:]  # SentencePiece begins every text with a space
     return tuple(index for index in ids if index != old.unk_id)
@@ -186,4 +204,5 @@ def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFile
             }
         ),
         files.model,
+        files.target_model,
     )

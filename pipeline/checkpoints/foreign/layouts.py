@@ -86,6 +86,11 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
             f"{origin} has a vocabulary of bytes (tokenizer.kind), of which no format that "
             "checkpoints are written in knows: only SentencePiece vocabularies are exported."
         )
+    if files.target_model is not None:
+        raise CheckpointError(
+            f"{origin} has one vocabulary for the source and one for the target, of which no "
+            "format that checkpoints are written in here knows: only a single one is exported."
+        )
     tokenizer, description = files.build(), files.description
     processor = SentencePieceProcessor(model_proto=files.model)
     numbering = description.numbering

@@ -1,0 +1,96 @@
+"""A model whose translations consist of the first ids alone, the others being of source text."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+
+from pipeline.config import DecodingConfig, LossConfig
+from pipeline.decoding.beam_search import beam_search
+from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.quantization import quantize
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, build_model
+from pipeline.training.losses import training_loss
+
+OUTPUT = 20
+UNTIED = {"embedding": {"output": "untied"}}
+
+
+def spec_of(**model: object) -> ModelSpec:
+    return tiny_spec(model=model).model_copy(update={"output_size": OUTPUT})
+
+
+def whole_beside(model: Transformer) -> Transformer:
+    """The same weights with logits of all ids; an untied table's further rows are noise."""
+    whole = build_model(model.spec.model_copy(update={"output_size": None}))
+    state = model.state_dict()
+    for name, value in whole.state_dict().items():
+        if name == "embedding.output_weight":
+            state[name] = torch.cat([state[name], torch.randn(len(value) - OUTPUT, 16)])
+    whole.load_state_dict(state)
+    return whole
+
+
+@pytest.mark.parametrize("model", [{}, UNTIED], ids=["tied", "untied"])
+def test_logits_are_those_of_the_first_ids(model: dict[str, object]) -> None:
+    ours = tiny_model(spec_of(**model)).eval()
+    batch = random_batch(ours.spec, sentences=4, seed=1)
+    with torch.no_grad():
+        found, every = ours(batch).logits_LV, whole_beside(ours).eval()(batch).logits_LV
+    assert found.shape[1] == OUTPUT
+    torch.testing.assert_close(found, every[:, :OUTPUT], rtol=1e-5, atol=1e-6)
+
+
+def test_an_untied_table_has_no_rows_of_source_pieces() -> None:
+    model = tiny_model(spec_of(**UNTIED))
+    assert model.embedding.output_weight is not None
+    assert model.embedding.weight is not None
+    assert (len(model.embedding.weight), len(model.embedding.output_weight)) == (40, OUTPUT)
+
+
+def test_source_pieces_have_no_share_in_the_loss_and_a_gradient_as_input_alone() -> None:
+    """Against a softmax over the first ids, written out in float64."""
+    model = tiny_model(spec_of()).double()
+    batch = random_batch(model.spec, sentences=4, seed=1)
+    batch.labels_L.clamp_(max=OUTPUT - 1)
+    loss = training_loss(model, batch, LossConfig(label_smoothing=0.1)).objective
+    loss.backward()
+    ours = {name: one.grad for name, one in model.named_parameters()}
+    model.zero_grad()
+    whole = whole_beside(model).double()
+    log_p_LV = F.log_softmax(whole(batch).logits_LV[:, :OUTPUT], dim=-1)
+    of_labels = log_p_LV.gather(1, batch.labels_L[:, None]).sum()
+    expected = -(0.9 * of_labels + 0.1 * log_p_LV.mean(-1).sum())
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    for name, one in whole.named_parameters():
+        torch.testing.assert_close(ours[name], one.grad, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_translations_have_ids_of_the_output_alone(is_quantized: bool) -> None:
+    model = tiny_model(spec_of()).eval()
+    if is_quantized:
+        quantize(model)
+    sources = [
+        Source(
+            [*one.source_prefix, *one.source, EOS_ID],
+            one.decoder_prompt,
+            one.source_language,
+            one.target_language,
+        )
+        for one in random_examples(model.spec, sentences=12, seed=2)
+    ]
+    with torch.inference_mode():
+        found = beam_search(model, sources, DecodingConfig(beam_size=3), eos_id=EOS_ID)
+    tokens = [token for one in found for token in one.tokens]
+    assert tokens
+    assert max(tokens) < OUTPUT
+
+
+@pytest.mark.parametrize("size", [1, 41])
+def test_an_output_that_the_vocabulary_cannot_have_is_refused(size: int) -> None:
+    with pytest.raises(ValidationError, match=f"output_size {size} does not lie above pad_id 1"):
+        ModelSpec(**{**tiny_spec().model_dump(), "output_size": size})
