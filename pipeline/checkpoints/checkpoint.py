@@ -79,12 +79,17 @@ def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
         ("ids", spec.vocabulary_size, tokenizer.size),
         ("padding", spec.pad_id, tokenizer.pad_id),
         ("languages", spec.languages, tokenizer.languages),
+        ("ids of the target", spec.output_size or spec.vocabulary_size, _outputs(tokenizer)),
     ):
         if of_model != of_tokenizer:
             raise CheckpointError(
                 f"The model and the tokenizer of {checkpoint.directory} do not belong together "
                 f"({what}: {shown(of_model)} and {shown(of_tokenizer)}): run its stage again."
             )
+
+
+def _outputs(tokenizer: Tokenizer) -> int:
+    return tokenizer.output_size or tokenizer.size
 
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:

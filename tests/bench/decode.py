@@ -6,7 +6,7 @@ both sides, on ours by naming padding, which is never generated, as the token th
 CTranslate2 stands beside it where it is installed, in float32 and in 8 bits; run the command with
 CT2_USE_MKL=1 and with CT2_USE_MKL=0 to see both of its libraries.
 
-    python tests/bench/decode.py [--quick] [--rounds N] [--json FILE]
+    python tests/bench/decode.py [--quick] [--rounds N] [--only PEER] [--json FILE]
 """
 
 import copy
@@ -41,6 +41,7 @@ from pipeline.model.transformer import Transformer
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
 CTRANSLATE2_TARGETS = {"float32": 1.2, "int8": 1.0}
 SENTENCES, BEAMS, NEW_TOKENS = 32, 5, 40
+PEERS = ("generate", "ctranslate2")
 
 Sequences = list[tuple[int, ...]]
 
@@ -114,13 +115,27 @@ def ctranslate2_rows(options: Options) -> list[Row]:
             print(f"{kind}: {same} of {SENTENCES} translations are CTranslate2's")
             assert {len(tokens) for tokens in found + expected} == {NEW_TOKENS}
             searches = {"ours": ours[kind], "CTranslate2": peer}
-            seconds = interleaved(searches, rounds=options.rounds, warm_up=2)
+            seconds = interleaved(searches, rounds=options.rounds, warm_up=1)
             rows += compare(seconds, case=f"beam search, {kind}", target=target)
     return rows
 
 
 def main() -> None:
-    options = parse_options("Beam search, against Hugging Face's generate.")
+    options = parse_options("Beam search, against Hugging Face's generate.", peers=PEERS)
+    rows: list[Row] = []
+    if options.only != "ctranslate2":
+        rows += generate_rows(options)
+    if options.only == "ctranslate2" or (
+        options.only is None and importlib.util.find_spec("ctranslate2")
+    ):
+        rows += ctranslate2_rows(options)
+    model, _ = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
+    shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
+    report(rows, options, shapes=shapes)
+
+
+def generate_rows(options: Options) -> list[Row]:
+    """Ours beside Hugging Face's, in both precisions."""
     rows: list[Row] = []
     for dtype, target in TARGETS.items():
         model, examples = model_and_examples(dtype, sentences=SENTENCES, quick=options.quick)
@@ -134,10 +149,7 @@ def main() -> None:
         seconds = interleaved(searches, rounds=options.rounds)
         case = f"beam search, {str(dtype).removeprefix('torch.')}"
         rows += compare(seconds, case=case, target=target)
-    if importlib.util.find_spec("ctranslate2"):
-        rows += ctranslate2_rows(options)
-    shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"
-    report(rows, options, shapes=shapes)
+    return rows
 
 
 if __name__ == "__main__":

@@ -44,18 +44,25 @@ class Options:
     rounds: int
     threads: int
     json_path: Path | None
+    only: str | None = None
+    """The one peer to run beside, of a benchmark that has several."""
 
 
-def parse_options(description: str, *, rounds: int = 7) -> Options:
+def parse_options(
+    description: str, *, rounds: int = 7, peers: Sequence[str] | None = None
+) -> Options:
     """Command line of a benchmark; sets torch's number of threads.
 
-    ``rounds`` are those after the warm-up, unless the command line says otherwise.
+    ``rounds`` are those after the warm-up, unless the command line says otherwise; of ``peers`` it
+    may choose one.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small shapes: only whether it runs")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds after the warm-up")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, too")
+    if peers is not None:
+        parser.add_argument("--only", choices=peers, help="leave the other peers out")
     given = parser.parse_args()
     threads = 1 if given.quick else given.threads
     torch.set_num_threads(threads)
@@ -64,6 +71,7 @@ def parse_options(description: str, *, rounds: int = 7) -> Options:
         rounds=2 if given.quick else given.rounds,
         threads=threads,
         json_path=given.json,
+        only=given.only if peers is not None else None,
     )
 
 

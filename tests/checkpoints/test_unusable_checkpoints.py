@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.exported_models import own_checkpoint, tokenizer_of_two
 from support.readable_artifacts import Shelf, build_shelf
 from support.readers_sweep import reseal
 
 from pipeline import cli
-from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer
 from pipeline.checkpoints.checkpoint import (
     load_model,
     open_checkpoint,
@@ -196,3 +197,20 @@ def test_a_tokenizer_of_another_model_is_refused(shelf: Shelf, broken: Path) -> 
     refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("tokenizer")))
     with pytest.raises(CheckpointError, match=r"do not belong together \(ids: 263 and 39\)"):
         refuse_other_tokenizer(checkpoint, load_tokenizer(shelf.path("pieces")))
+
+
+def test_a_vocabulary_of_the_target_that_the_model_does_not_write_is_refused(
+    tmp_path: Path,
+) -> None:
+    own_checkpoint(tmp_path / "two", tokenizer=tokenizer_of_two())
+    checkpoint = open_checkpoint(tmp_path / "two")
+    refuse_other_tokenizer(checkpoint, tokenizer_of_two().build())
+    with pytest.raises(CheckpointError, match=r"\(ids of the target: 36 and \d+\)"):
+        refuse_other_tokenizer(checkpoint, grown(tokenizer_of_two().build()))
+
+
+def grown(tokenizer: Tokenizer) -> Tokenizer:
+    """As many ids, more of them the target's."""
+    assert tokenizer.output_size is not None
+    tokenizer.output_size += 1
+    return tokenizer
