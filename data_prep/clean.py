@@ -7,8 +7,8 @@ each pair are in which held-out set, over all pairs (``held_out_leaks.json``). E
 counted under the first rule it breaks, and where one side breaks it, for that side. A pair that
 loses all its lines is left without training data, which the statistics say (``emptied``). Pairs are
 independent of each other, so the result does not depend on the number of workers; memory holds
-250 bytes per held-out line of a language, 8 bytes per training line of a pair in work, plus
-overhead, and a block of lines: import has bounded their length.
+250 bytes per held-out line of a language; of a pair in work 1 byte per training line, 16 per line
+that repeats another, and a block of lines: import has bounded their length.
 """
 
 import hashlib

@@ -125,6 +125,7 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
 
     Raises:
         ConfigError: target languages are none of the corpus's, or all of them.
+        DataError: one side has no training lines.
     """
     present, own = languages(corpus), config.target_languages
     if not own:
@@ -140,6 +141,14 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
             f"tokenizer.target_languages {problem}: name those that are translated into and have "
             "pieces of their own, or leave it out for one vocabulary."
         )
+    lines = lines_per_language(corpus)
+    for side in (others, own):
+        if not any(lines[code] for code in side):
+            raise DataError(
+                f"{corpus.directory} has no training lines in {listed(sorted(side))}, which are to "
+                "have pieces of their own (tokenizer.target_languages parts the languages): give "
+                "it some, or change that setting."
+            )
     return [
         Side(frozenset(others), "vocabulary_size", config.vocabulary_size),
         Side(frozenset(own), "target_vocabulary_size", config.target_vocabulary_size),

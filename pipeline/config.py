@@ -165,7 +165,8 @@ class TokenizerConfig(Settings):
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
     """``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown; ``bytes``: its bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
-    """Pieces, specials included, language tokens not; of ``characters`` the most there may be."""
+    """Pieces, specials included, language tokens not; of ``characters`` the most there may be. Of
+    all languages but ``target_languages``."""
     target_languages: tuple[str, ...] = ()
     """Languages with pieces of their own, which are all that is translated into; the other
     languages share ``vocabulary_size`` pieces, and are translated from. None: one vocabulary."""
@@ -187,6 +188,11 @@ class TokenizerConfig(Settings):
     seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
+
+    @property
+    def output_ids(self) -> int | None:
+        """Ids that translations consist of, where others are of source text."""
+        return self.target_vocabulary_size if self.target_languages else None
 
     @property
     def ids(self) -> int:
@@ -999,6 +1005,11 @@ class Recipe(Settings):
             raise ValueError(
                 f"tokenizer.target_languages, {', '.join(own)}, are all that can be translated "
                 "into: let mixture.targets name them, or some of them"
+            )
+        if own and self.batches.tag_is_label:
+            raise ValueError(
+                "batches.tag_is_label is true, and with tokenizer.target_languages the model "
+                "predicts pieces of those languages alone, no language token: set it to false"
             )
         return self
 

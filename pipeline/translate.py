@@ -108,7 +108,7 @@ def select_directions(
         ConfigError: the model knows none of the directions, or none is into the targets.
     """
     tokenizer = read_tokenizer(checkpoint)
-    known = set(tokenizer.languages)
+    known, into = set(tokenizer.languages), tokenizer.target_languages
     every = directions(corpus, "test")
     if not every:
         raise ArtifactError(
@@ -120,8 +120,9 @@ def select_directions(
     if not taken:
         raise ConfigError(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
-            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}; name a corpus "
-            "with two of those."
+            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
+            + (f", and translates into {listed(into)} alone" if into else "")
+            + "; name a corpus with two of those."
         )
     wanted = [one for one in taken if not targets or one.target in targets]
     if not wanted:

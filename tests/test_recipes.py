@@ -17,7 +17,7 @@ from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
 
-OVERLAYS = ("hub", "smoke", "tmx")
+OVERLAYS = ("hub", "smoke", "subwords_64k_to_8k", "tmx")
 SYSTEMS = (
     *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
     *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),

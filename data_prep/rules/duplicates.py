@@ -1,8 +1,8 @@
 """Training lines that repeat an earlier one of their pair, told before any of them is judged.
 
 A digest of 8 bytes stands for both sides of a line. The digests go to a file without a name, and
-are compared a part at a time, so that memory grows with the repeats alone: 16 bytes for each, and
-one for every line.
+are compared a part at a time, so that memory grows with the repeats alone: 16 bytes for each, 48
+while they are sorted, and one for every line.
 """
 
 import tempfile
@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from data_prep.rules.held_out import digest_of
 
-PART = 2**19
-"""Digests that are compared at a time, about."""
+PART, MOST_PARTS = 2**19, 64
+"""Digests that are compared at a time, about; more of them where there would be more parts."""
 
 Digests = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -73,7 +73,7 @@ class LineDigests:
         self._lines += len(lines)
 
     def duplicates(self) -> Duplicates:
-        parts = max(1, round(self._lines / PART))
+        parts = min(max(1, round(self._lines / PART)), MOST_PARTS)
         found = [self._within(part, parts) for part in range(parts)]
         repeats, firsts = (np.concatenate(one) for one in zip(*found, strict=True))
         order = np.argsort(repeats)

@@ -345,7 +345,7 @@ def build_tokenizer(
     numbering, languages = description.numbering, description.languages
     vocabulary, target = _vocabulary(description, model), None
     if target_model is not None:
-        source, own = vocabulary, _vocabulary(description, target_model)
+        source, own = vocabulary, _vocabulary(description, target_model, name=TARGET_MODEL_NAME)
         vocabulary = SourceAndTargetVocabulary(source, own, encodes="source")
         encoder: Vocabulary = SourceAndTargetVocabulary(source, own, encodes="target")
         if numbering is not None:
@@ -367,13 +367,15 @@ def build_tokenizer(
     )
 
 
-def _vocabulary(description: TokenizerDescription, model: bytes | None) -> Vocabulary:
+def _vocabulary(
+    description: TokenizerDescription, model: bytes | None, *, name: str = MODEL_NAME
+) -> Vocabulary:
     """The vocabulary of one of the models."""
     if model is None:
         return ByteVocabulary()
     if description.kind == "byte_bpe":
-        return ByteLevelVocabulary(model)
-    return SentencePieceVocabulary(model, has_specials=description.numbering is None)
+        return ByteLevelVocabulary(model, name=name)
+    return SentencePieceVocabulary(model, has_specials=description.numbering is None, name=name)
 
 
 def write_tokenizer(

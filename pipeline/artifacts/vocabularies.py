@@ -114,14 +114,14 @@ class SentencePieceVocabulary:
         ArtifactError: not a model, or one that lacks a special.
     """
 
-    def __init__(self, model: bytes, *, has_specials: bool = True) -> None:
+    def __init__(self, model: bytes, *, has_specials: bool = True, name: str = MODEL_NAME) -> None:
         if not model:  # without one the processor is made, and complains of every question
-            raise ArtifactError(f"{MODEL_NAME} is empty: restore it from a copy.")
+            raise ArtifactError(f"{name} is empty: restore it from a copy.")
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{MODEL_NAME} is not a SentencePiece model: restore it from a copy."
+                f"{name} is not a SentencePiece model: restore it from a copy."
             ) from error
         self._model = model
         self._has_specials = has_specials
@@ -226,8 +226,8 @@ class ByteLevelVocabulary:
     to SentencePiece.)
     """
 
-    def __init__(self, model: bytes) -> None:
-        self._pieces = SentencePieceVocabulary(model)
+    def __init__(self, model: bytes, *, name: str = MODEL_NAME) -> None:
+        self._pieces = SentencePieceVocabulary(model, name=name)
         self.size = self._pieces.size
         self.pad_id, self.bos_id = self._pieces.pad_id, self._pieces.bos_id
         self.eos_id, self.unk_id = self._pieces.eos_id, self._pieces.unk_id
@@ -235,7 +235,7 @@ class ByteLevelVocabulary:
         others = set().union(*spelled) - {*_READ, SPACE}
         if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
             raise ArtifactError(
-                f"{MODEL_NAME} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
+                f"{name} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
                 "bytes (byte_bpe): restore both from one copy."
             )
 

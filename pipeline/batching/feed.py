@@ -143,6 +143,11 @@ class SplitData:
         self._files = _Files(self._pairs)
         self._languages = _Languages(self._pairs, tokenizer, config.tag_scheme)
 
+    @property
+    def tag_is_label(self) -> bool:
+        """Whether the prompt's language token is to be predicted."""
+        return self._config.tag_is_label
+
     @cached_property
     def offsets(self) -> dict[str, PairOffsets]:
         """Where sentences begin, by pair."""
@@ -261,6 +266,11 @@ class TrainingData:
             for source, target in ((one, other), (other, one)):
                 if self.mixture.draws(Direction(source, target)):
                     self.tokenizer.refuse_to_write(target)
+        if self.tokenizer.output_size is not None and self.train.tag_is_label:
+            raise ConfigError(
+                "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
+                "languages translated into, no language tokens among them: set it to false."
+            )
         validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
         ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
         if not any(self.mixture.draws(way) for way in ways):

@@ -25,6 +25,7 @@ def _describe(options: argparse.Namespace) -> int:
         vocabulary_size=vocabulary_size,
         num_groups=_num_groups(recipe, options.groups),
         num_languages=_num_languages(recipe, options.languages),
+        output_size=recipe.tokenizer.output_ids,
     )
     if options.json:
         described = {

@@ -70,7 +70,8 @@ def forced_pass(
         if number == attention_of:
             attention_BTS = _attention(layer, x_ND, target, tokens, memory_ND, source).cpu()
         x_ND = layer(x_ND, target, tokens, memory_ND, source).x_ND
-    log_p_BT = _log_probabilities(model, x_ND, inputs, eos_id=eos_id)
+    prompts = [len(one.prompt) for one in sources]
+    log_p_BT = _log_probabilities(model, x_ND, inputs, prompts, eos_id=eos_id)
     found = []
     for row, (one, ids) in enumerate(zip(sources, inputs, strict=True)):
         first = len(one.prompt) - 1  # the position that predicts the first token
@@ -88,10 +89,20 @@ def _flat(parts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _log_probabilities(
-    model: Transformer, x_ND: Tensor, inputs: Sequence[Sequence[int]], *, eos_id: int
+    model: Transformer,
+    x_ND: Tensor,
+    inputs: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    *,
+    eos_id: int,
 ) -> list[list[float]]:
-    """Of the token behind every position of the decoder's input, sentence by sentence."""
-    label_N = _flat([(*ids[1:], eos_id) for ids in inputs], x_ND.device)
+    """Of the token behind every position of the decoder's input, sentence by sentence.
+
+    Within the prompt, whose tags a model may not be able to predict, of end-of-sentence.
+    """
+    behind = zip(inputs, prompts, strict=True)
+    labels = [(*[eos_id] * (prompt - 1), *ids[prompt:], eos_id) for ids, prompt in behind]
+    label_N = _flat(labels, x_ND.device)
     parts = []
     for rows_LD, label_L in zip(x_ND.split(LOGIT_ROWS), label_N.split(LOGIT_ROWS), strict=True):
         log_p_LV = F.log_softmax(model.project(rows_LD), dim=1, dtype=torch.float32)

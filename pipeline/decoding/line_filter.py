@@ -131,6 +131,7 @@ def find_direction(translator: Translator, *, source: str, target: str) -> Direc
         raise ConfigError(
             f"--from {source} and --to {target} are one language: name two different ones."
         )
+    translator.tokenizer.refuse_to_write(direction.target)
     return direction
 
 

@@ -138,6 +138,7 @@ def estimate(
             vocabulary_size=vocabulary_size,
             num_groups=num_groups,
             num_languages=num_languages,
+            output_size=recipe.tokenizer.output_ids,
         )
     )
     groups = _optimizer_groups(model, recipe, processes=processes)
@@ -444,11 +445,12 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
     First the loss; then the logits' gradient and, from it, that of the tied embedding; then the
     latter, which waits for the look-up's, beside the gradients inside a layer.
     """
-    logits = batch.tokens * vocabulary_size
+    outputs = recipe.tokenizer.output_ids or vocabulary_size
+    logits = batch.tokens * outputs
     embedding = batch.value * vocabulary_size * recipe.model.width
     return max(
-        _passes(recipe) * _loss_bytes(batch, vocabulary_size=vocabulary_size)
-        + _divergence_bytes(recipe, batch, vocabulary_size=vocabulary_size),
+        _passes(recipe) * _loss_bytes(batch, outputs=outputs)
+        + _divergence_bytes(recipe, batch, outputs=outputs),
         batch.value * logits + embedding,
         embedding + _layer_temporaries(recipe.model, batch),
     )
@@ -459,22 +461,22 @@ def _passes(recipe: Recipe) -> int:
     return 2 if recipe.loss.objective == "fuse_distillation" else 1
 
 
-def _loss_bytes(batch: MicroBatchShape, *, vocabulary_size: int) -> int:
+def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
     """Peak of the loss and its gradient: N V logits and as many gradients, and some rows' float32.
 
     On CPU there are a few rows of those, on CUDA the largest of a few chunks.
     """
     copies = 3 if batch.value < FLOAT32 else 2
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
-    return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * vocabulary_size
+    return (2 * batch.tokens * batch.value + copies * rows * FLOAT32) * outputs
 
 
-def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
+def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -> int:
     """Of fuse distillation: the gradient of each route's logits, where it learns from it."""
     if recipe.loss.objective != "fuse_distillation":
         return 0
     gradients = 2 if recipe.loss.distillation == "symmetric" else 1
-    return gradients * batch.tokens * batch.value * vocabulary_size
+    return gradients * batch.tokens * batch.value * outputs
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:

@@ -246,6 +246,7 @@ def _model(
             vocabulary_size=vocabulary_size,
             num_groups=num_groups,
             num_languages=num_languages,
+            output_size=recipe.tokenizer.output_ids,
         ),
         regularization=Regularization.of(recipe.training),
         device=META,

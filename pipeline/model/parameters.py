@@ -10,11 +10,17 @@ PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
 
 
 def count_parameters(
-    model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+    model: ModelConfig,
+    *,
+    vocabulary_size: int,
+    num_groups: int,
+    num_languages: int = 1,
+    output_size: int | None = None,
 ) -> dict[str, int]:
     """Parameters by part, built on the meta device: see :func:`count_parameters_of`.
 
-    ``num_languages`` matters to models with modules of languages.
+    ``num_languages`` matters to models with modules of languages; ``output_size`` is the number of
+    ids that translations consist of, where that is not all.
     """
     return count_parameters_of(
         placeholder_spec(
@@ -22,6 +28,7 @@ def count_parameters(
             vocabulary_size=vocabulary_size,
             num_groups=num_groups,
             num_languages=num_languages,
+            output_size=output_size,
         )
     )
 

@@ -123,7 +123,12 @@ def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
 
 
 def placeholder_spec(
-    model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
+    model: ModelConfig,
+    *,
+    vocabulary_size: int,
+    num_groups: int,
+    num_languages: int = 1,
+    output_size: int | None = None,
 ) -> ModelSpec:
     """A spec of that size with languages of no name, at least one per group: to count with."""
     modules = model.language_modules
@@ -133,6 +138,7 @@ def placeholder_spec(
     return make_spec(
         model=model,
         vocabulary_size=vocabulary_size,
+        output_size=output_size,
         pad_id=0,
         languages=languages,
         language_groups=tuple(i % num_groups for i in range(len(languages)))

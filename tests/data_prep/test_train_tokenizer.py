@@ -14,8 +14,8 @@ from data_prep.train_tokenizer import bytes_per_line, draw_sample
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import lines_per_language
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
-from pipeline.config import MixtureConfig, Recipe, TokenizerConfig
-from pipeline.errors import ArtifactError, ConfigError
+from pipeline.config import BatchesConfig, MixtureConfig, Recipe, TokenizerConfig
+from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.stages import STAGES, StageCall
 
 GENERATOR = random.Random(1)
@@ -236,6 +236,16 @@ def test_target_languages_are_some_of_the_corpus(
         train(corpus, tmp_path / "out", config)
 
 
+def test_a_side_without_training_lines_is_named(tmp_path: Path) -> None:
+    texts: Texts = {
+        "train": {"de-fr": {"de": ["ab"], "fr": ["cd"]}},
+        "test": {"de-zh": {"de": ["ab"], "zh": ["的"]}},
+    }
+    corpus = make_corpus(tmp_path / "corpus", texts)
+    with pytest.raises(DataError, match=r"no training lines in zh, which are to have pieces"):
+        train(corpus, tmp_path / "out", SPLIT)
+
+
 def test_a_target_vocabulary_that_is_too_large_is_called_by_its_setting(
     corpus: Artifact, tmp_path: Path
 ) -> None:
@@ -250,13 +260,27 @@ def test_a_recipe_trains_into_target_languages_alone(targets: tuple[str, ...]) -
         Recipe(name="x", tokenizer=SPLIT, mixture=MixtureConfig(targets=targets))
 
 
+def test_no_language_token_is_predicted_beside_pieces_of_the_target() -> None:
+    with pytest.raises(ValidationError, match="tag_is_label is true"):
+        Recipe(
+            name="x",
+            tokenizer=SPLIT,
+            mixture=MixtureConfig(targets=("zh",)),
+            batches=BatchesConfig(tag_is_label=True),
+        )
+
+
 def test_bytes_are_not_parted() -> None:
     with pytest.raises(ValidationError, match="the same for all languages"):
         TokenizerConfig(kind="bytes", target_languages=("de",))
 
 
-def test_a_missing_target_model_is_named(corpus: Artifact, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_target_model_is_named(corpus: Artifact, tmp_path: Path) -> None:
     made = train(corpus, tmp_path / "out", SPLIT)
-    made.file("sentencepiece.target.model").unlink()
+    path = made.file("sentencepiece.target.model")
+    path.write_bytes(b"damaged")
+    with pytest.raises(ArtifactError, match=r"sentencepiece\.target\.model is not a"):
+        load_tokenizer(made.directory)
+    path.unlink()
     with pytest.raises(ArtifactError, match=r"sentencepiece\.target\.model"):
         load_tokenizer(made.directory)

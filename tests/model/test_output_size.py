@@ -1,15 +1,21 @@
 """A model whose translations consist of the first ids alone, the others being of source text."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 
-from pipeline.config import DecodingConfig, LossConfig
+from pipeline.batching.batch import Example, collate
+from pipeline.config import DecodingConfig, LossConfig, load_recipe
 from pipeline.decoding.beam_search import beam_search
-from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.forced_pass import forced_pass
+from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
+from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
@@ -31,6 +37,18 @@ def whole_beside(model: Transformer) -> Transformer:
             state[name] = torch.cat([state[name], torch.randn(len(value) - OUTPUT, 16)])
     whole.load_state_dict(state)
     return whole
+
+
+def sources_of(examples: Sequence[Example]) -> list[Source]:
+    return [
+        Source(
+            [*one.source_prefix, *one.source, EOS_ID],
+            one.decoder_prompt,
+            one.source_language,
+            one.target_language,
+        )
+        for one in examples
+    ]
 
 
 @pytest.mark.parametrize("model", [{}, UNTIED], ids=["tied", "untied"])
@@ -74,20 +92,39 @@ def test_translations_have_ids_of_the_output_alone(is_quantized: bool) -> None:
     model = tiny_model(spec_of()).eval()
     if is_quantized:
         quantize(model)
-    sources = [
-        Source(
-            [*one.source_prefix, *one.source, EOS_ID],
-            one.decoder_prompt,
-            one.source_language,
-            one.target_language,
-        )
-        for one in random_examples(model.spec, sentences=12, seed=2)
-    ]
+    sources = sources_of(random_examples(model.spec, sentences=12, seed=2))
     with torch.inference_mode():
         found = beam_search(model, sources, DecodingConfig(beam_size=3), eos_id=EOS_ID)
     tokens = [token for one in found for token in one.tokens]
     assert tokens
     assert max(tokens) < OUTPUT
+
+
+def test_a_forced_translation_is_scored_though_its_tags_cannot_be_predicted() -> None:
+    """Against the model with logits of all ids, renormalised over the first."""
+    model = tiny_model(spec_of()).eval()
+    (example,) = random_examples(model.spec, sentences=1, seed=3)
+    tokens = [min(token, OUTPUT - 1) for token in example.target]
+    assert max(example.decoder_prompt) >= OUTPUT
+    (source,) = sources_of([example])
+    with torch.inference_mode():
+        translation = Translation(tuple(tokens), 0.0)
+        (found,) = forced_pass(model, [source], [translation], eos_id=EOS_ID)
+        batch = collate([replace(example, target=tokens)], eos_id=EOS_ID)
+        log_p_LV = whole_beside(model).eval()(batch).logits_LV[:, :OUTPUT].log_softmax(-1)
+    expected = log_p_LV.gather(1, batch.labels_L[:, None])[:, 0]
+    assert list(found.log_p) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_parameters_and_memory_are_those_of_the_output() -> None:
+    recipe = load_recipe("bytes_lobef+subwords_64k_to_8k+lobef_code")
+    counted = count_parameters(
+        recipe.model,
+        vocabulary_size=recipe.tokenizer.ids + 8,
+        num_groups=0,
+        output_size=recipe.tokenizer.output_ids,
+    )
+    assert counted["embeddings"] == 512 * (64_000 + 8_000 - 4 + 8 + 8_000)
 
 
 @pytest.mark.parametrize("size", [1, 41])

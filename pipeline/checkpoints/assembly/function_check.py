@@ -8,7 +8,7 @@ Legend: L predicted tokens, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,9 +76,10 @@ def divergence(
     if not _have_common_text(old, tokenizer, pairs):
         return None
     outputs = [ids for ids in pairs if _are_outputs(ids, old, tokenizer)]
-    batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec)
+    into = common_targets(old, tokenizer)
+    batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec, into=into)
     before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
-    batch = fixed_batch(tokenizer, [other for _, other in pairs], spec)
+    batch = fixed_batch(tokenizer, [other for _, other in pairs], spec, into=into)
     after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
     old_ids, new_ids = (torch.tensor(ids) for ids in zip(*outputs, strict=True))
     return compare(before_LV[:, old_ids], after_LV[:, new_ids])
@@ -86,10 +87,15 @@ def divergence(
 
 def _have_common_text(old: Tokenizer, new: Tokenizer, pairs: list[tuple[int, int]]) -> bool:
     """Whether there are a piece to write and a language to write it in that both know."""
-    into = [set(one.target_languages or one.languages) for one in (old, new)]
-    return bool(into[0] & into[1]) and any(
+    return bool(common_targets(old, new)) and any(
         old.piece(ids[0]) and _are_outputs(ids, old, new) for ids in pairs
     )
+
+
+def common_targets(old: Tokenizer, new: Tokenizer) -> set[str]:
+    """Languages that both can translate into."""
+    both = set(old.languages) & set(new.languages)
+    return {code for code in both if old.writes(code) and new.writes(code)}
 
 
 def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
@@ -123,21 +129,24 @@ def _are_outputs(ids: tuple[int, int], old: Tokenizer, new: Tokenizer) -> bool:
     return _is_output(ids[0], old) and _is_output(ids[1], new)
 
 
-def fixed_batch(tokenizer: Tokenizer, ids: list[int], spec: ModelSpec) -> Batch:
+def fixed_batch(
+    tokenizer: Tokenizer, ids: list[int], spec: ModelSpec, *, into: Collection[str]
+) -> Batch:
     """Sentences of pieces drawn from a fixed seed, into and out of languages in turn.
 
     Args:
         ids: what may be drawn, in an order that both vocabularies share.
+        into: languages that may be targets.
     """
     pieces = [index for index in ids if tokenizer.piece(index) is not None]
     outputs = [index for index in pieces if _is_output(index, tokenizer)]
     generator = named_generator("function check")
     drawn = torch.randint(len(pieces), (SENTENCES, 2, LENGTH), generator=generator)
     codes = [code for code in tokenizer.languages if tokenizer.language_token_id(code) in ids]
-    into = [code for code in codes if code in (tokenizer.target_languages or codes)]
+    targets = [code for code in codes if code in into]
     examples = []
     for number, (source, target) in enumerate(drawn.tolist()):
-        one, other = codes[number % len(codes)], into[(number + 1) % len(into)]
+        one, other = codes[number % len(codes)], targets[(number + 1) % len(targets)]
         found = tags(tokenizer, spec.tag_scheme, source=one, target=other)
         examples.append(
             Example(

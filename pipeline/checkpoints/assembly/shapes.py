@@ -61,6 +61,7 @@ def recipe_source(source: SourceDeclaration) -> ModelSource:
     spec = make_spec(
         model=recipe.model,
         vocabulary_size=source.vocabulary_size or recipe.tokenizer.ids,
+        output_size=recipe.tokenizer.output_ids,
         pad_id=SPECIALS["pad"],
         languages=_LANGUAGES,
         language_groups=tuple(index % num_groups for index in range(len(_LANGUAGES)))

@@ -1,7 +1,8 @@
 """Embeddings of one vocabulary from those of another: rows by what their ids mean.
 
 A piece, special or language that both have keeps its row; where source and target have pieces of
-their own, a piece is looked for on its own side first. A new piece starts from the mean of the
+their own, a piece is looked for on its own side first, and for one of both among the target's. A
+new piece starts from the mean of the
 rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
 resemble; what is left starts fresh.
 """
@@ -119,7 +120,9 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
     """
     known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
     for (kind, name), index in list(known.items()):
-        if kind in OTHER_SIDE:
+        if kind == "target piece" and new.output_size is None:
+            known[Meaning("piece", name)] = index  # the row that has learnt to be written
+        elif kind in OTHER_SIDE:
             known.setdefault(Meaning(OTHER_SIDE[kind], name), index)
     new_meanings = meanings(new)
     sources: list[tuple[int, ...]] = []

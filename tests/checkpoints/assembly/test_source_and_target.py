@@ -76,7 +76,7 @@ def test_rows_of_one_vocabulary_become_those_of_both_sides(
                 assert torch.equal(after[index], before[old_ids[piece]])
 
 
-def test_a_piece_is_looked_for_on_its_own_side_first() -> None:
+def test_a_piece_is_looked_for_on_its_own_side_first_and_else_among_the_targets() -> None:
     old = tokenizer_of_two().build()
     same = plan_rows(old, old, resembling={})
     assert all(rows in ((), (index,)) for index, rows in enumerate(same.sources))
@@ -87,7 +87,8 @@ def test_a_piece_is_looked_for_on_its_own_side_first() -> None:
     for index in range(4, joint.size - 3):
         piece = joint.piece(index)
         assert piece is not None
-        assert back.sources[index] == (by_side[False, piece],)
+        expected = by_side.get((True, piece), by_side[False, piece])
+        assert back.sources[index] == (expected,)
 
 
 def test_a_language_is_added_behind_all_ids_and_both_sides_stay() -> None:
