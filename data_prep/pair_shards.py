@@ -59,7 +59,7 @@ class PairJob:
 
     @cached_property
     def words(self) -> Segmenters:
-        """Loaded where it is asked for: functions do not go from process to process."""
+        """Of the languages that have a segmenter."""
         return Segmenters(self.tokenizer, self.segmenters)
 
 

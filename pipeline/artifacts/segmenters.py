@@ -49,8 +49,16 @@ class Segmenters:
 
     def __init__(self, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
-        self._named = {_code_of(code, tokenizer.languages): name for code, name in named.items()}
+        self._named = {
+            code: name
+            for spelling, name in named.items()
+            if (code := _code_of(spelling, tokenizer.languages)) is not None
+        }
         self._loaded: dict[str, Segmenter] = {}
+
+    def __reduce__(self) -> tuple[type["Segmenters"], tuple[Tokenizer, dict[str, str]]]:
+        """Another process loads its own: functions of files do not go from one to another."""
+        return type(self), (self._tokenizer, self._named)
 
     def __contains__(self, language: str) -> bool:
         return language in self._tokenizer.segmenters

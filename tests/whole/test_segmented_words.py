@@ -3,7 +3,9 @@
 A corpus of Japanese (MeCab), Chinese (characters), Thai (a function) and German, which has none.
 """
 
+import os
 import pickle
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -33,6 +35,8 @@ from pipeline.checkpoints.weights import write_weights
 from pipeline.config import BatchesConfig, DecodingConfig, load_recipe
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
+from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
+from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.search import search
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
@@ -208,7 +212,10 @@ def test_a_worker_finds_the_words_by_the_names_that_it_is_sent(made: Made, tmp_p
     ]
     assert "th" in job.words
     job.words.load(["th"])
-    finished = shard_pair(pickle.loads(pickle.dumps(job)))
+    sent = pickle.dumps(job)
+    for name in [name for name in sys.modules if name.startswith("segmenter_")]:
+        del sys.modules[name]
+    finished = shard_pair(pickle.loads(sent))
     kept = made.shards.manifest.files
     assert finished.files == {name: kept[name] for name in kept if "/de-th/" in name}
 
@@ -330,6 +337,29 @@ def test_a_checkpoint_segments_by_itself_and_asks_for_a_function_it_cannot_have(
     translator.load_segmenters(["ja", "zh", "de"])
     with pytest.raises(ConfigError, match=r"The words of th .*comes with no model"):
         translator.load_segmenters(["th"])
+
+
+def test_lines_of_a_pipe_are_translated_by_their_words(made: Made, checkpoint: Artifact) -> None:
+    config = DecodingConfig(beam_size=2, max_length_ratio=0.0, max_extra_length=6)
+    translator = Translator(checkpoint, config, segmenters=made.named)
+    lines = [line for line in LINES["de-th"] if line]
+    expected = [translator.translate([Job(Direction("th", "de"), 0, line)])[0] for line in lines]
+    read, write = os.pipe()
+    os.write(write, "".join(f"{line}\n" for line in lines).encode())
+    os.close(write)
+    found: list[str] = []
+    filter_lines(
+        checkpoint,
+        decoding=config,
+        source="tha",
+        target="de",
+        lines=IncomingLines(read),
+        write=found.append,
+        say=[].append,
+        segmenters=made.named,
+    )
+    os.close(read)
+    assert found == [without_line_breaks(one.text) for one in expected]
 
 
 def test_pretraining_takes_the_words_and_names_no_language_without_spaces(

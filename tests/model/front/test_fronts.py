@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
 from pipeline.model.front.passage import Source
-from pipeline.model.front.wsf import word_begins
+from pipeline.model.front.wsf import word_begins, words_as_sentences
 from pipeline.model.layers import EncoderLayer
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -306,6 +306,29 @@ def test_given_words_that_are_those_of_white_space_change_nothing() -> None:
     begins_N = word_begins(source, front.lone_ids)
     again = replace(plain, source_begins_N=begins_N)
     assert torch.equal(encoded(model, again), encoded(model, plain))
+
+
+def test_packed_attention_is_given_the_same_words_as_the_mask() -> None:
+    spec = spec_with(FRONTS["wsf"])
+    batch = with_given_words(random_batch(spec, sentences=5, seed=7, longest=20), seed=4)
+    given_N = batch.source_begins_N
+    assert given_N is not None
+    model = double_model(spec)
+    tokens = model.tokens_of(batch.source, batch.source_language_B, batch.target_language_B)
+    front: Any = model.front
+    source = Source(batch.source_N, batch.source, tokens, model.embedding, given_N)
+    begins_N = word_begins(source, front.lone_ids)
+    spans = words_as_sentences(begins_N, batch.source).bound_B.tolist()
+    mask_NN = torch.zeros(len(begins_N), len(begins_N), dtype=torch.bool)
+    for start, stop in pairwise(spans):
+        mask_NN[start:stop, start:stop] = True
+    expected = torch.block_diag(
+        *(
+            same_word(batch.source_N[a:b], given_N[a:b].tolist())
+            for a, b in pairwise(batch.source.bound_B.tolist())
+        )
+    )
+    assert torch.equal(mask_NN, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in FRONTS if name != "wsf"])
