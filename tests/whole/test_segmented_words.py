@@ -348,6 +348,7 @@ def test_lines_of_a_pipe_are_translated_by_their_words(made: Made, checkpoint: A
     os.write(write, "".join(f"{line}\n" for line in lines).encode())
     os.close(write)
     found: list[str] = []
+    said: list[str] = []
     filter_lines(
         checkpoint,
         decoding=config,
@@ -355,7 +356,7 @@ def test_lines_of_a_pipe_are_translated_by_their_words(made: Made, checkpoint: A
         target="de",
         lines=IncomingLines(read),
         write=found.append,
-        say=[].append,
+        say=said.append,
         segmenters=made.named,
     )
     os.close(read)
