@@ -10,7 +10,7 @@ without training data, which the statistics say (``emptied``).
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,6 +35,7 @@ from pipeline.artifacts.corpus import (
     pair_counts,
 )
 from pipeline.artifacts.places import link_or_copy, run_dir
+from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.config import ShardsConfig
@@ -52,8 +53,12 @@ def run(call: StageCall) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
     config, work_dir = call.recipe.shards, run_dir(call.out_dir)
+    segmenters = call.recipe.tokenizer.segmenters
+    Segmenters(tokenizer, segmenters).load(languages(corpus))
     with call.new_artifact() as writer:
-        jobs = pair_jobs(corpus, tokenizer=tokenizer, work_dir=work_dir, config=config)
+        jobs = pair_jobs(
+            corpus, tokenizer=tokenizer, work_dir=work_dir, config=config, segmenters=segmenters
+        )
         claim_work(work_dir, key=call.key)
         finished = make_pairs(jobs, processes=call.processes, mpi=call.mpi)
         results = [pair.counts for pair in finished]
@@ -62,6 +67,7 @@ def run(call: StageCall) -> None:
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
         writer.summary += summary(corpus, results, config=config)
+        writer.summary += words_summary(tokenizer, results)
         remove_work(work_dir)
 
 
@@ -106,7 +112,12 @@ def check_training_lines(corpus: Artifact, results: list[PairCounts]) -> None:
 
 
 def pair_jobs(
-    corpus: Artifact, *, tokenizer: Tokenizer, work_dir: Path, config: ShardsConfig
+    corpus: Artifact,
+    *,
+    tokenizer: Tokenizer,
+    work_dir: Path,
+    config: ShardsConfig,
+    segmenters: Mapping[str, str] | None = None,
 ) -> list[PairJob]:
     """One job per pair, the largest first, so that no worker begins with it last."""
     for split in SPLITS:
@@ -120,6 +131,7 @@ def pair_jobs(
             out_dir=pair_folder(work_dir, pair),
             tokenizer=tokenizer,
             config=config,
+            segmenters=segmenters or {},
         )
         for pair in pair_counts(corpus)
     ]
@@ -171,6 +183,18 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "emptied": sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)),
         "imported": imported_statistics(corpus),
     }
+
+
+def words_summary(tokenizer: Tokenizer, results: list[PairCounts]) -> list[str]:
+    """Training words of each language that has a segmenter."""
+    words = Counter[str]()
+    for counts in results:
+        words.update(counts.words)
+    names = [
+        f"{code} {count:,} by {tokenizer.segmenters[code].name}"
+        for code, count in sorted(words.items())
+    ]
+    return [f"words of training lines: {listed(names)}"] if names else []
 
 
 def unknown_shares(results: list[PairCounts]) -> dict[str, float]:

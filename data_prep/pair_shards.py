@@ -6,9 +6,10 @@ written last, once everything else there is on disk.
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import iterate_lines, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.places import claim_run_folder, files_below, remove_files, sync
+from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
 from pipeline.config import ShardsConfig
@@ -52,6 +54,13 @@ class PairJob:
     """The pair's own folder."""
     tokenizer: Tokenizer
     config: ShardsConfig
+    segmenters: Mapping[str, str] = field(default_factory=dict)
+    """Those that the recipe names, by language."""
+
+    @cached_property
+    def words(self) -> Segmenters:
+        """Of the languages that have a segmenter."""
+        return Segmenters(self.tokenizer, self.segmenters)
 
 
 @dataclass
@@ -67,6 +76,8 @@ class PairCounts:
     too_long: int = 0
     too_long_sides: dict[str, int] = field(default_factory=dict)
     """Language → sentences of it that are; a sentence pair can count for both."""
+    words: dict[str, int] = field(default_factory=dict)
+    """Language with a segmenter → words of its training sentences."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +205,15 @@ def _add_chunk(
     counts.kept[split] += int(left_out.size - left_out.sum())
     for side, code in enumerate(job.pair.split("-")):
         counts.too_long_sides[code] += int(too_long[side].sum())
-        sentences = encoded[side]
+        sentences, lines = encoded[side], chunk[side]
         if left_out.any():
-            sentences = [ids for ids, out in zip(sentences, left_out, strict=True) if not out]
+            kept = np.flatnonzero(~left_out)
+            sentences, lines = [sentences[i] for i in kept], [lines[i] for i in kept]
         tokens = writers[side].append(sentences)
+        if code in job.words:
+            words = writers[side].append_begins(job.words.begins(code, lines))
+            if split == "train":
+                counts.words[code] = counts.words.get(code, 0) + words
         if split == "train":
             counts.tokens[code] += len(tokens)
             counts.unknown[code] += int(np.count_nonzero(tokens == job.tokenizer.unk_id))
@@ -265,5 +281,10 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], lis
 
 def _shard_writer(job: PairJob, *, split: ShardSplit, language: str) -> ShardWriter:
     return ShardWriter(
-        job.out_dir, split=split, pair=job.pair, language=language, size=job.tokenizer.size
+        job.out_dir,
+        split=split,
+        pair=job.pair,
+        language=language,
+        size=job.tokenizer.size,
+        has_begins=language in job.words,
     )

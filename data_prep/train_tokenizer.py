@@ -31,6 +31,7 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
+from pipeline.artifacts.segmenters import segmenter_records
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     Tokenizer,
@@ -98,6 +99,7 @@ def run(call: StageCall) -> None:
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
         target_languages=tuple(sorted(config.target_languages)),
+        segmenters=segmenter_records(config.segmenters, languages(corpus)),
     )
     with call.new_artifact() as writer:
         samples = [draw_sample(corpus, config=config, among=side.languages) for side in sides]

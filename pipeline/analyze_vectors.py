@@ -36,7 +36,8 @@ def run(call: StageCall) -> None:
     translator = Translator(call.artifacts["checkpoint"], recipe.decoding)
     translator.show_router(None)  # refuses a model without vectors before anything is translated
     plain = call.artifacts.get("without")
-    without = Translator(plain, recipe.decoding) if plain is not None else None
+    segmenters = recipe.tokenizer.segmenters
+    without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
     every = recipe.analysis.router_languages or translator.tokenizer.languages
     codes = list(dict.fromkeys(map(translator.code_of, every)))
     found: dict[Direction, dict[str, VectorScores]] = {}

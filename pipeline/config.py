@@ -7,6 +7,7 @@ machine they run on are not settings of a recipe (see ``jobs/plan.py``, ``ds_con
 ``slurm/``).
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -55,6 +56,9 @@ NUM_SPECIALS = 4
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6
+SEGMENTERS = ("characters", "mecab")
+"""Those that need no file of the user's (``artifacts/segmenters.py``)."""
+FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 MAX_POSITION_VALUES = 2**30
 """Width times positions: 4 GiB of sinusoids."""
 
@@ -188,6 +192,10 @@ class TokenizerConfig(Settings):
     seed: Seed = 1
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
     """``__de__`` or ``<2de>``."""
+    segmenters: dict[str, str] = Field(default_factory=dict)
+    """Language → what parts into words what it writes without spaces, for model.front ``wsf`` over
+    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), or a function of one's own as
+    ``path/to/file.py:function`` (``artifacts/segmenters.py``)."""
 
     @property
     def output_ids(self) -> int | None:
@@ -207,12 +215,26 @@ class TokenizerConfig(Settings):
                 "target_languages have pieces of their own, and bytes are the same for all "
                 "languages: leave it out"
             )
+        self._check_segmenters()
         if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
             raise ValueError(
                 f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
                 "lacks none: leave it out"
             )
         return self
+
+    def _check_segmenters(self) -> None:
+        if self.segmenters and self.kind not in ("bytes", "characters"):
+            raise ValueError(
+                "segmenters are for pieces that are white space or text, not both, and kind "
+                f'{self.kind!r} has others: leave them out, or name kind "bytes" or "characters"'
+            )
+        for code, name in self.segmenters.items():
+            if name not in SEGMENTERS and not FUNCTION_OF_A_FILE.fullmatch(name):
+                raise ValueError(
+                    f"segmenters names {name!r} for {code}, which is none: name one of "
+                    f"{', '.join(SEGMENTERS)}, or a function of yours as path/to/file.py:function"
+                )
 
 
 class ShardsConfig(Settings):

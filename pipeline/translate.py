@@ -72,7 +72,10 @@ def run(call: StageCall) -> None:
     with distributed_world() as world, StopFlag() as stop:
         checkpoint = call.artifacts["checkpoint"]
         check_together(checkpoint, checkpoint.names())
-        translator = Translator(checkpoint, call.recipe.decoding)
+        translator = Translator(
+            checkpoint, call.recipe.decoding, segmenters=call.recipe.tokenizer.segmenters
+        )
+        translator.load_segmenters({direction.source for direction in selection.taken})
         done = DoneLines(call, world)
         jobs = all_jobs(corpus, selection)
         todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]

@@ -65,7 +65,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
         "tokenizer": {
             *("byte_fallback", "character_coverage", "kind", "language_token_scheme"),
             *("memory_bytes", "model_type"),
-            *("sample_lines", "sampling_temperature", "seed", "vocabulary_size"),
+            *("sample_lines", "sampling_temperature", "seed", "segmenters", "vocabulary_size"),
             *("target_languages", "target_vocabulary_size"),
         }
     },

@@ -3,6 +3,8 @@
 ``{split}/{pair}/{language}.tokens`` holds the ids of all sentences one after the other, in
 little-endian uint16, or uint32 where the vocabulary needs it; ``{language}.offsets.npy`` beside it
 (int64, sentences + 1) says where each begins. Specials and tags are not stored: batches add them.
+Of a language with a segmenter (``segmenters.py``) there is ``{language}.begins``, too, a byte for
+each token: 1 where a word begins.
 The artifact's ``tokenizer/`` is a copy of the tokenizer's files.
 """
 
@@ -25,12 +27,18 @@ _HEADER_START = b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False,
 """How numpy begins a file of one dimension of whole numbers: format 1.0, 118 bytes of text."""
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
+Flags = npt.NDArray[np.uint8]
 
 
 def shard_names(split: Split, pair: str, language: str) -> tuple[str, str]:
     """Names, within the artifact, of the tokens and of the offsets of one side of a pair."""
     stem = f"{split}/{pair}/{language}"
     return f"{stem}.tokens", f"{stem}.offsets.npy"
+
+
+def begins_name(split: Split, pair: str, language: str) -> str:
+    """Name, within the artifact, of the beginnings of words of one side of a pair."""
+    return f"{split}/{pair}/{language}.begins"
 
 
 def token_type(vocabulary_size: int) -> np.dtype[Any]:
@@ -42,12 +50,16 @@ class Shard:
     """The sentences of one side of a pair, in the order of the other side's.
 
     ``shard[i]`` is a read-only array of the stored type; ``lengths`` counts tokens (int32).
-    ``tokens`` and ``offsets`` are the two files, for those who go over many sentences at once.
+    ``tokens`` and ``offsets`` are the two files, for those who go over many sentences at once, and
+    ``begins`` the third; None of a language without a segmenter.
     """
 
-    def __init__(self, tokens: Tokens, offsets: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, tokens: Tokens, offsets: npt.NDArray[np.int64], begins: Flags | None = None
+    ) -> None:
         self.tokens = tokens
         self.offsets = offsets
+        self.begins = begins
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -62,11 +74,15 @@ class Shard:
         return np.diff(self.offsets).astype(np.int32)
 
 
-def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Shard:
+def open_shard(
+    artifact: Artifact, split: Split, pair: str, language: str, *, has_begins: bool = False
+) -> Shard:
     """Map one side of a pair into memory; its digests are checked first, unless they are known.
 
+    ``has_begins``: the language has a segmenter.
+
     Raises:
-        ArtifactError: no such side, or its two files do not fit together.
+        ArtifactError: no such side, or its files do not fit together.
     """
     tokens_name, offsets_name = shard_names(split, pair, language)
     tokens_path, offsets_path = artifact.file(tokens_name), artifact.file(offsets_name)
@@ -78,7 +94,11 @@ def open_shard(artifact: Artifact, split: Split, pair: str, language: str) -> Sh
             f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}): run stage "
             f"{artifact.manifest.stage!r} again."
         ) from error
-    return Shard(_map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1])), offsets)
+    tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))
+    if not has_begins:
+        return Shard(tokens, offsets)
+    begins_path = artifact.file(begins_name(split, pair, language))
+    return Shard(tokens, offsets, _map_begins(begins_path, num_tokens=len(tokens)))
 
 
 def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
@@ -112,11 +132,33 @@ def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
     )
 
 
+def _map_begins(path: Path, *, num_tokens: int) -> Flags:
+    if path.stat().st_size != num_tokens:
+        raise ArtifactError(
+            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens: restore both files "
+            "from a copy or run the stage again."
+        )
+    if num_tokens == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+
 class ShardWriter:
     """Writes one side of a pair, batch by batch; nothing of what is written stays in memory."""
 
-    def __init__(self, directory: Path, *, split: Split, pair: str, language: str, size: int):
-        """``size`` is the number of ids of the tokenizer."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        split: Split,
+        pair: str,
+        language: str,
+        size: int,
+        has_begins: bool = False,
+    ):
+        """``size`` is the number of ids of the tokenizer; ``has_begins``: the language has a
+        segmenter.
+        """
         tokens_name, offsets_name = shard_names(split, pair, language)
         self._type = token_type(size)
         self._sentences, self._end = 0, 0
@@ -125,6 +167,8 @@ class ShardWriter:
         self._offsets = (directory / offsets_name).open("wb")
         self._offsets.write(_offsets_header(0))
         self._offsets.write(np.zeros(1, "<i8").data)
+        path = directory / begins_name(split, pair, language)
+        self._begins = path.open("wb") if has_begins else None
 
     def append(self, sentences: Sequence[Sequence[int]]) -> Tokens:
         """Write sentences; returns their tokens one after the other, for counting."""
@@ -136,9 +180,18 @@ class ShardWriter:
         self._sentences, self._end = self._sentences + len(lengths), self._end + len(tokens)
         return tokens
 
+    def append_begins(self, begins: Sequence[npt.NDArray[np.bool_]]) -> int:
+        """Write where words of the sentences just appended begin; returns how many do."""
+        assert self._begins is not None
+        begins_N = np.concatenate([np.zeros(0, dtype=bool), *begins])
+        self._begins.write(begins_N.astype(np.uint8).data)
+        return int(begins_N.sum())
+
     def close(self) -> None:
-        """Finish both files."""
+        """Finish the files."""
         self._stream.close()
+        if self._begins is not None:
+            self._begins.close()
         with self._offsets:
             self._offsets.seek(0)
             self._offsets.write(_offsets_header(self._sentences + 1))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, to_json
 from pipeline.artifacts.vocabularies import (
@@ -26,6 +26,7 @@ from pipeline.artifacts.vocabularies import (
     ByteLevelVocabulary,
     ByteVocabulary,
     Decoded,
+    Integers,
     Numbering,
     RenumberedVocabulary,
     SampledSegmentation,
@@ -33,7 +34,7 @@ from pipeline.artifacts.vocabularies import (
     SourceAndTargetVocabulary,
     Vocabulary,
 )
-from pipeline.config import TagScheme
+from pipeline.config import SEGMENTERS, TagScheme
 from pipeline.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
@@ -49,6 +50,7 @@ __all__ = [
     "LanguageTokenScheme",
     "Numbering",
     "SampledSegmentation",
+    "SegmenterRecord",
     "TagScheme",
     "Tags",
     "Tokenizer",
@@ -77,6 +79,23 @@ WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
 
+class SegmenterRecord(BaseModel):
+    """What parts a language's text into words (``segmenters.py``)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """``characters``, ``mecab``; or of a function of the user's its name."""
+    sha256: str | None = None
+    """Of the file with the function."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sha256 is None and self.name not in SEGMENTERS:
+            raise ValueError(f"there is no segmenter {self.name!r}")
+        return self
+
+
 class TokenizerDescription(BaseModel):
     """The contents of ``tokenizer.json``."""
 
@@ -91,6 +110,8 @@ class TokenizerDescription(BaseModel):
     target_languages: tuple[str, ...] = ()
     """Languages that have a vocabulary of their own, and are all that is translated into; none:
     one vocabulary for all."""
+    segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
+    """Language → what parts it into words, where white space does not."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,6 +125,8 @@ class TokenizerDescription(BaseModel):
             self.languages
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
+        if not set(self.segmenters) <= set(self.languages):
+            raise ValueError("segmenters must name languages")
         return self
 
     @property
@@ -121,9 +144,11 @@ class Tokenizer:
         languages: codes, sorted.
         size: number of ids: pieces, specials included, and language tokens.
         pad_id, bos_id, eos_id, unk_id: ids of the specials, as the vocabulary has them.
-        fingerprint: hexadecimal SHA-256 of all that decides ids; equal = interchangeable.
+        fingerprint: hexadecimal SHA-256 of all that decides ids and words; equal =
+            interchangeable.
         target_languages: those whose pieces are their own, if there are such.
         output_size: where they are, the number of ids, from 0 on, that their text consists of.
+        segmenters: language → what parts it into words, where white space does not.
     """
 
     def __init__(
@@ -134,6 +159,7 @@ class Tokenizer:
         size: int,
         fingerprint: str,
         target: "TargetSide | None" = None,
+        segmenters: Mapping[str, SegmenterRecord] | None = None,
     ) -> None:
         self.languages = tuple(sorted(language_ids))
         self.size = size
@@ -144,6 +170,7 @@ class Tokenizer:
         self.fingerprint = fingerprint
         self.target_languages = () if target is None else target.languages
         self.output_size = None if target is None else target.output_size
+        self.segmenters = dict(segmenters or {})
         self._vocabulary = vocabulary
         self._target_vocabulary = vocabulary if target is None else target.vocabulary
         self._language_ids = dict(language_ids)
@@ -176,6 +203,10 @@ class Tokenizer:
         if self.target_languages and language is None:
             raise ValueError("languages differ in their pieces: say which one the text is in")
         return self._target_vocabulary if language in self.target_languages else self._vocabulary
+
+    def places_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[Integers]:
+        """Of each id of each sentence the character that it begins at."""
+        return self._vocabulary_of(language).places_batch(lines)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; specials, language tokens and bytes that are no UTF-8 are dropped."""
@@ -364,6 +395,7 @@ def build_tokenizer(
         size=size,
         fingerprint=hashlib.sha256(content).hexdigest(),
         target=target,
+        segmenters=description.segmenters,
     )
 
 

@@ -10,6 +10,8 @@ from functools import partial
 from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sentencepiece import SentencePieceProcessor
 
@@ -19,6 +21,8 @@ from pipeline.errors import ArtifactError
 DESCRIPTION_NAME = "tokenizer.json"
 MODEL_NAME = "sentencepiece.model"
 TARGET_MODEL_NAME = "sentencepiece.target.model"
+
+Integers = npt.NDArray[np.int64]
 
 SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
 """Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
@@ -97,6 +101,11 @@ class Vocabulary(Protocol):
     ) -> list[list[int]]:
         """As ``encode_batch``, by pieces that are drawn where there are others than the best."""
 
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        """Of each id of ``encode_batch`` the character that it begins at; of several ids for one
+        character, and of a space that no character stands for, that character.
+        """
+
     def decode(self, ids: list[int]) -> Decoded:
         """Text of ids none of which is a special."""
 
@@ -150,6 +159,11 @@ class SentencePieceVocabulary:
             self._drawn_pieces.draw(line, alpha=alpha, nbest=nbest, seed=seed)
             for line, seed in zip(lines, segmentation.seeds, strict=True)
         ]
+
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        found = [self._processor.encode(line, out_type="offset_mapping") for line in lines]
+        ranges = [np.array(one["offsets"], dtype=np.int64).reshape(-1, 2) for one in found]
+        return [range_N2[:, 0] for range_N2 in ranges]
 
     def decode(self, ids: list[int]) -> Decoded:
         """Where the model falls back on bytes, those that are no UTF-8 are dropped.
@@ -210,6 +224,9 @@ class ByteVocabulary:
         """There is one row of bytes for each line."""
         return self.encode_batch(lines)
 
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        return [_characters_of_bytes(line) for line in lines]
+
     def decode(self, ids: list[int]) -> Decoded:
         return decode_bytes(bytes(index - len(SPECIALS) for index in ids))
 
@@ -246,6 +263,13 @@ class ByteLevelVocabulary:
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
         return self._pieces.sample_batch([write_bytes(line) for line in lines], segmentation)
+
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        byte_places = self._pieces.places_batch([write_bytes(line) for line in lines])
+        return [
+            _characters_of_bytes(line)[places]
+            for line, places in zip(lines, byte_places, strict=True)
+        ]
 
     def decode(self, ids: list[int]) -> Decoded:
         return decode_bytes(_read_bytes(self._pieces.decode(ids).text))
@@ -299,6 +323,9 @@ class SourceAndTargetVocabulary:
             return self._target.sample_batch(lines, segmentation)
         return self._shifted(self._source.sample_batch(lines, segmentation))
 
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        return (self._target if self._encodes == "target" else self._source).places_batch(lines)
+
     def _shifted(self, encoded: list[list[int]]) -> list[list[int]]:
         specials, shift = len(SPECIALS), self._shift
         return [[one if one < specials else one + shift for one in ids] for ids in encoded]
@@ -349,6 +376,9 @@ class RenumberedVocabulary:
     ) -> list[list[int]]:
         return self._renumbered(self._vocabulary.sample_batch(lines, segmentation))
 
+    def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        return self._vocabulary.places_batch(lines)
+
     def _renumbered(self, encoded: list[list[int]]) -> list[list[int]]:
         return [[self._ids[piece] for piece in pieces] for pieces in encoded]
 
@@ -369,6 +399,12 @@ def decode_bytes(content: bytes) -> Decoded:
     # A replacement character can be text as well.
     marked = content.decode(errors="replace").count("\ufffd")
     return Decoded(text, dropped=marked - text.count("\ufffd"))
+
+
+def _characters_of_bytes(text: str) -> Integers:
+    """Of each byte of UTF-8 the number of its character."""
+    byte_N = np.frombuffer(text.encode(), dtype=np.uint8)
+    return np.cumsum((byte_N & 0xC0) != 0x80, dtype=np.int64) - 1
 
 
 def _visible_bytes() -> dict[int, str]:

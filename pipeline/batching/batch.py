@@ -172,6 +172,8 @@ class Batch:
         labels_L: the tokens to predict, end-of-sentence included.
         source_language_B, target_language_B: indices into the tokenizer's languages.
         pair_B, line_B: which sentence pair each row is.
+        source_begins_N: True where a token begins a word that a segmenter found; None where no
+            language has one.
     """
 
     source_N: Tensor
@@ -184,6 +186,7 @@ class Batch:
     target_language_B: Tensor
     pair_B: Tensor
     line_B: Tensor
+    source_begins_N: Tensor | None = None
 
     @property
     def num_sentences(self) -> int:
@@ -208,7 +211,8 @@ class Batch:
         return self._with_each(lambda part: part.pin_memory())
 
     def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
-        return Batch(**{f.name: change(getattr(self, f.name)) for f in fields(self)})
+        parts = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return Batch(**{name: change(part) for name, part in parts if part is not None})
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,8 @@ class Ragged(NamedTuple):
 class Sentences:
     """What a batch is assembled from, sentence by sentence; see :class:`Example`.
 
-    ``source_ending``: the source's end-of-sentence and its suffix.
+    ``source_ending``: the source's end-of-sentence and its suffix. ``source_begins``: 1 where a
+    token of ``source`` begins a word that a segmenter found; None where no language has one.
     """
 
     source: Ragged
@@ -268,6 +273,7 @@ class Sentences:
     target_language_B: Integers
     pair_B: Integers
     line_B: Integers
+    source_begins: Ragged | None = None
 
 
 def collate(examples: Sequence[Example], *, eos_id: int, tag_is_label: bool = False) -> Batch:
@@ -309,7 +315,19 @@ def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
         target_language_B=torch.from_numpy(sentences.target_language_B),
         pair_B=torch.from_numpy(sentences.pair_B),
         line_B=torch.from_numpy(sentences.line_B),
+        source_begins_N=_source_begins(sentences),
     )
+
+
+def _source_begins(sentences: Sentences) -> Tensor | None:
+    """Of whole sources; no word that a segmenter found begins at a tag or an end-of-sentence."""
+    if sentences.source_begins is None:
+        return None
+    before, behind = (
+        Ragged(np.zeros_like(part.ids_N), part.length_B)
+        for part in (sentences.source_prefix, sentences.source_ending)
+    )
+    return torch.from_numpy(_joined(before, sentences.source_begins, behind).ids_N != 0)
 
 
 def _joined(*parts: Ragged) -> Ragged:

@@ -1,6 +1,6 @@
 """From shards to micro-batches: what a training stage reads of its data."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ import torch
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_counts
 from pipeline.artifacts.mixture import Mixture
-from pipeline.artifacts.shards import Shard, open_shard
+from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
 from pipeline.batching.batch import (
     SOURCE_EXTRA,
@@ -34,7 +34,7 @@ from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.read_ahead import read_ahead
 from pipeline.config import BatchesConfig, TagScheme
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.kernels.batch_loops import gather, locate
+from pipeline.kernels.batch_loops import gather, gather_flags, locate
 
 Integers = npt.NDArray[np.int64]
 
@@ -62,18 +62,32 @@ class _Files:
         self.offsets_P2 = _table([[side.offsets.ctypes.data for side in both] for both in sides])
         self.tokens_P2 = _table([[side.tokens.ctypes.data for side in both] for both in sides])
         self.width_P2 = _table([[side.tokens.itemsize for side in both] for both in sides])
+        self.begins_P2 = _table([[_address(side.begins) for side in both] for both in sides])
 
     def read(self, plan: MicroBatch) -> tuple[Ragged, Ragged]:
         """Tokens of the sources and of the targets of a plan."""
-        start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
-        where = (plan.pair_B, plan.reverse_B, plan.line_B)
-        locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
+        start_2B, length_2B = self._located(plan)
         sides = (plan.reverse_B, 1 - plan.reverse_B)
         source, target = (
             self._gathered(plan.pair_B, *one)
             for one in zip(sides, start_2B, length_2B, strict=True)
         )
         return source, target
+
+    def read_source_begins(self, plan: MicroBatch) -> Ragged:
+        """1 where a token of the sources begins a word that a segmenter found."""
+        (start_B, _), (length_B, _) = self._located(plan)
+        begins_N = np.empty(int(length_B.sum()), dtype=np.int64)
+        where = (plan.pair_B, plan.reverse_B, start_B, length_B)
+        gather_flags(*where, self.begins_P2, begins_N)
+        return Ragged(begins_N, length_B)
+
+    def _located(self, plan: MicroBatch) -> tuple[Integers, Integers]:
+        """Where sources and targets begin in their files, and their lengths, (2, B) each."""
+        start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
+        where = (plan.pair_B, plan.reverse_B, plan.line_B)
+        locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
+        return start_2B, length_2B
 
     def _gathered(
         self, pair_B: Integers, side_B: Integers, start_B: Integers, length_B: Integers
@@ -103,7 +117,9 @@ class _Languages:
         self._ending_P2X = np.array([[(eos, *one.source_suffix) for one in ways] for ways in found])
         self._prompt_P2X = np.array([[one.decoder_prompt for one in ways] for ways in found])
 
-    def label(self, plan: MicroBatch, source: Ragged, target: Ragged) -> Sentences:
+    def label(
+        self, plan: MicroBatch, source: Ragged, target: Ragged, source_begins: Ragged | None
+    ) -> Sentences:
         """Sentences of a plan with their languages and tags."""
         direction = (plan.pair_B, plan.reverse_B)
         return Sentences(
@@ -116,7 +132,13 @@ class _Languages:
             target_language_B=self._target_P2[direction],
             pair_B=plan.pair_B.astype(np.int64),
             line_B=plan.line_B.astype(np.int64),
+            source_begins=source_begins,
         )
+
+
+def _address(begins: Flags | None) -> int:
+    """Where a mapped file lies; 0 where there is none."""
+    return 0 if begins is None else int(begins.ctypes.data)
 
 
 def _table(rows: Sequence[Sequence[int]]) -> Integers:
@@ -138,7 +160,8 @@ class SplitData:
         self._tokenizer, self._directory, self._config = tokenizer, shards.directory, config
         shards.check(shards.names(f"{split}/"))
         self._pairs = [
-            _open_pair(shards, split, name) for name in sorted(line_counts(shards, split))
+            _open_pair(shards, split, name, segmented=tokenizer.segmenters)
+            for name in sorted(line_counts(shards, split))
         ]
         self._files = _Files(self._pairs)
         self._languages = _Languages(self._pairs, tokenizer, config.tag_scheme)
@@ -174,7 +197,8 @@ class SplitData:
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
                 f"{self._tokenizer.size} ids: make the shards again."
             )
-        sentences = self._languages.label(plan, source, target)
+        begins = self._files.read_source_begins(plan) if self._tokenizer.segmenters else None
+        sentences = self._languages.label(plan, source, target, begins)
         return assemble(
             sentences, eos_id=self._tokenizer.eos_id, tag_is_label=self._config.tag_is_label
         )
@@ -322,9 +346,13 @@ def _turns(
                 yield Turn(step, indices, batch.pinned() if pins else batch)
 
 
-def _open_pair(shards: Artifact, split: Split, name: str) -> _Pair:
+def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:
+    """``segmented``: the languages with a segmenter."""
     first, second = name.split("-")
-    sides = (open_shard(shards, split, name, first), open_shard(shards, split, name, second))
+    sides = (
+        open_shard(shards, split, name, first, has_begins=first in segmented),
+        open_shard(shards, split, name, second, has_begins=second in segmented),
+    )
     counted = line_counts(shards, split)[name]
     if {len(side) for side in sides} != {counted}:
         raise ArtifactError(

@@ -19,8 +19,8 @@ def filter_command(options: argparse.Namespace) -> int:
             f"There is no {DEMO_CHECKPOINT}: name a model with --checkpoint, or run "
             "`mmnmt run demo` first."
         )
-    decoding = load_recipe(options.recipe).decoding if options.recipe else DecodingConfig()
-    decoding = with_details(decoding, options)
+    recipe = load_recipe(options.recipe) if options.recipe else None
+    decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
@@ -35,6 +35,7 @@ def filter_command(options: argparse.Namespace) -> int:
         lines=IncomingLines(sys.stdin.fileno()),
         has_prefixes=options.prefixes,
         phrases=None if options.must_file is None else read_phrases(options.must_file),
+        segmenters=None if recipe is None else recipe.tokenizer.segmenters,
         write=_write_line,
         say=lambda text: say_once(f"mmnmt translate: {text}"),
     )

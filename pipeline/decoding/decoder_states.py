@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config import Route
 from pipeline.decoding.cached_keys import CachedKeys, cached_keys
-from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 
@@ -36,7 +36,9 @@ class DecoderStates:
         ids = torch.tensor([token for source in sources for token in source.tokens])
         ids_N = ids.to(self.device)
         tokens = self.model.tokens_of(packing, *self.languages_B2.unbind(1), route=self.route)
-        memory_ND, _ = self.model.encode(ids_N, self.model.embedding(ids_N), packing, tokens)
+        begins_N = source_begins(sources, self.device)
+        embedded_ND = self.model.embedding(ids_N)
+        memory_ND, _ = self.model.encode(ids_N, embedded_ND, packing, tokens, begins_N=begins_N)
         return cached_keys(list(self.model.decoder_layers()), memory_ND, packing, tokens)
 
     def begin(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.config import Route
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import Source, Translation, source_begins
 from pipeline.model.language_modules.low_rank import project
 from pipeline.model.layers import DecoderLayer
 from pipeline.model.tokens import Tokens
@@ -62,6 +62,7 @@ def forced_pass(
         model.embedding(source_N),
         source,
         model.tokens_of(source, *languages, route=route),
+        begins_N=source_begins(sources, device),
     )
     embedded_ND = model.embedding(_flat(inputs, device))
     x_ND = model.decoder.enter(embedded_ND, tokens.position_N, model.positions_TD)

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from pipeline.config import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 
@@ -23,6 +26,8 @@ class Source:
     """Sequences of tokens that no hypothesis has."""
     required: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that every hypothesis has."""
+    begins: tuple[bool, ...] = ()
+    """Whether each token begins a word that a segmenter found; empty: the language has none."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,14 @@ class Translation:
 
     tokens: tuple[int, ...]
     score: float
+
+
+def source_begins(sources: Sequence[Source], device: torch.device) -> Tensor | None:
+    """Of all their tokens, one source after the other, (N,); None where none has a segmenter."""
+    if not any(source.begins for source in sources):
+        return None
+    flags = [source.begins or (False,) * len(source.tokens) for source in sources]
+    return torch.tensor([flag for of_source in flags for flag in of_source]).to(device)
 
 
 def max_target_length(source_tokens: int, config: DecodingConfig, *, positions: int) -> int:

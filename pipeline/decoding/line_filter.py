@@ -6,7 +6,7 @@ asked for, it is a JSON object with ``text``, ``score`` and the details (``artif
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.artifacts.artifact import Artifact
@@ -83,6 +83,7 @@ def filter_lines(
     say: Callable[[str], None],
     has_prefixes: bool = False,
     phrases: Iterator[tuple[str, ...]] | None = None,
+    segmenters: Mapping[str, str] | None = None,
 ) -> FilterCounts:
     """Translate the lines in order, as they come.
 
@@ -98,13 +99,15 @@ def filter_lines(
             one.
         phrases: of every line in order, what its translation must have; those behind the last
             must have none.
+        segmenters: those that the recipe names.
 
     Raises:
         ConfigError: a language the model does not know, or both the same.
         DataError: the input cannot be read any further.
     """
-    translator = Translator(checkpoint, decoding)
+    translator = Translator(checkpoint, decoding, segmenters=segmenters)
     direction = find_direction(translator, source=source, target=target)
+    translator.load_segmenters([direction.source])
     counts = FilterCounts()
     try:
         while batch := lines.take(BATCH_LINES):

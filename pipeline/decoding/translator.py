@@ -4,7 +4,7 @@ A line longer than the model's positions is taken apart at sentence ends, transl
 and joined again (``sentences.py``); its hypothesis says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +14,7 @@ import torch
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.artifacts.details import Alternative, Details, Word
+from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
     load_model,
@@ -21,7 +22,7 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.config import DecodingConfig, Route
+from pipeline.config import DecodingConfig, Route, WsfConfig
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
@@ -67,6 +68,8 @@ class _Part:
     truncated: bool
     prefix: tuple[int, ...] = ()
     required: tuple[tuple[int, ...], ...] = ()
+    begins: tuple[bool, ...] = ()
+    """Whether each token begins a word that a segmenter found; empty: the language has none."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,14 @@ class _Found:
 class Translator:
     """A checkpoint ready to translate, on this rank's device."""
 
-    def __init__(self, checkpoint: Artifact, config: DecodingConfig) -> None:
+    def __init__(
+        self,
+        checkpoint: Artifact,
+        config: DecodingConfig,
+        *,
+        segmenters: Mapping[str, str] | None = None,
+    ) -> None:
+        """``segmenters``: those that the recipe names, where the functions of files are found."""
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
         refuse_other_tokenizer(checkpoint, self.tokenizer)
@@ -103,12 +113,24 @@ class Translator:
             quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
+        parts_words = isinstance(spec.model.front, WsfConfig)
+        self._segmenters = Segmenters(self.tokenizer, segmenters or {}) if parts_words else None
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
         self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
         self._required = tuple(self._phrase(phrase, "required") for phrase in config.required)
         self._alignment_layer = self._layer_of_alignments()
         if config.router_language:
             self.show_router(config.router_language)
+
+    def load_segmenters(self, languages: Iterable[str]) -> None:
+        """Load what parts sources of these languages into words, so that what is missing is said
+        before anything is translated.
+
+        Raises:
+            ConfigError: one of them cannot be had.
+        """
+        if self._segmenters is not None:
+            self._segmenters.load(languages)
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
         """Tokens of every text."""
@@ -248,6 +270,13 @@ class Translator:
     def _encode(self, text: str, language: str | None) -> list[int]:
         return self.tokenizer.encode(text, language=language) if text.strip() else []
 
+    def _begins(self, text: str, language: str, *, tokens: int) -> tuple[bool, ...]:
+        """Whether each of the first tokens begins a word that a segmenter found."""
+        if self._segmenters is None or language not in self._segmenters:
+            return ()
+        (begins_N,) = self._segmenters.begins(language, [text])
+        return tuple(begins_N[:tokens].tolist())
+
     def _parts(self, index: int, job: Job) -> list[_Part]:
         tokens = self._source_tokens(job)
         if not tokens:
@@ -268,6 +297,7 @@ class Translator:
                     truncated=False,
                     prefix=prefix,
                     required=required,
+                    begins=self._begins(job.text, job.direction.source, tokens=len(tokens)),
                 )
             ]
         language = job.direction.source
@@ -275,8 +305,8 @@ class Translator:
         def fits(text: str) -> bool:
             return len(self._encode(text, language)) <= self.max_tokens
 
-        encoded = [self._encode(text, language) for text in split_to_fit(job.text, fits=fits)]
-        parts = [tokens for tokens in encoded if tokens]
+        texts = split_to_fit(job.text, fits=fits)
+        parts = [(text, tokens) for text in texts if (tokens := self._encode(text, language))]
         return [
             _Part(
                 index,
@@ -285,8 +315,9 @@ class Translator:
                 truncated=len(tokens) > self.max_tokens,
                 prefix=() if number else prefix,
                 required=() if number else required,
+                begins=self._begins(text, job.direction.source, tokens=self.max_tokens),
             )
-            for number, tokens in enumerate(parts)
+            for number, (text, tokens) in enumerate(parts)
         ]
 
     def _translate_parts(self, parts: Sequence[_Part]) -> list[_Found]:
@@ -396,8 +427,10 @@ class Translator:
         direction = part.direction
         languages = self.language(direction.source), self.language(direction.target)
         tag = self._tags(direction)
+        before, behind = tag.source_prefix, (self.tokenizer.eos_id, *tag.source_suffix)
         return Source(
-            tokens=[*tag.source_prefix, *part.tokens, self.tokenizer.eos_id, *tag.source_suffix],
+            tokens=[*before, *part.tokens, *behind],
+            begins=_between(before, part.begins, behind) if part.begins else (),
             prompt=tag.decoder_prompt,
             source_language=languages[0],
             target_language=languages[1],
@@ -415,6 +448,13 @@ def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
             '(decoding.route is "shared"): leave the route out, or name a model of fuse '
             "distillation."
         )
+
+
+def _between(
+    before: Sequence[int], begins: tuple[bool, ...], behind: Sequence[int]
+) -> tuple[bool, ...]:
+    """No word that a segmenter found begins at the ids before or behind."""
+    return (*(False for _ in before), *begins, *(False for _ in behind))
 
 
 def _mean_score(translations: Sequence[Translation]) -> float:

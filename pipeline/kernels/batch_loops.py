@@ -295,6 +295,30 @@ def gather(
 
 
 @compiled()
+def gather_flags(
+    pair_B: Integers,
+    side_B: Integers,
+    start_B: Integers,
+    length_B: Integers,
+    flags_P2: Integers,
+    flag_N: Integers,
+) -> None:
+    """As :func:`gather`, a byte of each token; zeros of a file that there is not, whose address
+    is 0.
+    """
+    row = 0
+    for b in range(len(pair_B)):
+        address, start, length = flags_P2[pair_B[b], side_B[b]], start_B[b], length_B[b]
+        if address == 0:
+            flag_N[row : row + length] = 0
+        else:
+            flags = carray(_pointer(address), (start + length,), np.uint8)
+            for n in range(length):
+                flag_N[row + n] = flags[start + n]
+        row += length
+
+
+@compiled()
 def join(
     first_N: Integers,
     first_B: Integers,

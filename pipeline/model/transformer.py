@@ -158,7 +158,9 @@ class Transformer(nn.Module):
         languages = batch.source_language_B, batch.target_language_B
         source = self.tokens_of(batch.source, *languages, route=route, progress=progress)
         target = self.tokens_of(batch.target, *languages, route=route, progress=progress)
-        memory_ND, reports = self.encode(batch.source_N, source_ND, batch.source, source)
+        memory_ND, reports = self.encode(
+            batch.source_N, source_ND, batch.source, source, begins_N=batch.source_begins_N
+        )
         x_ND = self.decoder.enter(target_ND, target.position_N, self.positions_TD)
         for layer in self.decoder.layers:
             states = x_ND, batch.target, target, memory_ND, batch.source
@@ -167,12 +169,22 @@ class Transformer(nn.Module):
         return Output(logits_LV, tuple(reports.routing), tuple(reports.gates))
 
     def encode(
-        self, ids_N: Tensor, embedded_ND: Tensor, packing: Packing, tokens: Tokens
+        self,
+        ids_N: Tensor,
+        embedded_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        *,
+        begins_N: Tensor | None = None,
     ) -> tuple[Tensor, Reports]:
-        """Source tokens and their embeddings → memory (N, D), with what layers report."""
+        """Source tokens and their embeddings → memory (N, D), with what layers report.
+
+        ``begins_N``: True where a token begins a word that a segmenter found.
+        """
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
         passage = Passage(self.encoder.layers, packing, tokens, recomputes=self._recomputes_now)
-        x_ND = self.front(x_ND, Source(ids_N, packing, tokens, self.embedding), passage)
+        source = Source(ids_N, packing, tokens, self.embedding, begins_N)
+        x_ND = self.front(x_ND, source, passage)
         return self.encoder.leave(x_ND), passage.reports
 
     @property

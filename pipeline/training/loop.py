@@ -74,7 +74,7 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
     """Train a model to translate the call's data, and write the stage's checkpoint."""
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
-    notes = unspaced_notes(model.spec, data.train_lines)
+    notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
     for note in notes if world.rank == 0 else ():
         print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
     train_task(call, model, Translation(call, data, notes=notes), world=world)

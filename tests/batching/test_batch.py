@@ -148,7 +148,9 @@ def test_large_ids_of_small_types_stay_what_they_are() -> None:
 
 
 def test_a_batch_moves_to_a_device_as_a_whole() -> None:
-    batch = random_batch(tiny_spec(), sentences=3, seed=1)
+    plain = random_batch(tiny_spec(), sentences=3, seed=1)
+    assert plain.to(torch.device("meta")).source_begins_N is None
+    batch = replace(plain, source_begins_N=plain.source_N > 5)
     assert batch.to(torch.device("cpu")) is batch
     moved = batch.to(torch.device("meta"))
     for field in fields(moved):

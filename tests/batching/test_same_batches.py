@@ -105,6 +105,8 @@ def batch_values(batch: Batch) -> list[Any]:
         value = getattr(batch, field.name)
         if isinstance(value, Packing):
             values += [value.index_N, value.batch, value.length, value.is_full]
+        elif value is None:
+            assert field.name == "source_begins_N"
         else:
             assert value.dtype == torch.int64
             values.append(value)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +118,9 @@ class Halves:
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
         raise AssertionError((lines, segmentation))
+
+    def places_batch(self, lines: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        raise AssertionError(lines)
 
     def decode(self, ids: list[int]) -> Decoded:
         return Decoded("".join(str(index) for index in ids))

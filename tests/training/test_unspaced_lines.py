@@ -29,6 +29,12 @@ def test_they_are_counted_over_all_pairs_and_said_in_one_sentence() -> None:
     assert not text.endswith(".")
 
 
+def test_a_language_with_a_segmenter_is_none_of_them() -> None:
+    spec = spec_of({"kind": "wsf", "layers": 1})
+    assert unspaced_lines(spec, LINES, segmented={"zh", "de"}) == {"th": 1}
+    assert unspaced_notes(spec, LINES, segmented={"zh", "th"}) == ()
+
+
 @pytest.mark.parametrize("front", [{"kind": "subwords"}, {"kind": "ncf"}])
 def test_other_fronts_have_nothing_to_do_with_words(front: dict[str, Any]) -> None:
     assert lines_under(front) == {}

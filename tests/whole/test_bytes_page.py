@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.checkpoints.opening import open_model
 from pipeline.cli import main
-from pipeline.config import load_recipe, recipe_names
+from pipeline.config import SEGMENTERS, TokenizerConfig, load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bytes.md").read_text(encoding="utf-8")
@@ -94,6 +95,12 @@ def test_two_text_files_end_as_translations_both_ways(done: Path) -> None:
 def test_the_states_that_were_kept_are_averaged(done: Path) -> None:
     made = open_model(done / "runs" / "mine" / "mean")
     assert made.spec == open_model(done / "runs" / "mine" / "model").spec
+
+
+def test_the_segmenters_that_the_page_names_are_settings() -> None:
+    table = tomllib.loads(blocks("toml")[1])["tokenizer"]
+    config = TokenizerConfig.model_validate({"kind": "bytes", **table})
+    assert set(config.segmenters.values()) > set(SEGMENTERS)
 
 
 def test_every_overlay_and_plan_that_the_page_names_ships() -> None:

@@ -28,12 +28,14 @@ class Source:
         packing: where sentences lie.
         tokens: what is known of each.
         embedding: the model's table.
+        begins_N: True where a token begins a word that a segmenter found; None where none did.
     """
 
     ids_N: Tensor
     packing: Packing
     tokens: Tokens
     embedding: Embedding
+    begins_N: Tensor | None = None
 
     def gaps(self, size: int) -> Gaps:
         """The sentences, to be set apart by ``size`` rows."""

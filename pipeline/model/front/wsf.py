@@ -1,8 +1,8 @@
 """Byte-WSF: attention within words in the first layers (LOBEF, §3.2).
 
-A word is what stands between white space; a white space is a word of its own, and so is every tag
-and the end of a sentence. Where attention takes packed sentences, words are handed over as such;
-elsewhere it is masked.
+A word is what stands between white space, and in a language with a segmenter what that finds
+there; a white space is a word of its own, and so is every tag and the end of a sentence. Where
+attention takes packed sentences, words are handed over as such; elsewhere it is masked.
 
 Legend: B sentences, T their length, N real tokens.
 """
@@ -55,6 +55,8 @@ def word_begins(source: Source, lone_ids: Tensor) -> Tensor:
     is_lone_N = torch.isin(source.ids_N, lone_ids)
     begins_N = is_lone_N | (source.tokens.position_N == 0)
     begins_N[1:] |= is_lone_N[:-1]
+    if source.begins_N is not None:
+        begins_N |= source.begins_N
     return begins_N
 
 

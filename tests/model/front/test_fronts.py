@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,8 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
+from pipeline.model.front.passage import Source
+from pipeline.model.front.wsf import word_begins, words_as_sentences
 from pipeline.model.layers import EncoderLayer
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
@@ -120,7 +123,14 @@ def adaptive(model: Transformer, states: list[Tensor], lid_D: Tensor) -> list[Te
 
 
 def layer_by_hand(
-    model: Transformer, layer: EncoderLayer, x_TD: Tensor, *, number: int, ids: Tensor, lid: Tensor
+    model: Transformer,
+    layer: EncoderLayer,
+    x_TD: Tensor,
+    *,
+    number: int,
+    ids: Tensor,
+    lid: Tensor,
+    begins: list[bool],
 ) -> Tensor:
     front: Any = model.front
     settings = model.spec.model
@@ -161,7 +171,7 @@ def layer_by_hand(
         states[0] = states[0] * scale
     allowed = torch.ones(len(x_TD), len(x_TD), dtype=torch.bool)
     if kind == "wsf" and number < config.layers:
-        allowed = same_word(ids)
+        allowed = same_word(ids, begins)
     context = attended(*(states[0], states[1], states[2]), heads, allowed)
     x_TD = x_TD + attention.output(context)
     x_TD = x_TD if settings.norm == "pre" else layer.self_attention_norm(x_TD)
@@ -172,11 +182,11 @@ def layer_by_hand(
     return x_TD if settings.norm == "pre" else layer.feed_forward_norm(x_TD)
 
 
-def same_word(ids: Tensor) -> Tensor:
+def same_word(ids: Tensor, begins: list[bool]) -> Tensor:
     word, words, last_was_lone = 0, [], True
-    for index in ids.tolist():
+    for index, is_given in zip(ids.tolist(), begins, strict=True):
         is_lone = index in LONE_IDS
-        word += is_lone or last_was_lone
+        word += is_lone or last_was_lone or is_given
         words.append(word)
         last_was_lone = is_lone
     number = torch.tensor(words)
@@ -210,13 +220,15 @@ def encoded_by_hand(model: Transformer, batch: Batch) -> Tensor:
     found = []
     for sentence, (start, stop) in enumerate(pairwise(bounds)):
         ids = batch.source_N[start:stop]
+        given = batch.source_begins_N
+        begins = [False] * len(ids) if given is None else given[start:stop].tolist()
         lid = table[LANGUAGE_TOKENS[batch.source_language_B[sentence]]]
         x_TD = table[ids] * math.sqrt(width) + model.positions_TD[: len(ids)]
         for number, layer in enumerate(model.encoder.layers):
             if config.kind == "ncf" and config.layers_before == number:
                 x_TD = ngrams_by_hand(model, x_TD)
             assert isinstance(layer, EncoderLayer)
-            x_TD = layer_by_hand(model, layer, x_TD, number=number, ids=ids, lid=lid)
+            x_TD = layer_by_hand(model, layer, x_TD, number=number, ids=ids, lid=lid, begins=begins)
         if config.kind == "ncf" and config.layers_before == len(model.encoder.layers):
             x_TD = ngrams_by_hand(model, x_TD)
         found.append(model.encoder.leave(x_TD))
@@ -226,8 +238,16 @@ def encoded_by_hand(model: Transformer, batch: Batch) -> Tensor:
 def encoded(model: Transformer, batch: Batch) -> Tensor:
     tokens = model.tokens_of(batch.source, batch.source_language_B, batch.target_language_B)
     embedded = model.embedding(batch.source_N)
-    memory, _ = model.encode(batch.source_N, embedded, batch.source, tokens)
+    begins = batch.source_begins_N
+    memory, _ = model.encode(batch.source_N, embedded, batch.source, tokens, begins_N=begins)
     return memory
+
+
+def with_given_words(batch: Batch, *, seed: int) -> Batch:
+    """Words given in every other sentence, as if its language had a segmenter."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn_N = torch.rand(len(batch.source_N), generator=generator) < 0.4
+    return replace(batch, source_begins_N=drawn_N & (batch.source.sentence_N % 2 == 0))
 
 
 def gradients(model: Transformer, run: Callable[[Transformer, Batch], Tensor], batch: Batch) -> Any:
@@ -255,6 +275,70 @@ def test_a_front_and_its_gradients_equal_a_loop_over_tokens_and_taps(name: str) 
     for parameter, gradient in of_expected.items():
         if not straight_through:
             torch.testing.assert_close(of_states[parameter], gradient, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_given_words_part_attention_beside_those_of_white_space(norm: str) -> None:
+    spec = spec_with(FRONTS["wsf"], norm=norm)
+    model = double_model(spec)
+    examples = random_examples(spec, sentences=6, seed=3, shortest=1, longest=13)
+    plain = collate(examples, eos_id=EOS_ID)
+    batch = with_given_words(plain, seed=1)
+    states, of_states = gradients(model, encoded, batch)
+    expected, of_expected = gradients(model, encoded_by_hand, batch)
+    torch.testing.assert_close(states, expected, rtol=0, atol=1e-10)
+    assert of_states.keys() == of_expected.keys()
+    for parameter, gradient in of_expected.items():
+        torch.testing.assert_close(of_states[parameter], gradient, rtol=0, atol=1e-10)
+    changed_N = (states - encoded(model, plain)).abs().amax(1) > 1e-6
+    changed = set(batch.source.sentence_N[changed_N].tolist())
+    assert changed
+    assert changed <= {0, 2, 4}
+
+
+def test_given_words_that_are_those_of_white_space_change_nothing() -> None:
+    spec = spec_with(FRONTS["wsf"])
+    model = double_model(spec)
+    plain = random_batch(spec, sentences=5, seed=7, longest=20)
+    tokens = model.tokens_of(plain.source, plain.source_language_B, plain.target_language_B)
+    front: Any = model.front
+    source = Source(plain.source_N, plain.source, tokens, model.embedding)
+    begins_N = word_begins(source, front.lone_ids)
+    again = replace(plain, source_begins_N=begins_N)
+    assert torch.equal(encoded(model, again), encoded(model, plain))
+
+
+def test_packed_attention_is_given_the_same_words_as_the_mask() -> None:
+    spec = spec_with(FRONTS["wsf"])
+    batch = with_given_words(random_batch(spec, sentences=5, seed=7, longest=20), seed=4)
+    given_N = batch.source_begins_N
+    assert given_N is not None
+    model = double_model(spec)
+    tokens = model.tokens_of(batch.source, batch.source_language_B, batch.target_language_B)
+    front: Any = model.front
+    source = Source(batch.source_N, batch.source, tokens, model.embedding, given_N)
+    begins_N = word_begins(source, front.lone_ids)
+    spans = words_as_sentences(begins_N, batch.source).bound_B.tolist()
+    mask_NN = torch.zeros(len(begins_N), len(begins_N), dtype=torch.bool)
+    for start, stop in pairwise(spans):
+        mask_NN[start:stop, start:stop] = True
+    expected = torch.block_diag(
+        *(
+            same_word(batch.source_N[a:b], given_N[a:b].tolist())
+            for a, b in pairwise(batch.source.bound_B.tolist())
+        )
+    )
+    assert torch.equal(mask_NN, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in FRONTS if name != "wsf"])
+@torch.no_grad()
+def test_other_fronts_do_not_look_at_given_words(name: str) -> None:
+    spec = spec_with(FRONTS[name])
+    model = double_model(spec)
+    plain = random_batch(spec, sentences=4, seed=6)
+    given = with_given_words(plain, seed=2)
+    assert torch.equal(model(given).logits_LV, model(plain).logits_LV)
 
 
 def test_the_straight_through_router_learns_from_the_value_of_its_scale() -> None:

@@ -1,0 +1,290 @@
+"""Where words begin in languages that white space does not part, as segmenters find it.
+
+A segmenter is given what stands between two white spaces, and returns the words of it, one after
+the other, nothing left out. ``characters``: each is a word, with the marks on it; ``mecab``:
+Japanese, by MeCab and the dictionary ipadic; or a function of the user's in a file of its own.
+
+Which language has which is part of the tokenizer (``tokenizer.json``), so that a model translates
+by the words it was trained on. A function is known there by the SHA-256 of its file, and where the
+file lies says the recipe alone: no model brings code with it, or names what lies on this machine.
+
+Legend: N tokens of a line.
+"""
+
+import hashlib
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts.tokenizer import SegmenterRecord, Tokenizer
+from pipeline.config import SEGMENTERS
+from pipeline.documents import read_bytes
+from pipeline.errors import ConfigError
+from pipeline.languages import canonical, find_code, nearest_codes
+
+Segmenter = Callable[[str], Sequence[str]]
+Flags = npt.NDArray[np.bool_]
+
+MAX_FILE_BYTES = 2**20
+"""Of a function's file."""
+SHOWN_CHARACTERS = 40
+
+_SPACES_AND_OTHERS = re.compile(r"\s|\S+")
+_ZERO_WIDTH_JOINER = "\N{ZERO WIDTH JOINER}"
+
+
+class Segmenters:
+    """The segmenters of a tokenizer's languages, each loaded when it is first needed.
+
+    ``named``: language → name of those that the recipe at hand has; functions are looked up here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
+        self._tokenizer = tokenizer
+        self._named = {
+            code: name
+            for spelling, name in named.items()
+            if (code := _code_of(spelling, tokenizer.languages)) is not None
+        }
+        self._loaded: dict[str, Segmenter] = {}
+
+    def __reduce__(self) -> tuple[type["Segmenters"], tuple[Tokenizer, dict[str, str]]]:
+        """Another process loads its own: functions of files do not go from one to another."""
+        return type(self), (self._tokenizer, self._named)
+
+    def __contains__(self, language: str) -> bool:
+        return language in self._tokenizer.segmenters
+
+    def load(self, languages: Iterable[str]) -> None:
+        """Load those of some languages; a language may have none.
+
+        Raises:
+            ConfigError: a library is missing, or the recipe does not say where a function lies, or
+                names another file.
+        """
+        for language in sorted(languages):
+            if language in self and language not in self._loaded:
+                self._loaded[language] = self._found(language)
+
+    def begins(self, language: str, lines: Sequence[str]) -> list[Flags]:
+        """Of each token of each line whether a word begins with it, (N,).
+
+        A token that reaches into several words belongs to the first.
+
+        Raises:
+            ConfigError: as of ``load``; or the segmenter fails, or changes the text.
+        """
+        self.load([language])
+        places = self._tokenizer.places_batch(lines, language=language)
+        return [
+            _begins_of_tokens(place_N, self._begins_of_words(language, line))
+            for line, place_N in zip(lines, places, strict=True)
+        ]
+
+    def _begins_of_words(self, language: str, line: str) -> list[int]:
+        """The characters that words begin at; a white space is a word."""
+        found: list[int] = []
+        for part in _SPACES_AND_OTHERS.finditer(line):
+            words = [part[0]] if part[0].isspace() else self._words(language, part[0])
+            found += accumulate(map(len, words[:-1]), initial=part.start())
+        return found
+
+    def _words(self, language: str, text: str) -> list[str]:
+        segmenter = self._loaded[language]
+        what = f"The segmenter {self._tokenizer.segmenters[language].name} of {language}"
+        try:
+            found = segmenter(text)
+            if isinstance(found, str):
+                raise TypeError("it returns a text, not a list of words")
+            words = list(found)
+            changed = "".join(words)
+        except Exception as error:  # of the user's code, whatever it is
+            raise ConfigError(
+                f"{what} failed on {shown_text(text)} ({_said(error)}): mend it, "
+                "or name another under tokenizer.segmenters."
+            ) from error
+        if changed != text:
+            raise ConfigError(
+                f"{what} changes the text, it makes {shown_text(changed)} of {shown_text(text)}: "
+                "its words must join to what it is given; mend it, or name another under "
+                "tokenizer.segmenters."
+            )
+        return [word for word in words if word]
+
+    def _found(self, language: str) -> Segmenter:
+        record = self._tokenizer.segmenters[language]
+        if record.sha256 is None:
+            return _built_in(record.name)
+        name = self._named.get(language, "")
+        if name in ("", *SEGMENTERS):
+            raise ConfigError(
+                f"The words of {language} are found by a function {record.name!r} of its user's, "
+                "which comes with no model: name its file in the recipe, as [tokenizer.segmenters] "
+                f'{language} = "path/to/file.py:{record.name}".'
+            )
+        path, function, content = read_function_file(name)
+        if (function, _sha256(content)) != (record.name, record.sha256):
+            raise ConfigError(
+                f"tokenizer.segmenters names {name} for {language}, and the tokenizer was made "
+                f"with a function {record.name!r} of a file with other contents (SHA-256 "
+                f"{record.sha256[:12]}…): name that one, or train the tokenizer and what follows "
+                "anew."
+            )
+        return load_function(path, function, content)
+
+
+def segmenter_records(
+    named: Mapping[str, str], languages: Collection[str]
+) -> dict[str, SegmenterRecord]:
+    """What a tokenizer of these languages keeps of the segmenters that a recipe names.
+
+    Raises:
+        ConfigError: there is no such language, or one of them cannot be had.
+    """
+    found: dict[str, SegmenterRecord] = {}
+    for spelling, name in named.items():
+        code = _code_of(spelling, languages)
+        if code is None or code in found:
+            near = ", ".join(nearest_codes(spelling, languages))
+            raise ConfigError(
+                f"tokenizer.segmenters names {spelling!r}, "
+                + ("a second time" if code else f"and the corpus has no such language ({near})")
+                + ": change it, or leave it out."
+            )
+        if name == "mecab" and canonical(code) != "ja":
+            raise ConfigError(
+                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese: "
+                "name another."
+            )
+        if name in SEGMENTERS:
+            _built_in(name)
+            found[code] = SegmenterRecord(name=name)
+            continue
+        path, function, content = read_function_file(name)
+        load_function(path, function, content)
+        found[code] = SegmenterRecord(name=function, sha256=_sha256(content))
+    return found
+
+
+def characters(text: str) -> list[str]:
+    """Each character with the marks on it, and what a zero width joiner joins to it."""
+    borders = [
+        place
+        for place in range(1, len(text))
+        if not (
+            unicodedata.category(text[place]).startswith("M")
+            or _ZERO_WIDTH_JOINER in text[place - 1 : place + 1]
+        )
+    ]
+    return [text[begin:end] for begin, end in pairwise([0, *borders, len(text)])]
+
+
+class JapaneseWords:
+    """MeCab's morphemes, by the dictionary ipadic.
+
+    Raises:
+        ConfigError: they are not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import ipadic
+            import MeCab
+
+            self._tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}): pip "
+                "install mecab-python3 ipadic."
+            ) from error
+
+    def __call__(self, text: str) -> list[str]:
+        """Cut by the lengths of MeCab's nodes: what it takes for a space is in no word of its."""
+        content = text.encode()
+        bounds = [0]
+        node = self._tagger.parseToNode(text)
+        while node is not None:
+            bounds.append(bounds[-1] + node.rlength)
+            node = node.next
+        bounds.append(len(content))  # it ends at a character NUL
+        return [content[begin:end].decode() for begin, end in pairwise(bounds)]
+
+
+def read_function_file(name: str) -> tuple[Path, str, bytes]:
+    """Path, function and content of ``path/to/file.py:function``.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path, _, function = name.rpartition(":")
+    remedy = "tokenizer.segmenters names it, correct the path (it is taken from the current folder)"
+    content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, remedy=remedy)
+    return Path(path), function, content
+
+
+def load_function(path: Path, function: str, content: bytes) -> Segmenter:
+    """A function of a file with this content, which is run; a module of its own.
+
+    Raises:
+        ConfigError: the file fails, or has no such function.
+    """
+    module = ModuleType(f"segmenter_{_sha256(content)[:12]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(content, path, "exec"), module.__dict__)
+    except (Exception, SystemExit) as error:  # of the user's code, whatever it is
+        raise ConfigError(
+            f"tokenizer.segmenters names {path}, which fails ({_said(error)}): mend it."
+        ) from error
+    found = module.__dict__.get(function)
+    if not callable(found):
+        raise ConfigError(
+            f"tokenizer.segmenters names {path}:{function}, and the file has no such function: "
+            "correct the name."
+        )
+    segmenter: Segmenter = found
+    return segmenter
+
+
+def shown_text(text: str) -> str:
+    """The beginning of a text, as Python writes it."""
+    is_long = len(text) > SHOWN_CHARACTERS
+    return f"{text[:SHOWN_CHARACTERS]!r}{'…' if is_long else ''}"
+
+
+def _said(error: BaseException) -> str:
+    """What an error of the user's code says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _built_in(name: str) -> Segmenter:
+    return JapaneseWords() if name == "mecab" else characters
+
+
+def _begins_of_tokens(place_N: npt.NDArray[np.int64], begins: Sequence[int]) -> Flags:
+    word_N = np.searchsorted(np.asarray(begins, dtype=np.int64), place_N, side="right")
+    begins_N: Flags = np.diff(word_N, prepend=0) != 0
+    return begins_N
+
+
+def _code_of(spelling: str, languages: Collection[str]) -> str | None:
+    """Which of the languages a spelling means; None if none of them."""
+    if spelling in languages:
+        return spelling
+    try:
+        return find_code(spelling, languages)
+    except ConfigError:
+        return None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
