@@ -677,8 +677,14 @@ class TrainingConfig(Settings):
     """Training ends when so many validations in a row found no lower perplexity; 0: never."""
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
-    """Training states kept during training, besides the weights of the best validation (best_by);
-    what stays of them afterwards says saving.keep_states."""
+    """Training states kept during training, besides the weights of the best validation (best_by)
+    and the states that average_last needs; what stays of them afterwards says
+    saving.keep_states."""
+    average_last: Annotated[int, whole(0, MAX_STATES)] = 0
+    """The result is the mean of the weights after the last so many multiples of checkpoint_every,
+    the run's last update being one whatever its number; of all of them where there are fewer. It
+    stands in place of the weights of the best validation, which then says when training ends
+    (patience), and no more. 0: no mean."""
     best_by_route: Route = "specific"
     """By which route's validation the weights are kept, of a model that has two."""
     resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
@@ -702,6 +708,20 @@ class TrainingConfig(Settings):
                 "best_by is extremely_low, which is a tier only where resource_thresholds has "
                 "three numbers: give them, or name another tier"
             )
+        chosen = [
+            f"{name} is {value}"
+            for name, value, default in (
+                ("best_by", self.best_by, "all"),
+                ("best_by_route", self.best_by_route, "specific"),
+            )
+            if value != default
+        ]
+        if self.average_last and not self.patience and chosen:
+            raise ValueError(
+                f"{chosen[0]}, which chooses a validation's weights, and average_last is "
+                f"{self.average_last}, which takes the mean of the last ones: leave one of them "
+                "out, or set patience, for which it says when training ends"
+            )
         return self
 
 
@@ -721,7 +741,7 @@ class SavingConfig(Settings):
     """What of ``OUT.run`` stays when a training stage is done. ``none``: nothing, the folder is
     removed; ``last``: the state of the last update, from which training goes on where
     training.updates is raised later; ``all``: the last training.keep_last of them, for
-    ``mmnmt checkpoint average --run``."""
+    ``mmnmt checkpoint average --run``, and those of training.average_last."""
 
 
 class UpcyclingConfig(Settings):

@@ -32,7 +32,8 @@ TRAINING: dict[str, set[str]] = {
         *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
     },
     "training": {
-        *("attention_dropout", "best_by", "best_by_route", "dropout", "expert_output_masking"),
+        *("attention_dropout", "average_last", "best_by", "best_by_route", "dropout"),
+        "expert_output_masking",
         *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }

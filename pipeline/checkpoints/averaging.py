@@ -81,6 +81,25 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     )
 
 
+class MeanOfStates:
+    """Ranges of the mean of training states, read as those of one state are."""
+
+    def __init__(self, states: Sequence[Artifact]) -> None:
+        self._readers = [PieceReader(state) for state in states]
+
+    def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
+        """The mean of values [start, start + length) of a flattened tensor.
+
+        Raises:
+            CheckpointError: a state does not cover that range.
+        """
+        values = (
+            reader.read(what=what, tensor=tensor, start=start, length=length)
+            for reader in self._readers
+        )
+        return _mean(values, torch.Size([length]))
+
+
 def _refuse_other_model(first: Artifact, other: Artifact) -> None:
     change = describe_change(
         read_spec(first).model_dump(mode="json"), read_spec(other).model_dump(mode="json")

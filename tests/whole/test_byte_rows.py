@@ -93,7 +93,8 @@ def test_the_settings_are_those_of_moce() -> None:
         assert (optimizer.schedule, optimizer.learning_rate) == ("inverse_sqrt", 5e-4)
         assert (optimizer.warmup_updates, optimizer.betas) == (4000, (0.9, 0.98))
         assert (recipe.loss.label_smoothing, training.dropout) == (0.1, 0.1)
-        assert (training.patience, training.validate_every, training.keep_last) == (10, 5000, 5)
+        assert (training.patience, training.validate_every, training.average_last) == (10, 5000, 5)
+        assert training.checkpoint_every == 5000
         assert recipe.mixture.sampling_temperature == 1.5
 
 
