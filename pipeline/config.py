@@ -21,6 +21,7 @@ from pydantic import (
 
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
+from pipeline.languages import Regions
 from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
@@ -96,6 +97,10 @@ class CorpusConfig(Settings):
     by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    regions: Regions = "joined"
+    """Whether ``pt-br`` and ``pt`` are one language, of which a record gives the text without
+    region where it has both, or, ``apart``, two, of which one is ``pt_BR``. A language that comes
+    from one region alone has its code without it."""
     untested: tuple[str, ...] = ()
     """No test lines are read of pairs with one of these languages."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"

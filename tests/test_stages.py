@@ -49,8 +49,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "import_corpus": {
         "corpus": {
             *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
-            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
-            *("swapped_sides", "untested"),
+            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "regions"),
+            *("source", "swapped_sides", "untested"),
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},
