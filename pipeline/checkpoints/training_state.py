@@ -83,6 +83,10 @@ class PieceReader:
             )
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
+    def let_go(self) -> None:
+        """Hold nothing of what was read last."""
+        self._cached = ("", torch.empty(0))
+
     def _piece(self, key: str) -> Tensor:
         if self._cached[0] != key:
             self._cached = (key, self._files.read(key).flatten())

@@ -319,6 +319,7 @@ def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
     assert_same_tensors(read_weights(unpublished), read_weights(straight))
     left = names_in(unpublished.parent)
     assert left == (["model"] if keep_states == "none" else ["model", "model.run"])
+    assert keep_states == "none" or "mean" not in names_in(unpublished.parent / "model.run")
 
 
 def test_a_run_goes_on_to_more_updates_from_its_last_state_and_not_from_the_mean(
