@@ -235,6 +235,23 @@ def test_a_mean_of_bf16_training_is_of_the_weights_that_the_optimizer_holds(
     assert any(not torch.equal(value, value.bfloat16().float()) for value in weights)
 
 
+def test_language_modules_on_different_ranks_and_what_is_not_trained_are_in_the_mean(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    out_dir = tmp_path / "model"
+    plain = recipe_of(updates=2, checkpoint_every=1, patience=9, best_by_route="shared")
+    document = plain.model_dump()
+    document["model"] |= {
+        "moe": None,
+        "language_modules": {"kind": "language_experts", "shared": True},
+        "embedding": {"input": "frozen", "output": "untied"},
+    }
+    document["loss"] |= {"objective": "fuse_distillation"}
+    pool2.run(pretrain, inputs, out_dir, Recipe.model_validate(document))
+    assert_is_mean(out_dir, [1, 2])
+    assert any(".of_language.de." in name for name in read_weights(out_dir))
+
+
 def test_a_run_with_fewer_states_takes_all_of_them_and_says_so(
     inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
