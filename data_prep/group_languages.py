@@ -20,7 +20,14 @@ from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.config import GroupsConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.languages import PAPER_GROUPS, UNKNOWN_FAMILY, family, find_code, nearest_codes
+from pipeline.languages import (
+    PAPER_GROUPS,
+    UNKNOWN_FAMILY,
+    family,
+    find_code,
+    nearest_codes,
+    without_region,
+)
 from pipeline.stages import StageCall
 from pipeline.summary import LISTED, counted, listed
 
@@ -285,13 +292,14 @@ def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def _group_in(table: Mapping[str, int], code: str) -> int:
-    if code not in table:
+    group = table.get(code, table.get(without_region(code)))
+    if group is None:
         nearest = ", ".join(nearest_codes(code, table)) or "none"
         raise ConfigError(
             f"Language {code!r} is in none of the paper's groups, its nearest codes there are: "
             f"{nearest}; put it into one with groups.extend = {{ {code} = 1 }}, say."
         )
-    return table[code]
+    return group
 
 
 if __name__ == "__main__":

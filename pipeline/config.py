@@ -22,6 +22,7 @@ from pydantic import (
 
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
+from pipeline.languages import Regions
 from pipeline.settings import Settings, describe_validation, number, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
@@ -102,6 +103,10 @@ class CorpusConfig(Settings):
     by the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
+    regions: Regions = "joined"
+    """Whether ``pt-br`` and ``pt`` are one language, of which a record gives the text without
+    region where it has both, or, ``apart``, two, of which one is ``pt_BR``. A language that comes
+    from one region alone has its code without it."""
     untested: tuple[str, ...] = ()
     """No test lines are read of pairs with one of these languages."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"
@@ -723,8 +728,14 @@ class TrainingConfig(Settings):
     """Training ends when so many validations in a row found no lower perplexity; 0: never."""
     checkpoint_every: Updates = 1000
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
-    """Training states kept during training, besides the weights of the best validation (best_by);
-    what stays of them afterwards says saving.keep_states."""
+    """Training states kept during training, besides the weights of the best validation (best_by)
+    and the states that average_last needs; what stays of them afterwards says
+    saving.keep_states."""
+    average_last: Annotated[int, whole(0, MAX_STATES)] = 0
+    """The result is the mean of the weights after the last so many multiples of checkpoint_every,
+    the run's last update being one whatever its number; of all of them where there are fewer. It
+    stands in place of the weights of the best validation, which then says when training ends
+    (patience), and no more. 0: no mean."""
     best_by_route: Route = "specific"
     """By which route's validation the weights are kept, of a model that has two."""
     resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
@@ -748,6 +759,20 @@ class TrainingConfig(Settings):
                 "best_by is extremely_low, which is a tier only where resource_thresholds has "
                 "three numbers: give them, or name another tier"
             )
+        chosen = [
+            f"{name} is {value}"
+            for name, value, default in (
+                ("best_by", self.best_by, "all"),
+                ("best_by_route", self.best_by_route, "specific"),
+            )
+            if value != default
+        ]
+        if self.average_last and not self.patience and chosen:
+            raise ValueError(
+                f"{chosen[0]}, which chooses a validation's weights, and average_last is "
+                f"{self.average_last}, which takes the mean of the last ones: leave one of them "
+                "out, or set patience, for which it says when training ends"
+            )
         return self
 
 
@@ -767,7 +792,7 @@ class SavingConfig(Settings):
     """What of ``OUT.run`` stays when a training stage is done. ``none``: nothing, the folder is
     removed; ``last``: the state of the last update, from which training goes on where
     training.updates is raised later; ``all``: the last training.keep_last of them, for
-    ``mmnmt checkpoint average --run``."""
+    ``mmnmt checkpoint average --run``, and those of training.average_last."""
 
 
 class UpcyclingConfig(Settings):

@@ -4,8 +4,9 @@ Codes are those of OPUS-100: two letters of ISO 639-1 where they exist, else thr
 Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep the codes OPUS-100 gives them.
 Any other well-formed code stands for itself; its family is unknown until the recipe names it. A
 language that comes in two scripts has the code alone for its usual script and ``zh_Hant`` for the
-other. Names and scripts come from Unicode CLDR through Babel, which is imported only where they are
-asked for: training and decoding need neither.
+other; the language of a region, where a corpus keeps regions apart, is ``pt_BR``. Names and scripts
+come from Unicode CLDR through Babel, which is imported only where they are asked for: training and
+decoding need neither.
 """
 
 import difflib
@@ -13,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from pipeline.errors import ConfigError
 
@@ -102,10 +104,14 @@ UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".spl
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
 """Those that white space does not part into words."""
 
+Regions = Literal["joined", "apart"]
+"""Whether text of several regions, ``pt`` and ``pt-br``, is of one language or of several."""
+
 _FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes}
 _SUBTAGS = re.compile(
     r"(?P<language>[a-z]{2,3})(?:_(?P<script>[a-z]{4}))?(?:_(?P<region>[a-z]{2}|[0-9]{3}))?"
 )
+_REGION = re.compile(r"_(?:[A-Z]{2}|[0-9]{3})$")
 _CLDR_CODES = {"sh": "sr_Latn"}
 
 
@@ -166,17 +172,23 @@ def canonical(code: str) -> str:
     return parse_tag(code).language
 
 
-def distinct_codes(spellings: Iterable[str]) -> dict[str, str]:
+def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> dict[str, str]:
     """Spelling → code for the spellings of one corpus, so that two scripts stay two languages.
 
     One script, whichever it is, needs no mention: ``zho_Hant`` alone is ``zh``. Beside
     ``zho_Hans``, the usual script of Chinese, it is ``zh_Hant``. Needs Babel where a language is
     spelled in several ways.
 
+    Args:
+        spellings: any usual ones.
+        regions: ``apart``: where a language is spelled in several ways, a region counts as a script
+            does, and ``pt-br`` beside ``pt`` is ``pt_BR``.
+
     Raises:
         ConfigError: a spelling is that of no language code.
     """
     tags = {spelling: parse_tag(spelling) for spelling in spellings}
+    apart = regions == "apart"
     variants: dict[str, set[LanguageTag]] = defaultdict(set)
     for tag in tags.values():
         variants[tag.language].add(tag)
@@ -184,20 +196,26 @@ def distinct_codes(spellings: Iterable[str]) -> dict[str, str]:
     for tag in tags.values():
         several = len(variants[tag.language]) > 1
         scripts = {_script_of_tag(other) for other in variants[tag.language]} if several else set()
-        codes[tag] = _code_with_script(tag) if len(scripts) > 1 else tag.language
+        if several and apart and tag.region is not None:
+            codes[tag] = _code_with_region(tag)
+        else:
+            codes[tag] = _code_with_script(tag) if len(scripts) > 1 else tag.language
     return {spelling: codes[tag] for spelling, tag in tags.items()}
 
 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
     """Which of the codes of a corpus or model a spelling means, None if none of them.
 
-    ``zh_Hant`` is itself where it is among them, else ``zh``; ``prs_Arab`` is ``prs`` where that is
-    told apart from ``fa``.
+    ``zh_Hant`` is itself where it is among them, else ``zh``, and so is ``pt_BR`` with ``pt``;
+    ``prs_Arab`` is ``prs`` where that is told apart from ``fa``.
 
     Raises:
         ConfigError: the spelling is that of no language code.
     """
     tag = parse_tag(spelling)
+    for regional in (f"{tag.language}_{tag.script}_{tag.region}", f"{tag.language}_{tag.region}"):
+        if regional in codes:
+            return regional
     if f"{tag.language}_{tag.script}" in codes:
         return f"{tag.language}_{tag.script}"
     stem = spelling.strip().lower().replace("-", "_").partition("_")[0]
@@ -225,13 +243,21 @@ def language(code: str) -> Language:
     """Look a language up; ConfigError as in ``canonical``. Needs Babel."""
     tag = parse_tag(code)
     found = _code_with_script(tag) if tag.script else tag.language
-    script = usual_script(tag.language) if found == tag.language else tag.script
+    found = _code_with_region(tag) if tag.region else found
     return Language(
         code=found,
         name=_english_name(found),
         family=family(found),
-        script=script or UNKNOWN_SCRIPT,
+        script=_script_of_tag(tag) or UNKNOWN_SCRIPT,
     )
+
+
+def without_region(code: str) -> str:
+    """``pt`` of ``pt_BR``; other codes of a corpus as they are.
+
+    For tables that know a language, and not its regions.
+    """
+    return _REGION.sub("", code)
 
 
 def is_known(code: str) -> bool:
@@ -302,6 +328,14 @@ def _code_with_script(tag: LanguageTag) -> str:
     return f"{tag.language}_{script}"
 
 
+def _code_with_region(tag: LanguageTag) -> str:
+    """The language's code with its region, and with the script where that is not the region's."""
+    of_region = LanguageTag(tag.language, script=None, region=tag.region)
+    if tag.script is None or tag.script == _script_of_tag(of_region):
+        return f"{tag.language}_{tag.region}"
+    return f"{tag.language}_{tag.script}_{tag.region}"
+
+
 def _cldr_names() -> Mapping[str, str]:
     from babel import Locale
 
@@ -310,15 +344,16 @@ def _cldr_names() -> Mapping[str, str]:
 
 
 def _english_name(code: str) -> str:
-    """CLDR's name of a language, with the script where the code has one; else the code."""
+    """CLDR's name of a language, with script and region where the code has them; else the code."""
     names = _cldr_names()
     if code in names or "_" not in code:
         return names.get(code, code)
     from babel import Locale
 
-    found, script = code.split("_")
-    script_name = Locale("en").scripts.get(script, script)
-    return f"{names[found]} ({script_name})" if found in names else code
+    english = Locale("en")
+    found, *subtags = code.split("_")
+    known = [english.scripts.get(one) or english.territories.get(one, one) for one in subtags]
+    return f"{names[found]} ({', '.join(known)})" if found in names else code
 
 
 def _likely_script(tag: str) -> str | None:

@@ -773,7 +773,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     tmp_path: Path, corpus: Artifact
 ) -> None:
     systems = {"shuffled": translations(tmp_path / "a", corpus, shuffled)}
-    sets = {"Both": ("deu", "fr"), "French": ("fra",), "Nobody": ("my",)}
+    sets = {"Both": ("deu", "fr"), "French": ("fr_CA",), "Nobody": ("my",)}
     settings = EvaluationConfig(language_sets=sets)
     made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
     document = made.read_json("scores.json")

@@ -19,6 +19,8 @@ from pipeline.languages import (
     find_code,
     language,
     nearest_codes,
+    parts_words_by_spaces,
+    without_region,
 )
 
 PAPER_FAMILIES = """
@@ -120,7 +122,7 @@ def test_aliases_agree_with_those_of_cldr() -> None:
     ("code", "found", "name", "script"),
     [
         ("chr", "chr", "Cherokee", "Cher"),
-        ("chr_Cher_US", "chr", "Cherokee", "Cher"),
+        ("chr_Cher_US", "chr_US", "Cherokee (United States)", "Cher"),
         ("COP", "cop", "Coptic", "Copt"),
         ("syr-Syrc", "syr", "Syriac", "Syrc"),
         ("qfr", "qfr", "qfr", "Zzzz"),
@@ -187,12 +189,64 @@ def test_codes_of_a_corpus_mean_the_same_when_they_are_read_again() -> None:
         ("iw", ["he"], "he"),
         ("chr_Cher", ["chr", "en"], "chr"),
         ("fr", ["de"], None),
+        ("pt-br", ["pt", "pt_BR"], "pt_BR"),
+        ("por_BR", ["pt", "pt_BR"], "pt_BR"),
+        ("pt", ["pt", "pt_BR"], "pt"),
+        ("pt-PT", ["pt", "pt_BR"], "pt"),
+        ("pt-br", ["pt"], "pt"),
+        ("zh_Hant", ["zh", "zh_TW"], "zh"),
+        ("sr_Latn_RS", ["sr_RS", "sr_Latn_RS"], "sr_Latn_RS"),
     ],
 )
 def test_a_spelling_is_found_among_the_codes_of_a_model(
     spelling: str, codes: list[str], found: str | None
 ) -> None:
     assert find_code(spelling, codes) == found
+
+
+@pytest.mark.parametrize(
+    ("spellings", "codes"),
+    [
+        (["pt", "pt-br"], ["pt", "pt_BR"]),
+        (["pt_PT", "por_BR"], ["pt_PT", "pt_BR"]),
+        (["pt-br", "en"], ["pt", "en"]),
+        (["pt-br", "pt_BR"], ["pt", "pt"]),
+        (["zh", "zh-cn", "zh-tw"], ["zh", "zh_CN", "zh_TW"]),
+        (["zho_Hans", "zho_Hant"], ["zh", "zh_Hant"]),
+        (["zho_Hant_TW", "zh"], ["zh_TW", "zh"]),
+        (["sr_Latn_RS", "sr_RS", "sr"], ["sr_Latn_RS", "sr_RS", "sr"]),
+        (["es_419", "es"], ["es_419", "es"]),
+    ],
+)
+def test_regions_of_one_corpus_can_be_codes_of_their_own(
+    spellings: list[str], codes: list[str]
+) -> None:
+    assert distinct_codes(spellings, regions="apart") == dict(zip(spellings, codes, strict=True))
+    found = set(codes)
+    assert {find_code(code, found) for code in found} == found
+
+
+def test_a_code_without_its_region_is_the_one_that_tables_know() -> None:
+    codes = ["pt", "pt_BR", "es_419", "zh_Hant", "sr_Latn_RS", "chr"]
+    assert list(map(without_region, codes)) == ["pt", "pt", "es", "zh_Hant", "sr_Latn", "chr"]
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "script"),
+    [
+        ("pt_BR", "Brazilian Portuguese", "Latn"),
+        ("fr_CA", "Canadian French", "Latn"),
+        ("zh_TW", "Chinese (Taiwan)", "Hant"),
+        ("zh_CN", "Chinese (China)", "Hans"),
+        ("sr_Latn_RS", "Serbian (Latin, Serbia)", "Latn"),
+    ],
+)
+def test_the_language_of_a_region_has_a_name_and_a_script_and_its_languages_family(
+    code: str, name: str, script: str
+) -> None:
+    family_of_all = family(code.partition("_")[0])
+    assert language(code) == Language(code, name, family_of_all, script)
+    assert parts_words_by_spaces(code) == (code[:2] != "zh")
 
 
 def test_two_scripts_have_one_family_and_a_name_each() -> None:

@@ -32,7 +32,8 @@ TRAINING: dict[str, set[str]] = {
         *("distillation", "distillation_weight", "gate_budget", "gate_weight"),
     },
     "training": {
-        *("attention_dropout", "best_by", "best_by_route", "dropout", "expert_output_masking"),
+        *("attention_dropout", "average_last", "best_by", "best_by_route", "dropout"),
+        "expert_output_masking",
         *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
     },
 }
@@ -48,8 +49,8 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "import_corpus": {
         "corpus": {
             *("cldr", "columns", "directions", "files", "languages", "max_line_bytes"),
-            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "source"),
-            *("swapped_sides", "untested"),
+            *("max_test_lines", "max_train_lines", "max_valid_lines", "pivot", "regions"),
+            *("source", "swapped_sides", "untested"),
         }
     },
     "import_tests": {"tests": {"directions", "languages", "max_line_bytes", "pivot"}},

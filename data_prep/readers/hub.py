@@ -52,7 +52,7 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
     library = _library()
     with _told(dataset):
         names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
-    named = name_pairs(sorted(filter(is_pair_name, names)))
+    named = name_pairs(sorted(filter(is_pair_name, names)), regions=config.regions)
     if not named:
         raise DataError(
             f"{dataset} has no configurations named like de-en: name a data set laid out as "

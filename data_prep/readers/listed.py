@@ -38,7 +38,7 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
         )
     for entry in config.files:
         _check_pair(entry)
-    pairs = name_pairs(entry.pair for entry in config.files)
+    pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
     left_out = Counter(pairs_not_selected=len({*pairs} - wanted))
     chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
@@ -71,7 +71,7 @@ def _section(
     if len(files) == 2:
         return section_of(FilePair((files[0], files[1]), entry.split, pair), config)
     opened = _open(files[0], entry, pair, config, left_out)
-    return section_of_pair(opened, pair, left_out=left_out)
+    return section_of_pair(opened, pair, config, left_out=left_out)
 
 
 def _file(root: Path, name: str) -> RawFile:

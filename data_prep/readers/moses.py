@@ -66,7 +66,7 @@ def file_pairs(
         ConfigError: a wanted language is in no pair of wanted languages.
         DataError: a pair of a language with itself.
     """
-    named = name_pairs(name for *_, name in found)
+    named = name_pairs((name for *_, name in found), regions=config.regions)
     pairs = [
         FilePair((one, other), one.split(), pair)
         for (one, other, _), pair in zip(found, named, strict=True)

@@ -2,7 +2,8 @@
 
 Translation memories and tables hold records of any number of languages. Each pair is read from its
 file on its own, so that nothing is held; a language that a file spells in several ways (``pt``,
-``pt-br``) is one language, of which a record gives the first text in the order of the spellings.
+``pt-br``) is one language, of which a record gives the first text in the order of the spellings,
+unless ``corpus.regions`` keeps them apart.
 """
 
 import re
@@ -78,7 +79,8 @@ def pair_up(
         ConfigError: a wanted language is in no pair of wanted languages.
         DataError: no file has a pair, or none that ``corpus.directions`` pairs.
     """
-    codes = distinct_codes({spelling for file in files for spelling in file.spellings})
+    spellings = {spelling for file in files for spelling in file.spellings}
+    codes = distinct_codes(spellings, regions=config.regions)
     found = [(pair, file) for file in files for pair in _pairs(file, codes)]
     if not found:
         paths = listed([str(file.file.path) for file in files])
@@ -101,13 +103,15 @@ def pair_up(
     return RawText(sections, left_out=left_out)
 
 
-def section_of_pair(file: MultiwayFile, pair: NamedPair, *, left_out: Counter[str]) -> Section:
+def section_of_pair(
+    file: MultiwayFile, pair: NamedPair, config: CorpusConfig, *, left_out: Counter[str]
+) -> Section:
     """The lines of a file in the two languages of a pair, under the codes of the pair.
 
     Raises:
         DataError: no record has both.
     """
-    codes = distinct_codes(file.spellings)
+    codes = distinct_codes(file.spellings, regions=config.regions)
     (first, one), (second, other) = sorted(
         (code, find_code(spelling, codes.values()) or spelling)
         for code, spelling in zip(pair.codes, pair.spellings, strict=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.artifacts.corpus import Split
 from pipeline.errors import ConfigError
-from pipeline.languages import distinct_codes, find_code, nearest_codes
+from pipeline.languages import Regions, distinct_codes, find_code, nearest_codes
 
 CODE = r"[A-Za-z]{2,3}(?:_[A-Za-z]{4})?(?:_(?:[A-Za-z]{2}|[0-9]{3}))?"
 """A language code, in the spelling of FLORES or of BCP 47 with underscores."""
@@ -36,10 +36,11 @@ def is_pair_name(name: str) -> bool:
     return _PAIR.fullmatch(name) is not None
 
 
-def name_pairs(names: Iterable[str]) -> list[NamedPair]:
+def name_pairs(names: Iterable[str], *, regions: Regions) -> list[NamedPair]:
     """The codes of all names at once: what a spelling means depends on the others."""
     spelled = [(name, spellings_of(name)) for name in names]
-    codes = distinct_codes({spelling for _, spellings in spelled for spelling in spellings})
+    found = {spelling for _, spellings in spelled for spelling in spellings}
+    codes = distinct_codes(found, regions=regions)
     return [
         NamedPair(name, spellings, (codes[spellings[0]], codes[spellings[1]]))
         for name, spellings in spelled

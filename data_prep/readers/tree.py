@@ -28,7 +28,7 @@ from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config import CorpusConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.languages import find_code
+from pipeline.languages import Regions, find_code, without_region
 
 LAYOUT = (
     "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain, .gz or .zst"
@@ -75,7 +75,11 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     roots = _roots(raw)
     counts: Counter[str] = Counter()
     folders = find_pairs(
-        roots, wanted=config.languages, max_line_bytes=config.max_line_bytes, counts=counts
+        roots,
+        wanted=config.languages,
+        regions=config.regions,
+        max_line_bytes=config.max_line_bytes,
+        counts=counts,
     )
     sections = [
         _section(folder, split, roots, max_line_bytes=config.max_line_bytes)
@@ -86,7 +90,12 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
 
 def find_pairs(
-    roots: Sequence[Path], *, wanted: Sequence[str], max_line_bytes: int, counts: Counter[str]
+    roots: Sequence[Path],
+    *,
+    wanted: Sequence[str],
+    max_line_bytes: int,
+    counts: Counter[str],
+    regions: Regions = "joined",
 ) -> list[PairFolder]:
     """The pair folders of trees whose two languages are wanted, by pair, then by tree.
 
@@ -97,13 +106,14 @@ def find_pairs(
         roots: the trees.
         wanted: languages in any usual spelling; none: all.
         max_line_bytes: see ``iterate_raw_lines``.
+        regions: see ``corpus.regions``.
         counts: of ``folders_ignored``, ``folders_repeated`` and ``pairs_not_selected``.
 
     Raises:
         ConfigError: a wanted language is in no pair of wanted languages.
         DataError: no pairs, a side missing, or two folders with different text of one pair.
     """
-    named = _name_folders(roots, counts=counts)
+    named = _name_folders(roots, regions=regions, counts=counts)
     wanted_pairs = select_pairs([folder.pair for folder in named], wanted)
     selected = [folder for folder in named if folder.pair in wanted_pairs]
     counts["pairs_not_selected"] += len(named) - len(selected)
@@ -158,7 +168,9 @@ def _source(path: Path, *, roots: Sequence[Path], tree: int) -> Source:
     return source if len(roots) == 1 else source._replace(name=f"{tree + 1}/{source.name}")
 
 
-def _name_folders(roots: Sequence[Path], *, counts: Counter[str]) -> list[NamedFolder]:
+def _name_folders(
+    roots: Sequence[Path], *, regions: Regions, counts: Counter[str]
+) -> list[NamedFolder]:
     """The folders of all trees that are named like a pair."""
     places: list[tuple[Path, int]] = []
     for tree, root in enumerate(roots):
@@ -168,7 +180,7 @@ def _name_folders(roots: Sequence[Path], *, counts: Counter[str]) -> list[NamedF
         if not directories:
             raise DataError(f"{root} holds no language pairs: {LAYOUT} are expected.")
         places += [(directory, tree) for directory in directories]
-    pairs = name_pairs(directory.name for directory, _ in places)
+    pairs = name_pairs((directory.name for directory, _ in places), regions=regions)
     return [NamedFolder(*place, pair) for place, pair in zip(places, pairs, strict=True)]
 
 
@@ -226,7 +238,9 @@ def _side_code(suffix: str, pair: NamedPair) -> str | None:
     spelled = {
         spelling.lower(): code for spelling, code in zip(pair.spellings, pair.codes, strict=True)
     }
-    return spelled.get(suffix.lower()) or find_code(suffix, pair.codes)
+    base = {without_region(code): code for code in pair.codes}  # train.pt in the folder en-pt_BR
+    found = spelled.get(suffix.lower()) or find_code(suffix, pair.codes)
+    return found or base.get(find_code(suffix, base) or "")
 
 
 def _both_sides(

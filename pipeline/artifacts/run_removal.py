@@ -81,11 +81,12 @@ def remove_contents(run_folder: Path) -> None:
 
 
 def _artifacts(run_folder: Path) -> Iterator[Path]:
-    """Where states and the best weights lie, or lay when a removal was cut short."""
+    """Where states, the best weights and the mean lie, or lay when a removal was cut short."""
     states = states_dir(run_folder)
     names = {path.name.lstrip(".").partition(".")[0] for path in states.glob("*update-*")}
     yield from (states / name for name in sorted(names) if STATE_NAME.fullmatch(name))
     yield run_folder / "best"
+    yield run_folder / "mean"
 
 
 def remove_emptied(run_folder: Path) -> str | None:

@@ -24,9 +24,11 @@ validation, and whether a run that cannot go on without leaving micro-batches ou
 ([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
 
 THRESHOLDS = "training.resource_thresholds"
+STATES_SAVED = "training.checkpoint_every"
 
 DECIDE_WHICH_WEIGHTS = (
     "batches.evaluation_tokens",
+    "training.average_last",
     "training.best_by_route",
     "training.patience",
     "training.validate_every",
@@ -40,10 +42,14 @@ def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Of settings that decide nothing, those that do not with these other ones.
 
     Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
-    weights are kept.
+    weights are kept. With ``training.average_last`` the weights are the mean of states saved.
     """
-    by_tier = config.get("training", {}).get("best_by", "all") != "all"
-    return [name for name in names if not (by_tier and name == THRESHOLDS)]
+    training = config.get("training", {})
+    deciding = {
+        THRESHOLDS: training.get("best_by", "all") != "all",
+        STATES_SAVED: training.get("average_last", 0) > 0,
+    }
+    return [name for name in names if not deciding.get(name, False)]
 
 
 def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from pipeline.artifacts.manifest import read_manifest
 from pipeline.artifacts.settings_diff import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
+    STATES_SAVED,
     describe_change,
     undeciding,
     with_defaults,
@@ -49,7 +50,12 @@ def newest_state(run_folder: Path) -> Artifact | None:
 
 def updates_done(state: Artifact) -> int:
     """After which update a state was saved, as its name says."""
-    found = STATE_NAME.fullmatch(state.directory.name)
+    return updates_of_name(state.directory.name)
+
+
+def updates_of_name(name: str) -> int:
+    """``update-0000100`` → 100."""
+    found = STATE_NAME.fullmatch(name)
     assert found is not None, "a state is known by its name"
     return int(found[1])
 
@@ -81,7 +87,7 @@ def why_not_to_go_on(
 def _of_every_update(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that decide each update; on which ranks and ZeRO stage it is made, does not."""
     kept = {name: section for name, section in config.items() if name != "ds_config"}
-    return without_settings(kept, undeciding(_MAY_DIFFER, config))
+    return without_settings(kept, [*undeciding(_MAY_DIFFER, config), STATES_SAVED])
 
 
 def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, int] | None:

@@ -3,7 +3,7 @@
 Weights are read one tensor at a time, so that a model need not fit in memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,30 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
         out_dir=out_dir,
         overwrite=overwrite,
     )
+
+
+class MeanOfStates:
+    """Ranges of the mean of training states, read as those of one state are.
+
+    One range of one state is held at a time, beside the sum.
+    """
+
+    def __init__(self, states: Sequence[Artifact]) -> None:
+        self._readers = [PieceReader(state) for state in states]
+
+    def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
+        """The mean of values [start, start + length) of a flattened tensor.
+
+        Raises:
+            CheckpointError: a state does not cover that range.
+        """
+        values = self._each(what=what, tensor=tensor, start=start, length=length)
+        return _mean(values, torch.Size([length]))
+
+    def _each(self, *, what: str, tensor: str, start: int, length: int) -> Iterator[Tensor]:
+        for reader in self._readers:
+            yield reader.read(what=what, tensor=tensor, start=start, length=length)
+            reader.let_go()
 
 
 def _refuse_other_model(first: Artifact, other: Artifact) -> None:

@@ -8,7 +8,7 @@ the pieces that overlap what it needs. Nothing is gathered on one rank.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -38,6 +38,13 @@ class Piece:
     @property
     def key(self) -> str:
         return f"{self.what}:{self.tensor}:{self.start}"
+
+
+class Ranges(Protocol):
+    """Tensors by ranges of their flattened values."""
+
+    def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
+        """Values [start, start + length), which are not to be changed."""
 
 
 class PieceReader:
@@ -75,6 +82,10 @@ class PieceReader:
                 f"{what} of {tensor}: the state is incomplete; resume from an earlier one."
             )
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+
+    def let_go(self) -> None:
+        """Hold nothing of what was read last."""
+        self._cached = ("", torch.empty(0))
 
     def _piece(self, key: str) -> Tensor:
         if self._cached[0] != key:

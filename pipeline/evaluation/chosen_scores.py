@@ -66,5 +66,5 @@ def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:
 
 def undetectable(scores: Sequence[Score], targets: Sequence[str]) -> list[str]:
     """The target languages that language accuracy, if it is among the scores, leaves out."""
-    known = [one.detectable for one in scores if isinstance(one, LanguageAccuracy)]
-    return [code for code in targets if any(code not in found for found in known)]
+    detecting = [one for one in scores if isinstance(one, LanguageAccuracy)]
+    return [code for code in targets if any(not one.detects(code) for one in detecting)]

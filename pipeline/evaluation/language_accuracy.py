@@ -22,6 +22,7 @@ from pipeline.evaluation.score_slot import (
     Section,
     TranslatedLines,
 )
+from pipeline.languages import without_region
 
 LANGUAGE_ACCURACY = Section(
     title="Language accuracy",
@@ -65,23 +66,27 @@ class LanguageAccuracy(Score):
     @classmethod
     def plain(cls, languages: Iterable[str], *, seed: int) -> Self:
         """With langdetect as it is."""
-        detectable = detectable_languages() & frozenset(languages)
-        return cls(PLAIN, detectable, None, seed)
+        return cls(PLAIN, _detectable(languages), None, seed)
 
     @classmethod
     def restricted(cls, languages: Iterable[str], *, seed: int) -> Self:
         """With langdetect's prior over the languages of the corpus alone."""
-        detectable = detectable_languages() & frozenset(languages)
+        detectable = _detectable(languages)
         return cls(RESTRICTED, detectable, detectable, seed)
 
     def covers(self, direction: Direction) -> bool:
         """Whether langdetect knows the target language."""
-        return direction.target in self.detectable
+        return self.detects(direction.target)
+
+    def detects(self, language: str) -> bool:
+        """Whether langdetect knows a language, which it does not tell from those of its regions."""
+        return without_region(language) in self.detectable
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
         """(lines,) booleans; the outcomes are the languages that were found."""
         found = LanguageDetector(self.candidates, seed=self.seed).detect_all(lines.hypotheses)
-        hits = np.array([code == lines.direction.target for code in found], dtype=np.bool_)
+        target = without_region(lines.direction.target)
+        hits = np.array([code == target for code in found], dtype=np.bool_)
         outcomes = Counter(code or NO_LANGUAGE for code in found)
         return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
 
@@ -93,3 +98,7 @@ class LanguageAccuracy(Score):
         """Of numbers of lines in the language, (draws, 1) → (draws,)."""
         found: Floats = 100.0 * sums[:, 0] / lines
         return found
+
+
+def _detectable(languages: Iterable[str]) -> frozenset[str]:
+    return detectable_languages() & {without_region(code) for code in languages}

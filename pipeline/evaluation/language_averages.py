@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pipeline.evaluation.averages import mean_scores
 from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.scores import LanguageAverage, Scores, SystemScores
-from pipeline.languages import language
+from pipeline.languages import language, without_region
 
 
 def average_by_language(
@@ -23,7 +23,10 @@ def average_by_language(
     """One per kind of directions and language family, then per kind and script, then per kind and
     set: name → codes, in any usual spelling.
     """
-    by_set = {name: {language(code).code for code in codes} for name, codes in (sets or {}).items()}
+    present = {language(_code(profile, pivot)).code for profile in profiles}
+    by_set = {
+        name: {_code_among(present, code) for code in codes} for name, codes in (sets or {}).items()
+    }
     found = []
     for trait in ("family", "script", "set"):
         members: dict[tuple[Family, str], list[str]] = {}
@@ -52,6 +55,12 @@ def _values(trait: str, code: str, sets: Mapping[str, Collection[str]]) -> list[
             return [language(code).script]
         case _:
             return [name for name, codes in sets.items() if language(code).code in codes]
+
+
+def _code_among(present: Collection[str], spelling: str) -> str:
+    """The code of a spelling, without its region where that is not told apart."""
+    code = language(spelling).code
+    return code if code in present else without_region(code)
 
 
 def _code(profile: DirectionProfile, pivot: str | None) -> str:

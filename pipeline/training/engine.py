@@ -34,7 +34,7 @@ from deepspeed.utils import groups  # noqa: E402
 
 from pipeline.batching.labelled import AnyBatch  # noqa: E402
 from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
-from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader  # noqa: E402
+from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader, Ranges  # noqa: E402
 from pipeline.config import Recipe  # noqa: E402
 from pipeline.distributed.devices import local_device  # noqa: E402
 from pipeline.distributed.world import World  # noqa: E402
@@ -400,15 +400,7 @@ class Engine:
 
     def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
         """Restore weights, master weights and moments from a state written on any topology."""
-        owned: dict[str, list[tuple[Tensor, _Range]]] = {}
-        for flat, _, entry, piece in self._fragments():
-            owned.setdefault(entry.name, []).append((flat, piece))
-        for entry in named_slices(self.model):
-            length = entry.value.numel()
-            master = reader.read(what="master", tensor=entry.name, start=0, length=length)
-            entry.value.copy_(master.view_as(entry.value))
-            for flat, piece in owned.get(entry.name, []):
-                flat.data[piece.flat].copy_(master[piece.start : piece.start + piece.length])
+        self.load_weights(reader)
         for flat, state, entry, piece in self._fragments():
             for what in ("exp_avg", "exp_avg_sq"):
                 values = reader.read(
@@ -418,6 +410,18 @@ class Engine:
                     state[what] = _zeros(flat)
                 state[what].data[piece.flat].copy_(values)
             state["step"] = torch.tensor(float(update), device=flat.device)
+
+    def load_weights(self, reader: Ranges) -> None:
+        """Take weights and master weights from a state, or from the mean of some."""
+        owned: dict[str, list[tuple[Tensor, _Range]]] = {}
+        for flat, _, entry, piece in self._fragments():
+            owned.setdefault(entry.name, []).append((flat, piece))
+        for entry in named_slices(self.model):
+            length = entry.value.numel()
+            master = reader.read(what="master", tensor=entry.name, start=0, length=length)
+            entry.value.copy_(master.view_as(entry.value))
+            for flat, piece in owned.get(entry.name, []):
+                flat.data[piece.flat].copy_(master[piece.start : piece.start + piece.length])
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
         """(flat partition, its optimizer state, tensor, range) for all this rank owns."""

@@ -6,11 +6,12 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.corpus import Direction, resource_of
 from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
@@ -18,6 +19,7 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.training_states import replanned
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
+from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.checkpoints.training_state import (
     PROGRESS_FILE,
     PieceReader,
@@ -30,7 +32,7 @@ from pipeline.config import Recipe, Route, TrainingConfig
 from pipeline.distributed.collectives import all_max, all_sum, from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
-from pipeline.errors import ConfigError, Interrupted
+from pipeline.errors import CheckpointError, ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor, using_cpu_kernels
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.model.labeller import Trained
@@ -47,10 +49,11 @@ from pipeline.stages import StageCall
 from pipeline.terminal import JsonLines
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
+from pipeline.training.mean_of_states import averaged_updates, describe_missing, updates_kept
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import Quarantine
 from pipeline.training.run_directory import RunDirectory
-from pipeline.training.task import Task, Translation
+from pipeline.training.task import Summary, Task, Translation
 from pipeline.training.unspaced_lines import unspaced_notes
 from pipeline.training.updates import Updater
 
@@ -138,6 +141,8 @@ class TrainingRun:
         self.updater = Updater(engine, self.data, call.recipe, self.quarantine)
         self.position = Position()
         self.replanned: list[dict[str, int]] = []
+        self.averaged: list[int] = []
+        """After which updates the states are whose mean the model holds; none while it trains."""
         self.routing = RoutingCounter(engine.model.spec).result()
         self.metrics = JsonLines(self.run_directory.metrics_path)
         self._clock = time.monotonic()
@@ -174,6 +179,8 @@ class TrainingRun:
                 bar.advance(note=self._update(next(updates)))
                 self._validate_if_due(stop)
                 self._save_if_due(stop)
+            if self.recipe.training.average_last:
+                self._take_mean(stop)
 
     def _is_done(self) -> bool:
         return self.position.update >= self.recipe.training.updates or self._is_out_of_patience()
@@ -219,6 +226,8 @@ class TrainingRun:
             self.engine.restore_loss_scale(self.position.loss_scale)
             if self.world.rank == 0:
                 self._interval = _Interval(self.position.interval)
+            if not self.recipe.training.patience:  # it is known where it ends
+                self._refuse_missing_states(end=self.recipe.training.updates)
         self.quarantine.read()
         if self.world.rank == 0:
             self.metrics.truncate_after(self.position.update)
@@ -286,16 +295,21 @@ class TrainingRun:
         due = update > 0 and (update % training.validate_every == 0 or update == training.updates)
         if not due or self.position.validated >= update:
             return
-        by_route = {
-            route: self.task.summarize(losses)
-            for route, losses in self._validation_losses(stop).items()
-        }
-        found = by_route[training.best_by_route if len(by_route) > 1 else "specific"]
+        by_route = self._validation(stop)
+        found = by_route[self._deciding_route(by_route)]
         routing = {"routing": self.routing.summary()} if self.routing.layers else {}
         routes = {"routes": {route: asdict(one) for route, one in by_route.items()}}
         more = {**routing, **(routes if len(by_route) > 1 else {})}
         self._write_record("validation", {**asdict(found), **more})
         self._keep_if_best(self.task.kept_by(found))
+
+    def _validation(self, stop: StopFlag) -> dict[Route, Summary]:
+        """What a validation finds of every route that is trained; all ranks call this."""
+        losses = self._validation_losses(stop)
+        return {route: self.task.summarize(found) for route, found in losses.items()}
+
+    def _deciding_route(self, by_route: Mapping[Route, object]) -> Route:
+        return self.recipe.training.best_by_route if len(by_route) > 1 else "specific"
 
     def _keep_if_best(self, perplexity: float) -> None:
         """Keep the weights of the lowest perplexity so far, and count validations since then.
@@ -376,14 +390,18 @@ class TrainingRun:
             self._save()
 
     def _is_state_due(self) -> bool:
-        """After the last update only where states are kept: so that more updates repeat none."""
+        """After the last update only where states are kept, so that more updates repeat none, or
+        where their mean is taken."""
         update, training = self.position.update, self.recipe.training
+        if self._is_done() and training.average_last:
+            return True
         if update == training.updates:
             return self.recipe.saving.keep_states != "none"
         return update % training.checkpoint_every == 0
 
     def _stop(self) -> None:
-        self._save()
+        if not self.averaged:  # of the weights that the model held before there is a state
+            self._save()
         self.run_directory.wait()
         raise Interrupted(
             f"stopped after update {self.position.update} of {self.recipe.training.updates}, "
@@ -406,19 +424,66 @@ class TrainingRun:
                 writer.statistics.update(update=progress.update, replanned=self.replanned)
 
         self.run_directory.write(
-            self.run_directory.states_dir / f"update-{progress.update:07d}",
+            self.run_directory.state_dir(progress.update),
             kind="training_state",
             write=write,
             in_background=in_background,
         )
-        self.run_directory.prune(keep_last=self.recipe.training.keep_last)
+        training = self.recipe.training
+        self.run_directory.prune(
+            keep_last=training.keep_last,
+            updates_kept=updates_kept(training, update=progress.update, is_end=self._is_done()),
+        )
 
     def _save_best(self) -> None:
-        """Write the weights as they are; in the background, from a copy, as states are."""
+        best = {"update": self.position.best_update, "perplexity": self.position.best_perplexity}
+        self._save_weights(self.run_directory.best_dir, best)
+
+    def _take_mean(self, stop: StopFlag) -> None:
+        """Put the mean of the last states into the model, validate it and write it.
+
+        All ranks take their shares of every tensor, as when a run goes on from one state.
+        """
+        training, update = self.recipe.training, self.position.update
+        self.run_directory.wait()
+        self._refuse_missing_states(end=update)
+        averaged = averaged_updates(training, end=update)
+        states = [
+            open_artifact(self.run_directory.state_dir(one), kind="training_state")
+            for one in averaged
+        ]
+        for state in states:
+            check_together(state, state.names())
+        self.engine.load_weights(MeanOfStates(states))
+        self.averaged = averaged
+        by_route = self._validation(stop)
+        found = {
+            "averaged": len(averaged),
+            "averaged_updates": averaged,
+            "perplexity": self.task.kept_by(by_route[self._deciding_route(by_route)]),
+        }
+        self._save_weights(self.run_directory.mean_dir, found)
+
+    def _refuse_missing_states(self, *, end: int) -> None:
+        """Raises CheckpointError where states are gone of which the result is to be the mean."""
+        if not self.recipe.training.average_last:
+            return
+        problem = describe_missing(
+            self.recipe.training,
+            end=end,
+            update=self.position.update,
+            there=self.run_directory.states_after(),
+        )
+        if problem is not None:
+            raise CheckpointError(f"{self.run_directory.directory}: {problem}.")
+
+    def _save_weights(self, directory: Path, found: Mapping[str, object]) -> None:
+        """Write the weights as they are, and what was found of them; in the background, from a
+        copy, as states are."""
         in_background = self.recipe.saving.in_background
         weights = self._my_weights(copied=in_background)
         held = iter(list(weights)) if in_background else weights
-        position, routing = self.position, self.routing
+        routing = self.routing
 
         def write(writer: ArtifactWriter) -> None:
             try:
@@ -429,10 +494,11 @@ class TrainingRun:
                 for _ in held:
                     pass
             if self.world.rank == 0:
-                self._describe_best(writer, position, routing)
+                self._describe_weights(writer, routing)
+                writer.statistics.update(found)
 
         self.run_directory.write(
-            self.run_directory.best_dir,
+            directory,
             kind=self.task.makes,
             write=write,
             in_background=in_background,
@@ -447,14 +513,11 @@ class TrainingRun:
                 yield entry.name, value.detach().to("cpu", copy=copied)
             passed[is_expert] += 1
 
-    def _describe_best(
-        self, writer: ArtifactWriter, position: Position, routing: RoutingStatistics
-    ) -> None:
+    def _describe_weights(self, writer: ArtifactWriter, routing: RoutingStatistics) -> None:
         """What a checkpoint has beside its weights."""
         self.task.describe(writer, self.engine.model.spec)
         if routing.layers:
             writer.write_json(ROUTING_FILE, routing.to_json())
-        writer.statistics.update(update=position.best_update, perplexity=position.best_perplexity)
 
     def _writes(self, index: int, *, is_expert: bool) -> bool:
         """Whether this rank writes its ``index``-th tensor of either kind: each is written once."""
@@ -464,48 +527,57 @@ class TrainingRun:
         return index % (self.world.size // parallel) == self.world.rank // parallel
 
     def _finish(self) -> None:
-        """Publish the best weights with the curves, as the stage's artifact."""
+        """Publish the best weights, or the mean, with the curves, as the stage's artifact."""
         call, run_directory = self.call, self.run_directory
         run_directory.wait()
         if self.world.rank != 0:
             return
         self._settle_states()
-        best = open_artifact(run_directory.best_dir, kind=self.task.makes)
+        weights_dir = run_directory.mean_dir if self.averaged else run_directory.best_dir
+        weights = open_artifact(weights_dir, kind=self.task.makes)
         # What earlier attempts had done when they were stopped, and all of this one: loading, the
         # last validation and writing too, which the curves' clock leaves out.
         wall_seconds = round(self._earlier_seconds + time.monotonic() - call.clock, 3)
         with call.new_artifact(wall_seconds=wall_seconds) as writer:
-            for name in best.names():
-                writer.take_over(name, best)
+            for name in weights.names():
+                writer.take_over(name, weights)
             link_or_copy(run_directory.metrics_path, writer.path("metrics.jsonl"))
             if self.quarantine.entries:
                 link_or_copy(self.quarantine.path, writer.path(self.quarantine.path.name))
             writer.statistics.update(
-                best.statistics, updates=self.position.update, deepspeed=self.engine.ds_config
+                weights.statistics, updates=self.position.update, deepspeed=self.engine.ds_config
             )
             if self.replanned:
                 writer.statistics["replanned"] = self.replanned
-            writer.summary += self._summary()
-        if self.recipe.saving.keep_states == "none":
-            run_directory.remove()
+            writer.summary += self._summary(weights)
+        self._remove_what_is_done_with()
 
     def _settle_states(self) -> None:
         """Keep of the states what is needed once the model is there; rank 0 only."""
         match self.recipe.saving.keep_states:
             case "none":  # until it is there, all of them are needed
                 self.run_directory.announce_removal(key=self.call.key)
-            case "last":
+            case "last" if not self.averaged:
                 self.run_directory.prune(keep_last=1)
-            case "all":
+            case _:
                 pass
 
-    def _summary(self) -> list[str]:
+    def _remove_what_is_done_with(self) -> None:
+        """Now that the model is there; rank 0 only."""
+        keep_states = self.recipe.saving.keep_states
+        if keep_states == "none":
+            self.run_directory.remove()
+        elif self.averaged:
+            self.run_directory.remove_mean()
+            if keep_states == "last":
+                self.run_directory.prune(keep_last=1)
+
+    def _summary(self, weights: Artifact) -> list[str]:
         progress = self.position
         lines = [
             f"{progress.update:,} updates on {self.task.trained_on()}, "
             f"{progress.seconds:,.0f} s of training",
-            f"kept the weights of update {progress.best_update:,}, whose validation perplexity"
-            f"{self._of_tier()}, {progress.best_perplexity:.3f}, is the lowest",
+            self._which_weights(weights),
         ]
         if self._is_out_of_patience() and progress.update < self.recipe.training.updates:
             lines.append(
@@ -530,6 +602,21 @@ class TrainingRun:
                 f"were not finite: see {self.quarantine.path.name}"
             )
         return lines
+
+    def _which_weights(self, weights: Artifact) -> str:
+        progress, last = self.position, self.recipe.training.average_last
+        if not self.averaged:
+            return (
+                f"kept the weights of update {progress.best_update:,}, whose validation perplexity"
+                f"{self._of_tier()}, {progress.best_perplexity:.3f}, is the lowest"
+            )
+        updates = ", ".join(f"{update:,}" for update in self.averaged)
+        fewer = f"; {last} were asked for" if len(self.averaged) < last else ""
+        return (
+            f"took the mean of the weights after updates {updates}{fewer}: its validation "
+            f"perplexity{self._of_tier()} is {weights.statistics['perplexity']:.3f}, the lowest "
+            f"of one update's weights {progress.best_perplexity:.3f}"
+        )
 
     def _of_tier(self) -> str:
         tier = self.recipe.training.best_by

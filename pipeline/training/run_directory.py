@@ -1,8 +1,9 @@
 """The working folder of a training stage, ``OUT.run``: training states, best weights, metrics.
 
 ``states/update-000100`` are training states, of which the last few are kept; ``best`` holds the
-weights of the best validation so far; ``metrics.jsonl`` the curves; ``quarantine.jsonl``, where
-there is one, the micro-batches that were left out. One process group writes it at a time. A run
+weights of the best validation so far; ``mean``, at the end of a run that makes one, that of its
+last states; ``metrics.jsonl`` the curves; ``quarantine.jsonl``, where there is one, the
+micro-batches that were left out. One process group writes it at a time. A run
 resumes from the highest complete state. When it is done, the folder is removed unless the recipe
 says otherwise (``saving.keep_states``).
 """
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,6 +61,7 @@ from pipeline.artifacts.training_states import (
     change_of_total,
     state_names,
     states_dir,
+    updates_of_name,
     why_not_to_go_on,
 )
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
@@ -94,6 +96,7 @@ class RunDirectory:
         self.directory = run_dir(out_dir)
         self.states_dir = states_dir(self.directory)
         self.best_dir = self.directory / "best"
+        self.mean_dir = self.directory / "mean"
         self.metrics_path = self.directory / "metrics.jsonl"
         self.quarantine_path = self.directory / "quarantine.jsonl"
         self._stage, self._config, self._inputs = stage, config, inputs
@@ -157,8 +160,7 @@ class RunDirectory:
         self._remove_leftovers()
         names = self.state_names()
         if not names:
-            remove_artifact(self.best_dir)
-            self._remove_records()
+            self._remove_results()
             return None
         newest = names[-1]
         state = open_artifact(self.states_dir / newest, kind="training_state")
@@ -175,11 +177,12 @@ class RunDirectory:
         print(f"{self.directory}: begun anew, since {change}", file=sys.stderr)
         for name in names:
             remove_artifact(self.states_dir / name)
-        remove_artifact(self.best_dir)
-        self._remove_records()
+        self._remove_results()
         return None
 
-    def _remove_records(self) -> None:
+    def _remove_results(self) -> None:
+        for place in (self.best_dir, self.mean_dir):
+            remove_artifact(place)
         for path in (self.metrics_path, self.quarantine_path):
             path.unlink(missing_ok=True)
 
@@ -211,12 +214,21 @@ class RunDirectory:
         states = (path for path in self.states_dir.glob(".update-*") if path.is_dir())
         names = {path.name[1:].rpartition(".")[0] for path in states}
         places = [self.states_dir / name for name in names if STATE_NAME.fullmatch(name)]
-        for place in sorted([*places, self.best_dir]):
+        for place in sorted([*places, self.best_dir, self.mean_dir]):
             restore(place)
             for leftover in (unfinished_dir(place), replaced_dir(place)):
                 if leftover.is_dir():
                     _remove_leftover(leftover)
                     print(f"{leftover}: unfinished, removed", file=sys.stderr)
+
+    def state_dir(self, update: int) -> Path:
+        """Where the state after an update lies."""
+        return self.states_dir / f"update-{update:07d}"
+
+    def states_after(self) -> list[int]:
+        """After which updates there are complete states; all ranks call this."""
+        found = map(updates_of_name, self.state_names() if self._world.rank == 0 else ())
+        return from_rank_zero(sorted(found))
 
     def state_names(self) -> list[str]:
         """Names of the complete states, oldest first."""
@@ -300,12 +312,22 @@ class RunDirectory:
                 "is kept; mend the cause and run again."
             )
 
-    def prune(self, *, keep_last: int) -> None:
-        """Remove all but the newest states; one with something of the user's in it stays."""
+    def prune(self, *, keep_last: int, updates_kept: Collection[int] = ()) -> None:
+        """Remove all but the newest states and those after some updates.
+
+        One with something of the user's in it stays.
+        """
         if self._world.rank == 0:
+            kept = {self.state_dir(update).name for update in updates_kept}
             for name in self.state_names()[:-keep_last]:
-                with suppress(UserError, OSError):
-                    remove_artifact(self.states_dir / name)
+                if name not in kept:
+                    with suppress(UserError, OSError):
+                        remove_artifact(self.states_dir / name)
+
+    def remove_mean(self) -> None:
+        """Of a result that is there; rank 0 only. What cannot be removed stays."""
+        with suppress(UserError, OSError):
+            remove_artifact(self.mean_dir)
 
     def announce_removal(self, *, key: str) -> None:
         """Say that nothing here is needed once the artifact of that key is there; rank 0 only.

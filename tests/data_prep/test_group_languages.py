@@ -324,6 +324,14 @@ def test_a_language_that_comes_in_two_scripts_has_one_family(tmp_path: Path) -> 
     assert made.statistics["groups"] == {"Germanic": ["en"], "Sino-Tibetan": ["zh", "zh_Hant"]}
 
 
+def test_a_language_of_a_region_is_in_its_languages_group(tmp_path: Path) -> None:
+    counts = {"en-pt": 3, "en-pt_BR": 3}
+    made = group(tmp_path / "a", GroupsConfig(method="typology"), counts=counts)
+    assert made.statistics["groups"] == {"Germanic": ["en"], "Romance": ["pt", "pt_BR"]}
+    made = group(tmp_path / "b", GroupsConfig(method="paper"), counts=counts)
+    assert made.statistics["groups"] == {"group 3": ["en", "pt", "pt_BR"]}
+
+
 def test_the_paper_s_groups_count_from_zero(tmp_path: Path) -> None:
     groups = read_groups(group(tmp_path, GroupsConfig(method="paper")))
     expected = {"fi": 0, "ru": 1, "uk": 1, "de": 2, "en": 2, "fr": 2, "nl": 2, "el": 3}

@@ -100,7 +100,10 @@ def test_the_signature_names_the_tokenizer() -> None:
 
 @pytest.mark.parametrize(
     ("language", "tokenizer"),
-    [("de", "13a"), ("zh", "zh"), ("zh_Hant", "zh"), ("ja", "ja-mecab"), ("th", "13a")],
+    [
+        *(("de", "13a"), ("pt_BR", "13a"), ("th", "13a")),
+        *(("zh", "zh"), ("zh_Hant", "zh"), ("zh_TW", "zh"), ("ja", "ja-mecab")),
+    ],
 )
 def test_the_bleu_tokenizer_follows_the_target_language(language: str, tokenizer: str) -> None:
     assert bleu_tokenizer(language, option="per-language") == tokenizer

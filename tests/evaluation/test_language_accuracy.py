@@ -89,6 +89,16 @@ def test_the_languages_found_are_counted_beside_the_hits() -> None:
     assert found.outcomes == {"de": 2, "en": 1, "none": 1}
 
 
+def test_a_language_of_a_region_is_found_as_its_language() -> None:
+    texts = [FRENCH, GERMAN]
+    lines = TranslatedLines(Direction("de", "fr_CA"), texts, texts, lambda: [])
+    for score in (LanguageAccuracy.plain, LanguageAccuracy.restricted):
+        one = score({"de", "fr_CA", "zh_Hant"}, seed=1)
+        assert one.covers(lines.direction)
+        assert not one.covers(Direction("de", "zh_Hant"))
+        assert one.line_statistics(lines).rows.tolist() == [True, False]
+
+
 # Against langdetect, line by line
 
 

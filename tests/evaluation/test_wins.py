@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, history
 
+from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
 from pipeline.evaluate import baseline_place
 from pipeline.evaluation.bleu import Bleu
@@ -48,6 +49,24 @@ def whole_evaluation() -> Evaluation:
         language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
         wins=win_ratios(systems, baseline="dense", columns=found.columns, profiles=PROFILES),
     )
+
+
+def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
+    systems, profiles = evaluation().systems, list(PROFILES)
+    for name, code in (("de-fr", "fr_CA"), ("de-mg", "fr")):
+        renamed = Direction("de", code)
+        profiles = [
+            replace(one, direction=renamed) if str(one.direction) == name else one
+            for one in profiles
+        ]
+        systems = tuple(
+            replace(one, directions={**one.directions, str(renamed): one.directions[name]})
+            for one in systems
+        )
+    sets = {"Canada": ["fra-CA"], "all": ["fr", "fr_CA"], "France": ["fr_FR"]}
+    found = average_by_language(systems, profiles=profiles, pivot="en", sets=sets)
+    counts = {one.value: one.directions for one in found if one.trait == "set"}
+    assert counts == {"Canada": 1, "all": 2, "France": 1}
 
 
 def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:

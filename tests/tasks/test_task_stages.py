@@ -146,6 +146,23 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_weights(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_tagger_can_be_the_mean_of_its_last_states(
+    pool1: ProcessPool, sources: Path, tmp_path: Path
+) -> None:
+    runs = {"mean": (2, 4), "of_2": (1, 2), "of_4": (1, 4)}
+    for name, (last, updates) in runs.items():
+        recipe = make_recipe(
+            "ner",
+            training={"updates": updates, "average_last": last},
+            optimizer={"schedule": "inverse_sqrt"},
+        )
+        assert pool1.run(finetune, "ner", sources, tmp_path / name, recipe) == ["done"]
+    found = {name: weights(tmp_path / name) for name in runs}
+    for name, value in found["mean"].items():
+        both = found["of_2"][name].double() + found["of_4"][name].double()
+        assert torch.equal(value, (both / 2).float()), name
+
+
 def test_a_tagger_learns_what_names_look_like_and_a_shared_route_serves_any_language(
     pool1: ProcessPool, tmp_path: Path
 ) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from support.raw_trees import write
+from support.raw_trees import run_import, write
 from support.small_plans import TINY, as_child, placed_small, write_tree
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.corpus import Direction, line_counts
+from pipeline.artifacts.corpus import Direction, languages, line_counts, read_lines
 from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config import AdaMshaConfig, MscConfig, NcfConfig, Recipe, WsfConfig, load_recipe
@@ -93,7 +93,8 @@ def test_the_settings_are_those_of_moce() -> None:
         assert (optimizer.schedule, optimizer.learning_rate) == ("inverse_sqrt", 5e-4)
         assert (optimizer.warmup_updates, optimizer.betas) == (4000, (0.9, 0.98))
         assert (recipe.loss.label_smoothing, training.dropout) == (0.1, 0.1)
-        assert (training.patience, training.validate_every, training.keep_last) == (10, 5000, 5)
+        assert (training.patience, training.validate_every, training.average_last) == (10, 5000, 5)
+        assert training.checkpoint_every == 5000
         assert recipe.mixture.sampling_temperature == 1.5
 
 
@@ -175,7 +176,7 @@ def test_tables_5_7_and_13_of_moce_are_evaluations_of_their_own() -> None:
     ] == [(4, False), (4, True), (5, False), (5, True)]
     low = systems_of("ted59", "evaluation_low")
     assert list(low) == [*list(systems_of("ted59"))[:6]]
-    assert {len(one.corpus.languages) for one in low.values()} == {28}
+    assert {len(one.corpus.languages) for one in low.values()} == {30}
 
 
 def test_the_tables_of_lobef_have_their_rows() -> None:
@@ -206,11 +207,20 @@ def test_the_tables_of_lobef_have_their_rows() -> None:
 
 # Run
 
+TED_COLUMNS = """
+talk_name en es pt-br fr ru he ar ko zh-cn it ja zh-tw nl ro tr de vi pl pt bg el fa sr hu hr uk cs
+id th sv sk sq lt da calv my sl mk fr-ca fi hy hi nb ka mn et ku gl mr zh ur eo ms az ta bn kk be eu
+bs
+"""
+"""English, 58 other languages (MoCE, Table 3), and two columns that are none."""
+TED_SPLITS = ("train", "dev", "test")
+
 
 def ted59(root: Path) -> Path:
     """Tables with a column per language; not every talk is in all of them."""
     low = [code for code in load_recipe("bytes_ted59_low").corpus.languages if code != "my"]
-    languages = [*low, "de", "fr", "fr-ca", "my"]
+    low = [code.lower().replace("_", "-") for code in low]
+    languages = [*low, "de", "fr", "pt", "pt-br", "zh-cn", "zh-tw", "my"]
     for split, start, count in (("train", 0, 6), ("dev", 100, 2), ("test", 200, 2)):
         rows = ["\t".join(["talk_name", *languages])]
         for number in range(start, start + count):
@@ -303,12 +313,13 @@ def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_tal
     tmp_path: Path,
 ) -> None:
     given = inputs_of("ted59", tmp_path / "raw")
+    tiny = SMALL.replace("[corpus]\nlanguages = []\n", "")
     placed = placed_small(
         *("ted59", tmp_path),
         thresholds=(2, 4),
         given=given,
         wanted=["translate_moce_5_lid_low"],
-        tiny=SMALL.replace("[corpus]\nlanguages = []\n", ""),
+        tiny=tiny.replace("checkpoint_every = 2", "checkpoint_every = 1"),
     )
     assert run_plan(placed, launcher=as_child) == 0
     run = tmp_path / "run"
@@ -316,10 +327,34 @@ def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_tal
     lines = line_counts(open_artifact(run / "corpus_low", kind="corpus"), "train")
     expected = {Direction(code, "en").pair: 6 for code in codes}
     assert lines == expected | {"en-my": 3}
+    corpus = open_artifact(run / "corpus_low", kind="corpus")
+    french = read_lines(corpus, "train", "en-fr_CA", "fr_CA")
+    assert french[0] == "fr-ca 0"
     translations = open_artifact(run / "translate_moce_5_lid_low", kind="translations")
     into = {f"{code}-en" for code in codes}
     assert set(translations.statistics["directions"]) == into
     assert validated(run, "moce_5_lid_low") == into | {f"en-{code}" for code in codes}
+    model = open_artifact(run / "moce_5_lid_low", kind="checkpoint")
+    assert model.statistics["averaged_updates"] == [1, 2]
+
+
+def test_all_59_languages_of_the_table_of_talks_are_languages_of_their_own(tmp_path: Path) -> None:
+    columns = TED_COLUMNS.split()
+    row = "\t".join(f"{code} text" for code in columns)
+    files = {f"all_talks_{split}.tsv": "\t".join(columns) + f"\n{row}\n" for split in TED_SPLITS}
+    recipe = load_recipe("bytes_ted59")
+    raw = write(tmp_path / "raw", files)
+    corpus = run_import("import_corpus", tmp_path / "corpus", raw, recipe)
+    assert len(corpus.statistics["pairs"]) == 58
+    assert all(set(one.values()) == {1} for one in corpus.statistics["pairs"].values())
+    assert len(languages(corpus)) == 59
+    regional = {"fr_CA": "fr-ca", "pt_BR": "pt-br", "zh_CN": "zh-cn", "zh_TW": "zh-tw"}
+    for code in languages(corpus):
+        if code != "en":
+            [line] = read_lines(corpus, "test", Direction(code, "en").pair, code)
+            assert line == f"{regional.get(code, code)} text"
+    low = load_recipe("bytes_ted59_low").corpus.languages
+    assert set(low) < set(languages(corpus))
 
 
 @pytest.mark.timeout(300)

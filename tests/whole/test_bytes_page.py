@@ -12,7 +12,6 @@ import pytest
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.checkpoints.opening import open_model
 from pipeline.cli import main
 from pipeline.config import SEGMENTERS, TokenizerConfig, load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
@@ -92,9 +91,10 @@ def test_two_text_files_end_as_translations_both_ways(done: Path) -> None:
     assert "Ada-MSHA" in report
 
 
-def test_the_states_that_were_kept_are_averaged(done: Path) -> None:
-    made = open_model(done / "runs" / "mine" / "mean")
-    assert made.spec == open_model(done / "runs" / "mine" / "model").spec
+def test_the_model_is_the_mean_of_the_last_five_states(done: Path) -> None:
+    made = open_artifact(done / "runs" / "mine" / "model", kind="checkpoint")
+    assert made.statistics["averaged_updates"] == [1, 2, 3, 4, 5]
+    assert not (done / "runs" / "mine" / "model.run").exists()
 
 
 def test_the_segmenters_that_the_page_names_are_settings() -> None:

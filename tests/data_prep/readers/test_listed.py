@@ -80,6 +80,14 @@ def test_the_list_says_which_script_a_file_is_in(tmp_path: Path, raw: Path) -> N
     assert set(corpus.statistics["pairs"]) == {"en-zh", "en-zh_Hant"}
 
 
+def test_the_list_says_which_region_a_file_is_from(tmp_path: Path, raw: Path) -> None:
+    memory = MEMORY.replace("fr-FR", "pt-BR")
+    write(raw, {"e.tmx": memory, "f.tmx": memory.replace("pt-BR", "pt-PT")})
+    both = entry("e.tmx", pair="en-pt_BR"), entry("f.tmx", pair="en-pt")
+    corpus = imported(tmp_path / "corpus", raw, *both, regions="apart")
+    assert set(corpus.statistics["pairs"]) == {"en-pt", "en-pt_BR"}
+
+
 def test_only_languages_asked_for_are_opened(tmp_path: Path, raw: Path) -> None:
     files = entry("a.german.gz", "a.english"), entry("nowhere.tmx", pair="en-fr")
     corpus = imported(tmp_path / "corpus", raw, *files, languages=("de", "en"))

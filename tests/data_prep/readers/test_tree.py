@@ -66,6 +66,23 @@ def test_one_script_in_several_spellings_is_one_language(tmp_path: Path) -> None
     assert [folder.pair for folder in found(root)] == ["de-en", "de-fr", "en-pt"]
 
 
+def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_path: Path) -> None:
+    """Whichever way the files of en-pt_BR call their side."""
+    root = tree(
+        tmp_path,
+        *pair_files("en-pt"),
+        *("en-pt_BR/train.en", "en-pt_BR/train.pt", "en-pt_BR/test.en", "en-pt_BR/test.pt_br"),
+    )
+    folders = find_pairs(
+        [root], wanted=("en", "pt-BR"), regions="apart", max_line_bytes=100, counts=Counter()
+    )
+    assert [(folder.pair, set(folder.files)) for folder in folders] == [
+        ("en-pt_BR", {"train", "test"})
+    ]
+    with pytest.raises(DataError, match="different text of the pair en-pt: join them"):
+        found(root)
+
+
 @pytest.mark.parametrize(
     "odd",
     [

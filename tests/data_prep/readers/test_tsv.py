@@ -87,17 +87,30 @@ def brute_force_pairs(
 NULL = ("", "__NULL__")
 
 
+JOINED = {
+    "en": ["en"],
+    "pt": ["pt", "pt-br"],
+    "fr": ["fr"],
+    "zh": ["zh-cn"],
+    "zh_Hant": ["zh-tw"],
+}
+APART = {
+    "en": ["en"],
+    "pt": ["pt"],
+    "pt_BR": ["pt-br"],
+    "fr": ["fr"],
+    "zh_CN": ["zh-cn"],
+    "zh_TW": ["zh-tw"],
+}
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_table_of_talks_is_joined_as_by_brute_force(tmp_path: Path, split: str) -> None:
+@pytest.mark.parametrize(("regions", "columns"), [("joined", JOINED), ("apart", APART)])
+def test_the_table_of_talks_is_joined_as_by_brute_force(
+    tmp_path: Path, split: str, regions: str, columns: dict[str, list[str]]
+) -> None:
     raw = write(tmp_path / "raw", {f"all_talks_{split}.tsv": TED})
-    corpus = imported(tmp_path / "corpus", raw, directions="zero_shot")
-    columns = {
-        "en": ["en"],
-        "pt": ["pt", "pt-br"],
-        "fr": ["fr"],
-        "zh": ["zh-cn"],
-        "zh_Hant": ["zh-tw"],
-    }
+    corpus = imported(tmp_path / "corpus", raw, directions="zero_shot", regions=regions)
     expected = {
         pair: lines
         for pair, lines in brute_force_pairs(TED, columns).items()
@@ -118,6 +131,17 @@ def test_languages_asked_for_are_the_columns_read(tmp_path: Path) -> None:
     assert line_counts(corpus, "train") == {"en-zh_Hant": 2}
     with pytest.raises(ConfigError, match="asks for el"):
         imported(tmp_path / "again", raw, languages=("en", "fr", "el"))
+
+
+def test_a_column_of_a_region_can_be_asked_for_alone(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"all_talks_train.tsv": TED})
+    for spelling in ("pt_BR", "pt-br"):
+        corpus = imported(tmp_path / spelling, raw, languages=("en", spelling), regions="apart")
+        assert line_counts(corpus, "train") == {"en-pt_BR": 2}
+        assert read_lines(corpus, "train", "en-pt_BR", "pt_BR") == ["um", "dois"]
+    corpus = imported(tmp_path / "pt", raw, languages=("en", "pt"), regions="apart")
+    assert read_lines(corpus, "train", "en-pt", "pt") == ["um (PT)"]
+    assert corpus.statistics["languages"]["pt"]["spellings"] == ["pt"]
 
 
 def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(tmp_path: Path) -> None:
