@@ -94,7 +94,7 @@ def clean_pair(task: PairTask) -> PairResult:
 def _judge(task: PairTask, stack: ExitStack) -> Judge:
     """The rules, with what only all lines of the pair say."""
     ratios = LengthRatios()
-    with LineDigests(task.outputs[0].parent) as digests:
+    with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
         for block in _blocks(task):
             ratios.add(block)
             if task.config.drop_duplicates:

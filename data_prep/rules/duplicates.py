@@ -1,11 +1,10 @@
 """Training lines that repeat an earlier one of their pair, told before any of them is judged.
 
-A digest of 8 bytes stands for both sides of a line. The digests go to a file without a name, and
-are compared a part at a time, so that memory grows with the repeats alone: 16 bytes for each, 48
-while they are sorted, and one for every line.
+A digest of 8 bytes stands for both sides of a line. The digests go to a file that is removed again,
+and are compared a part at a time, so that memory grows with the repeats alone: 16 bytes for each,
+48 while they are sorted, and one for every line.
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -51,10 +50,10 @@ class Duplicates:
 class LineDigests:
     """Collects the lines of a pair, and finds those that repeat another."""
 
-    def __init__(self, folder: Path) -> None:
-        """``folder`` has room for 8 bytes per line."""
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._lines = 0
+    def __init__(self, path: Path) -> None:
+        """``path``: of a file of 8 bytes per line, which is there as long as this."""
+        self._path, self._lines = path, 0
+        self._file = path.open("wb")
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +65,7 @@ class LineDigests:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
+        self._path.unlink()
 
     def add(self, lines: Sequence[tuple[str, str]]) -> None:
         """The next lines, as they are compared."""
@@ -73,6 +73,7 @@ class LineDigests:
         self._lines += len(lines)
 
     def duplicates(self) -> Duplicates:
+        self._file.flush()
         parts = min(max(1, round(self._lines / PART)), MOST_PARTS)
         found = [self._within(part, parts) for part in range(parts)]
         repeats, firsts = (np.concatenate(one) for one in zip(*found, strict=True))
@@ -81,14 +82,14 @@ class LineDigests:
 
     def _within(self, part: int, parts: int) -> tuple[Numbers, Numbers]:
         """The repeats among the digests that fall to one part, and their firsts."""
-        self._file.seek(0)
         digests, numbers, first = [], [], 0
-        while chunk := self._file.read(8 * PART):
-            digest_N = np.frombuffer(chunk, dtype=np.uint64)
-            mine = np.flatnonzero(digest_N % np.uint64(parts) == part)
-            digests.append(digest_N[mine])
-            numbers.append(mine + first)
-            first += len(digest_N)
+        with self._path.open("rb") as stream:
+            while chunk := stream.read(8 * PART):
+                digest_N = np.frombuffer(chunk, dtype=np.uint64)
+                mine = np.flatnonzero(digest_N % np.uint64(parts) == part)
+                digests.append(digest_N[mine])
+                numbers.append(mine + first)
+                first += len(digest_N)
         if not digests:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         return repeats_among(np.concatenate(digests), np.concatenate(numbers))

@@ -703,9 +703,14 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     module = types.ModuleType("pipeline.model.parameters")
 
     def count_parameters(
-        model: ModelConfig, *, vocabulary_size: int, num_groups: int, num_languages: int
+        model: ModelConfig,
+        *,
+        vocabulary_size: int,
+        num_groups: int,
+        num_languages: int,
+        output_size: int | None,
     ) -> dict[str, int]:
-        assert num_languages == 1
+        assert (num_languages, output_size) == (1, None)
         return {"total": model.width * vocabulary_size, "groups": num_groups}
 
     monkeypatch.setattr(module, "count_parameters", count_parameters, raising=False)
