@@ -422,24 +422,36 @@ def _significance(
 ) -> tuple[Significance, BaselineTests | None]:
     """Resample the lines of every direction that has enough of them, and toss between systems."""
     large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
-    names, seed = [one.name for one in systems], call.recipe.evaluation.seed
+    names = [one.name for one in systems]
+    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
     paths = [
         [writer.path(_lines_name(name, _name(profile))) for name in names] for profile in large
     ]
     tasks = [
-        BootstrapTask(one, scores, seed=derive_seed("bootstrap", seed, profile.direction.pair))
+        BootstrapTask(
+            one,
+            scores,
+            seed=derive_seed("bootstrap", seed, profile.direction.pair),
+            resamples=resamples,
+        )
         for one, profile in zip(paths, large, strict=True)
     ]
     found = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
     draws = dict(zip(map(_name, large), found, strict=True))
     columns = [score.column for score in scores]
     values = {name: _by_column(systems, name, columns) for name in map(_name, profiles)}
-    compared = compare_all(values, draws, columns=columns, systems=names, profiles=profiles)
+    compared = compare_all(
+        values, draws, columns=columns, systems=names, profiles=profiles, resamples=resamples
+    )
     if len(systems) == 1 or not large:
         return compared, None
     tosses = [
         RandomisationTask(
-            one, baseline, scores, seed=derive_seed("randomise", seed, profile.direction.pair)
+            one,
+            baseline,
+            scores,
+            seed=derive_seed("randomise", seed, profile.direction.pair),
+            trials=resamples,
         )
         for one, profile in zip(paths, large, strict=True)
     ]

@@ -113,7 +113,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate": {
         "evaluation": {
             *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
-            *("word_accuracy", "word_lines"),
+            *("resamples", "word_accuracy", "word_lines"),
         },
         "training": {"resource_thresholds"},
     },

@@ -3,6 +3,7 @@
 Pure functions from an evaluation to text cells; ``markdown`` and ``page`` lay them out.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,8 +68,28 @@ def _against_baseline(evaluation: Evaluation) -> TableSection | None:
         "The win ratio is the share of directions in which a system scores better than the "
         "baseline; a tie is no win. A difference is beyond chance where its p-value, by Holm's "
         "correction for all directions and systems, is at most "
-        f"{LEVEL}: by paired bootstrap / by approximate randomisation.",
+        f"{LEVEL}: by paired bootstrap / by approximate randomisation.{_too_few(evaluation)}",
         tuple(tables),
+    )
+
+
+def _too_few(evaluation: Evaluation) -> str:
+    """Where resamples are so few that the smallest p-value is too large once it is corrected."""
+    tested = evaluation.baseline_tests
+    if tested is None:
+        return ""
+    counts = Counter(
+        column
+        for columns in tested.directions.values()
+        for column, systems in columns.items()
+        for _ in systems
+    )
+    tests, resamples = max(counts.values(), default=0), evaluation.significance.resamples
+    if tests <= LEVEL * (resamples + 1):
+        return ""
+    return (
+        f" Of {resamples:,} resamples none can be: {tests:,} tests want "
+        f"{math.ceil(tests / LEVEL):,} or more (evaluation.resamples)."
     )
 
 

@@ -15,6 +15,7 @@ from pipeline.evaluation.language_averages import average_by_language
 from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.markdown import markdown_report
 from pipeline.evaluation.page import html_report
+from pipeline.evaluation.paired_tests import LEVEL, holm
 from pipeline.evaluation.scores import BaselineTests, Evaluation, PairedTest, scores_document
 from pipeline.evaluation.wins import win_ratios
 
@@ -115,6 +116,19 @@ def test_tests_are_counted_by_what_is_beyond_chance_and_languages_by_lines() -> 
     table = languages.tables[0]
     assert table.rows[0][:3] == ("English (en)", "Any → En", "90.0 %; de 10.0")
     assert table.rows[1][:3] == ("French (fr)", "Zero-shot", "33.3 %; en 50.0, de 13.3, none 3.3")
+
+
+@pytest.mark.parametrize(("resamples", "said"), [(78, True), (79, False)])
+def test_where_resamples_are_too_few_for_so_many_tests_that_is_said(
+    resamples: int, said: bool
+) -> None:
+    """Four tests: the smallest p-value there can be, 1 / (n + 1), is corrected to 4 times that."""
+    smallest = holm([1 / (resamples + 1), 1.0, 1.0, 1.0])[0]
+    assert (smallest > LEVEL) == said
+    found = whole_evaluation()
+    fewer = replace(found.significance, resamples=resamples)
+    lead = comparison_sections(replace(found, significance=fewer))[0].lead
+    assert lead.endswith("4 tests want 80 or more (evaluation.resamples).") == said
 
 
 def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
