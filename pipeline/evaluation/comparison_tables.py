@@ -75,8 +75,8 @@ def _against_baseline(evaluation: Evaluation) -> TableSection | None:
 
 def _too_few(evaluation: Evaluation) -> str:
     """Where resamples are so few that the smallest p-value is too large once it is corrected."""
-    tested = evaluation.baseline_tests
-    if tested is None:
+    tested, drawn = evaluation.baseline_tests, evaluation.significance
+    if tested is None or drawn is None:
         return ""
     counts = Counter(
         column
@@ -84,7 +84,7 @@ def _too_few(evaluation: Evaluation) -> str:
         for column, systems in columns.items()
         for _ in systems
     )
-    tests, resamples = max(counts.values(), default=0), evaluation.significance.resamples
+    tests, resamples = max(counts.values(), default=0), drawn.resamples
     if tests <= LEVEL * (resamples + 1):
         return ""
     return (

@@ -126,6 +126,7 @@ def test_where_resamples_are_too_few_for_so_many_tests_that_is_said(
     smallest = holm([1 / (resamples + 1), 1.0, 1.0, 1.0])[0]
     assert (smallest > LEVEL) == said
     found = whole_evaluation()
+    assert found.significance is not None
     fewer = replace(found.significance, resamples=resamples)
     lead = comparison_sections(replace(found, significance=fewer))[0].lead
     assert lead.endswith("4 tests want 80 or more (evaluation.resamples).") == said
