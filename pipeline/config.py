@@ -936,7 +936,7 @@ class EvaluationConfig(Settings):
     evaluate is given a tokenizer, by the number of their subwords."""
     word_lines: Annotated[int, whole(1, 10**12)] = 100_000
     """Training lines of a pair that are read for it at most, the first ones."""
-    resamples: Annotated[int, whole(1, 10**6)] = 1000
+    resamples: Annotated[int, whole(1, 10**5)] = 1000
     """Of the test lines, for intervals and for the two tests against the baseline. Corrected for
     their number, of m tests one finds something only with 20 m resamples or more; where there are
     fewer the reports say so."""

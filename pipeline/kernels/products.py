@@ -121,14 +121,17 @@ def faster_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x Wᵀ of a matrix with very many outputs, such as a vocabulary's; without autograd.
+    """x Wᵀ of a matrix with very many outputs, such as a vocabulary's; differentiable.
 
     BLAS divides such a product among its threads by rows, of which a search has few, and reads all
-    of the matrix for each. By blocks of outputs, a block stays in the processor's cache.
+    of the matrix for each. By blocks of outputs, a block stays in the processor's cache; not where
+    a gradient is wanted.
     """
     outputs = len(weight_OI)
-    by_blocks = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
-    if not by_blocks or _is_float32_by_onednn(x_NI.dtype) or outputs < 2 * WIDE_BLOCK:
+    is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
+    if torch.is_grad_enabled() or not is_float32:
+        return linear(x_NI, weight_OI)
+    if _is_float32_by_onednn(x_NI.dtype) or outputs < 2 * WIDE_BLOCK:
         return linear(x_NI, weight_OI)
     y_NO = x_NI.new_empty(len(x_NI), outputs)
     for first in range(0, outputs, WIDE_BLOCK):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels.products import linear, wide_product
+from pipeline.kernels.products import wide_product
 from pipeline.model.spec import ModelSpec
 
 
@@ -69,8 +69,7 @@ class Embedding(nn.Module):
             return logits_NV
         table_VD = self.output_table()
         if table_VD is not None:
-            multiply = linear if torch.is_grad_enabled() else wide_product
-            return multiply(x_ND, table_VD)
+            return wide_product(x_ND, table_VD)
         assert self.output_scale is not None
         return x_ND[:, : self.output_size] * self.output_scale
 

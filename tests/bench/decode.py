@@ -41,7 +41,7 @@ from pipeline.model.transformer import Transformer
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}
 CTRANSLATE2_TARGETS = {"float32": 1.2, "int8": 1.0}
 SENTENCES, BEAMS, NEW_TOKENS = 32, 5, 40
-PEERS = ("generate", "ctranslate2")
+PEERS = ("generate", *(name for name in ("ctranslate2",) if importlib.util.find_spec(name)))
 
 Sequences = list[tuple[int, ...]]
 
@@ -123,11 +123,10 @@ def ctranslate2_rows(options: Options) -> list[Row]:
 def main() -> None:
     options = parse_options("Beam search, against Hugging Face's generate.", peers=PEERS)
     rows: list[Row] = []
-    if options.only != "ctranslate2":
+    measured = [peer for peer in PEERS if options.only in (None, peer)]
+    if "generate" in measured:
         rows += generate_rows(options)
-    if options.only == "ctranslate2" or (
-        options.only is None and importlib.util.find_spec("ctranslate2")
-    ):
+    if "ctranslate2" in measured:
         rows += ctranslate2_rows(options)
     model, _ = model_and_examples(torch.float32, sentences=SENTENCES, quick=options.quick)
     shapes = f"{shape_text(model)}, {SENTENCES} sentences, beam {BEAMS}, {NEW_TOKENS} tokens each"

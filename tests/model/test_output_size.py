@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
+from support.tiny_training import changed
 
 from pipeline.batching.batch import Example, collate
 from pipeline.config import DecodingConfig, LossConfig, load_recipe
@@ -15,6 +16,8 @@ from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
+from pipeline.ds_config import load_ds_config
+from pipeline.estimates.memory import estimate
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
@@ -124,6 +127,18 @@ def test_parameters_and_memory_are_those_of_the_output() -> None:
         num_groups=0,
         output_size=recipe.tokenizer.output_ids,
     )
+    joint = changed(recipe, "tokenizer", target_languages=())
+    ours, whole = (
+        estimate(
+            one,
+            vocabulary_size=recipe.tokenizer.ids + 8,
+            num_groups=0,
+            processes=1,
+            ds_config=load_ds_config("zero1_bf16"),
+        )
+        for one in (recipe, joint)
+    )
+    assert whole.device_bytes - ours.device_bytes > 2 * recipe.batches.tokens * 64_000
     assert counted["embeddings"] == 512 * (64_000 + 8_000 - 4 + 8 + 8_000)
 
 
