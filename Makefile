@@ -6,7 +6,7 @@ PIP_ARGS ?=
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-faults lint bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
@@ -14,13 +14,17 @@ demo: $(VENV)/installed
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile
 
+# Every case of the sweep of broken files, of which make test runs a sample.
+test-faults: $(VENV)/installed-dev
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --every-case tests/whole/test_readers_sweep.py
+
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
 bench: $(VENV)/installed-dev
-	for script in data data_clean evaluate dense_step decode moe_layer moe_step memory digests feed startup checkpoint upcycle estimate byte_fronts language_modules; do $(VENV)/bin/python tests/bench/$$script.py; done
+	for script in $$(grep -l '__main__' tests/bench/*.py); do $(VENV)/bin/python $$script; done
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

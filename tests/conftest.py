@@ -7,6 +7,18 @@ import pytest
 from support.process_pool import ProcessPool
 from support.sweep_process import Sweep
 
+SAMPLED_CASES = 6
+"""Of the sweep of broken files, one case in so many runs by default."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of ``make test-faults``."""
+    parser.addoption(
+        "--every-case",
+        action="store_true",
+        help=f"run every case of the sweep of broken files, not one in {SAMPLED_CASES}",
+    )
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs the whole of something comes first, so that no worker is left alone with it."""
@@ -44,8 +56,11 @@ def pool4() -> Iterator[ProcessPool]:
 
 
 @pytest.fixture(scope="session")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sweep]:
-    """The sweep of broken files."""
-    running = Sweep(tmp_path_factory.mktemp("sweep"))
+def sweep(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Sweep]:
+    """The sweep of broken files, sampled unless every case is asked for."""
+    one_in = 1 if request.config.getoption("--every-case") else SAMPLED_CASES
+    running = Sweep(tmp_path_factory.mktemp("sweep"), one_in=one_in)
     yield running
     running.end()

@@ -18,6 +18,8 @@ import transformers
 
 WARM_UP = 8
 """Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
+QUICK_ROUNDS = 1
+"""Rounds of ``--quick``, which only shows whether a benchmark runs: one round warms it up."""
 
 Seconds = Mapping[str, Sequence[float]]
 """Contestant → seconds per round."""
@@ -57,7 +59,9 @@ def parse_options(
     may choose one.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="small shapes: only whether it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="small, one round: only whether it runs"
+    )
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds after the warm-up")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here, too")
@@ -68,7 +72,7 @@ def parse_options(
     torch.set_num_threads(threads)
     return Options(
         quick=given.quick,
-        rounds=2 if given.quick else given.rounds,
+        rounds=QUICK_ROUNDS if given.quick else given.rounds,
         threads=threads,
         json_path=given.json,
         only=given.only if peers is not None else None,
@@ -80,6 +84,7 @@ def interleaved(
 ) -> Seconds:
     """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
+    warm_up = min(warm_up, 1) if rounds == QUICK_ROUNDS else warm_up
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
         shift = turn % len(names)

@@ -1,7 +1,8 @@
 """Feeds every reader every kind of broken file, in a process of bounded memory.
 
-``python -m support.readers_sweep FOLDER RESULTS.json`` writes, per reader, how many files it was
-given and what went wrong: anything but success or one sentence that a user can act on.
+``python -m support.readers_sweep FOLDER RESULTS.json ONE_IN [READER…]`` writes, per reader, how
+many files it was given and what went wrong: anything but success or one sentence that a user can
+act on. With ``ONE_IN`` 1 every case runs; with N, about one in N, chosen by a checksum of its name.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,14 +157,23 @@ def _outcome(
     return None, False
 
 
-def sweep(reader: Reader, shelf: Shelf, others: dict[str, bytes], *, place: Path) -> dict[str, Any]:
-    """Every broken form of every file that a reader reads."""
+def is_sampled(reader: Reader, name: str, label: str, *, one_in: int) -> bool:
+    """Whether a case runs: the choice depends on its names alone, so every run makes the same."""
+    return zlib.crc32(f"{reader.name}\0{name}\0{label}".encode()) % one_in == 0
+
+
+def sweep(
+    reader: Reader, shelf: Shelf, others: dict[str, bytes], *, place: Path, one_in: int
+) -> dict[str, Any]:
+    """Give a reader every sampled broken form of every file that it reads."""
     directory = shelf.path(reader.of)
     found: dict[str, Any] = {"cases": 0, "refused": 0, "failures": []}
     assert outcome(reader, shelf, directory, _empty(place / "intact")) == (None, False)
     for name in targets(reader, directory):
         content = (directory / name).read_bytes()
         for label, other in cases(reader, name, content, others):
+            if not is_sampled(reader, name, label, one_in=one_in):
+                continue
             broken = broken_copy(directory, name, label, other, place=place / "broken")
             began = time.monotonic()
             problem, refused = outcome(reader, shelf, broken, place / "broken" / "scratch")
@@ -186,14 +197,14 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
 
 
-def main(folder: Path, results: Path, names: list[str]) -> None:
+def main(folder: Path, results: Path, one_in: int, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(io.StringIO()):
         shelf = build_shelf(folder / "shelf")
     others = shelf_files(shelf)
     limit_memory()
     found = {
-        reader.name: sweep(reader, shelf, others, place=folder)
+        reader.name: sweep(reader, shelf, others, place=folder, one_in=one_in)
         for reader in READERS
         if not names or reader.name in names
     }
@@ -201,4 +212,4 @@ def main(folder: Path, results: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -11,10 +11,12 @@ TESTS = Path(__file__).parents[1]
 class Sweep:
     """One running sweep, its messages in a file, so that no pipe fills up."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, one_in: int) -> None:
+        self.one_in = one_in
         self.results_path = folder / "results.json"
         self._errors_path = folder / "errors.txt"
-        arguments = ["-m", "support.readers_sweep", str(folder / "files"), str(self.results_path)]
+        files = str(folder / "files")
+        arguments = ["-m", "support.readers_sweep", files, str(self.results_path), str(one_in)]
         (folder / "files").mkdir()
         with self._errors_path.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -23,8 +23,10 @@ def results(sweep: Sweep) -> Results:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_a_broken_file_gives_one_sentence_or_success(reader: Reader, results: Results) -> None:
+def test_a_broken_file_gives_one_sentence_or_success(
+    reader: Reader, results: Results, sweep: Sweep
+) -> None:
     found = results[reader.name]
     assert not found["failures"], "\n".join(found["failures"][:20])
-    assert found["cases"] >= 50
+    assert found["cases"] >= 50 / sweep.one_in / 2, "the sample may hold half of its share"
     assert found["refused"] > found["cases"] / 10, "is the broken file read at all?"
