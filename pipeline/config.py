@@ -482,6 +482,9 @@ class LowRankConfig(Settings):
     source's)."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
     """Which linear layers have modules; those of experts (model.moe) have none."""
+    cross_attention: bool = True
+    """With modules in attention, whether the attention of the decoder to the source has them, too,
+    as in the authors' code. Without, the sizes are those of the paper's table 6."""
     encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
     """Layers that have modules, counted from 0; None: all."""
     decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None

@@ -50,7 +50,9 @@ def add_low_rank(spec: ModelSpec, layers: Sequence[nn.Module], *, side: Side) ->
 
 
 def _wrap(layer: nn.Module, config: LowRankConfig, shape: LowRankShape) -> None:
-    for module in layer.children():
+    for name, module in layer.named_children():
+        if name == "cross_attention" and not config.cross_attention:
+            continue
         if isinstance(module, Attention) and config.within != "feed_forward":
             wrap_linear_layers(module, ATTENTION_PROJECTIONS, shape)
         if isinstance(module, FeedForward) and config.within != "attention":
