@@ -86,17 +86,20 @@ def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> N
     assert given["gradient_clipping"] == make_recipe().optimizer.clip_norm
 
 
-def test_the_curves_count_the_target_tokens_of_every_update(
+def test_the_curves_count_the_tokens_of_every_update(
     inputs: Inputs, straight: Path, tmp_path: Path
 ) -> None:
     recipe = make_recipe()
     data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
     steps = islice(data.planner.steps(Position().cursor), UPDATES)
-    expected = [
-        sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
+    batches = [[data.train.batch(one) for one in step.micro_batches] for step in steps]
+    records = [one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "train"]
+    assert [one["target_tokens"] for one in records] == [
+        sum(len(one.labels_L) for one in of_update) for of_update in batches
     ]
-    records = read_metrics(straight / "metrics.jsonl")
-    assert [one["target_tokens"] for one in records if one["kind"] == "train"] == expected
+    assert [one["source_tokens"] for one in records] == [
+        sum(len(one.source_N) for one in of_update) for of_update in batches
+    ]
 
 
 def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
