@@ -48,7 +48,7 @@ from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.stages import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine, StepResult
-from pipeline.training.loop import training_data
+from pipeline.training.loop import _Interval, training_data
 from pipeline.training.optim import learning_rate
 from pipeline.training.validation import summarize_validation
 
@@ -100,6 +100,20 @@ def test_the_curves_count_the_tokens_of_every_update(
     assert [one["source_tokens"] for one in records] == [
         sum(len(one.source_N) for one in of_update) for of_update in batches
     ]
+
+
+def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:
+    """Earlier versions kept four sums; what they did not count is not made up."""
+    earlier = Position.from_json({"interval": [6.0, 1.0, 3.0, 0.5]})
+    interval = _Interval(earlier.interval)
+    result = StepResult(torch.tensor(2.0), torch.tensor(0.0), 1, 7, 1.0, was_made=True)
+    interval.add(result, seconds=0.5)
+    assert len(interval.over_ranks()) == 4
+    first = interval.finish()
+    assert (first["loss"], first["target_tokens"]) == (2.0, 4)
+    assert "source_tokens" not in first
+    interval.add(result, seconds=0.5)
+    assert interval.finish()["source_tokens"] == 7
 
 
 def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(
