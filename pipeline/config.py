@@ -482,6 +482,9 @@ class LowRankConfig(Settings):
     source's)."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
     """Which linear layers have modules; those of experts (model.moe) have none."""
+    cross_attention: bool = True
+    """With modules in attention, whether the attention of the decoder to the source has them, too,
+    as in the authors' code. Without, the sizes are those of the paper's table 6."""
     encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
     """Layers that have modules, counted from 0; None: all."""
     decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
@@ -512,14 +515,31 @@ class ClsrConfig(Settings):
     tables: Literal["per_side", "per_sublayer"] = "per_side"
     """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
     sublayer."""
-    attention_output: Literal["replaced", "kept"] = "replaced"
-    """Whether projections stand in the place of attention's own, or behind it. Kept, they start as
-    identities, so that the model starts as the plain one."""
+    shared_projection: Literal["per_sublayer", "none"] = "per_sublayer"
+    """W_shared. ``per_sublayer``: a linear layer in every sublayer, in place of the output
+    projection of attention (the authors' code). ``none``: attention keeps its output projection,
+    and where the gate is 0 the result of the sublayer passes unchanged; the model starts as the
+    plain one. Without ``cross_attention`` and with a ``gate_width`` of 64, ``none`` gives the sizes
+    that Xu et al. (2023) state for CLSR and CLSR*."""
+    cross_attention: bool = True
+    """Whether projections follow the attention of the decoder to the source, too."""
     gate_width: Annotated[int, whole(1, 2**16)] = 128
     noise: Annotated[float, number(least=0, most=1000)] = 5.0
     """Standard deviation of the noise on gates at the end of training; it grows from 0."""
     languages: tuple[str, ...] | None = None
     """Languages that have modules; None: all of the tokenizer's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_shared_tables(cls, values: object) -> object:
+        """Refuse models of earlier versions, whose sublayers shared one W_shared per table."""
+        if isinstance(values, dict) and "attention_output" in values:
+            raise ValueError(
+                "attention_output is of an earlier version, which shared W_shared between the "
+                "sublayers and so was not CLSR: set shared_projection instead, and train the "
+                "model again"
+            )
+        return values
 
 
 LanguageModulesConfig = Annotated[

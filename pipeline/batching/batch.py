@@ -197,6 +197,11 @@ class Batch:
         """Real target tokens, and tags that are labels: what cross entropy is averaged over."""
         return len(self.labels_L)
 
+    @property
+    def num_source_tokens(self) -> int:
+        """Real source tokens, tags and end-of-sentence included."""
+        return len(self.source_N)
+
     def to(self, device: torch.device) -> "Batch":
         """The batch on a device; a no-op where it is there already.
 

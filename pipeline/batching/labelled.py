@@ -58,6 +58,11 @@ class LabelledBatch:
         """What cross entropy is averaged over."""
         return len(self.labels_L)
 
+    @property
+    def num_source_tokens(self) -> int:
+        """Real tokens, specials included."""
+        return len(self.ids_N)
+
     def to(self, device: torch.device) -> "LabelledBatch":
         """The batch on a device; a no-op where it is there already."""
         if self.ids_N.device == device:

@@ -60,7 +60,7 @@ def is_router(name: str) -> bool:
 
 @dataclass(frozen=True)
 class LanguageTensor:
-    """A tensor of a language's module, or of a gate that decides between modules.
+    """A tensor of a language's module, or of what decides between modules or stands beside them.
 
     ``stack`` is the name that those of all languages share, ``dense`` that of the plain model's
     tensor of the same shape and meaning, where there is one.
@@ -75,6 +75,7 @@ _OF_LANGUAGES = re.compile(
     r"|(?P<feed_forward>.*\.feed_forward)\.of_language\.[^.]+\.(?P<inner>(up|down)\.(weight|bias))"
     r"|(?P<projections>.*\.?projections)\.[^.]+\.weight"
     r"|(?P<gate>.*_routing\.gate)\.(up|down)\.(weight|bias)"
+    r"|(?P<shared>(?P<sublayer>.*)_routing\.shared)\.(?P<kind>weight|bias)"
 )
 
 
@@ -86,6 +87,11 @@ def language_tensor(name: str) -> LanguageTensor | None:
     layer = found["feed_forward"]
     if layer is not None:
         return LanguageTensor(f"{layer}.of_language", f"{layer}.{found['inner']}")
+    if found["shared"] is not None:
+        # It takes the place of the output projection of attention; a feed-forward has none.
+        output = f"{found['sublayer']}.output.{found['kind']}"
+        is_attention = found["sublayer"].endswith("attention")
+        return LanguageTensor(found["shared"], output if is_attention else None)
     stack = found["low_rank"] or found["projections"] or found["gate"]
     return LanguageTensor(stack, None)
 

@@ -157,9 +157,13 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
 
 
 def _gated_bytes(routing: ConditionalRouting, batch: MicroBatchShape, *, width: int) -> int:
-    """(3 e D + e G + 5 · 4) N: the sublayer's result, both projections of it, and the gate."""
+    """(3 e D + e G + 5 · 4) N: the sublayer's result, both projections of it, and the gate.
+
+    2 e D without W_shared, since the result itself is then one of the two.
+    """
     gate_width = routing.gate.up.out_features
-    return batch.tokens * (batch.value * (3 * width + gate_width) + 5 * FLOAT32)
+    kept = 2 if routing.shared is None else 3
+    return batch.tokens * (batch.value * (kept * width + gate_width) + 5 * FLOAT32)
 
 
 def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:

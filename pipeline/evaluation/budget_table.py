@@ -7,7 +7,7 @@ from pipeline.evaluation.budgets import OPERATIONS_PER_PARAMETER, Spent, SystemT
 from pipeline.evaluation.history import History
 from pipeline.evaluation.tables import NO_VALUE, format_count, format_duration, format_large
 
-SPENT_COLUMNS = ("Updates", "Target tokens", "FLOP", "Wall time")
+SPENT_COLUMNS = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
 BUDGET_GROUPS = {
     "Parameters": ("Total", "Active"),
     "Its own training": SPENT_COLUMNS,
@@ -50,6 +50,7 @@ def _spent_cells(spent: Spent | None) -> tuple[str, ...]:
         return (NO_VALUE,) * len(SPENT_COLUMNS)
     return (
         f"{spent.updates:,}",
+        format_large(spent.source_tokens),
         format_large(spent.target_tokens),
         format_large(spent.operations),
         NO_VALUE if spent.seconds is None else format_duration(spent.seconds),
@@ -96,8 +97,10 @@ def budget_notes(history: History) -> list[str]:
     found = [
         "Updates stand with everything a system's weights rest on: its own training and, each once "
         "and whole, those of all checkpoints it was assembled from or trained on from.",
-        f"FLOP is an estimate: {OPERATIONS_PER_PARAMETER} · active parameters · target tokens; of "
-        "the experts of a layer only those count that a token meets. Wall times are of the "
+        f"FLOP is an estimate: {OPERATIONS_PER_PARAMETER} for each token and each parameter that "
+        "multiplies it. Source tokens meet the encoder, target tokens the decoder and the output; "
+        "of the experts of a layer only those count that a token meets. Fuse distillation takes "
+        "every batch through the model twice, and both passes count. Wall times are of the "
         "training stages, on however many processes.",
     ]
     if _least_updates(history):

@@ -1,4 +1,4 @@
-"""What the training of a system took: updates, target tokens, arithmetic and hours.
+"""What the training of a system took: updates, tokens, arithmetic and hours.
 
 A system's budget is that of the training runs its weights come from: its own, and before it those
 of every checkpoint it was assembled from or trained on from, each once. A run counts whole, though
@@ -9,20 +9,23 @@ groups are named and not counted.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, json_digest
 from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.documents import read_json_lines
 from pipeline.errors import UserError
-from pipeline.model.parameters import count_parameters_of
+from pipeline.model.parameters import PerToken, count_multiplied, count_parameters_of
+from pipeline.model.spec import ModelSpec
 
 OPERATIONS_PER_PARAMETER = 6
-"""Floating-point operations of one target token and one active parameter: a multiplication and an
-addition going forward, twice as many going back (Kaplan et al. 2020, §2.1)."""
+"""Floating-point operations of one token and one parameter that multiplies it: a multiplication
+and an addition going forward, twice as many going back (Kaplan et al. 2020, §2.1)."""
 
 TRAINING_STAGES = ("pretrain", "finetune")
+TokenSide = Literal["source", "target"]
+SIDES: tuple[TokenSide, ...] = ("source", "target")
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,11 @@ class Spent:
     updates: int = 0
     target_tokens: int | None = 0
     operations: float | None = 0.0
-    """OPERATIONS_PER_PARAMETER · active parameters · target tokens: an estimate."""
+    """OPERATIONS_PER_PARAMETER · passes · (parameters of the source side · source tokens + those of
+    the target side · target tokens): an estimate."""
     seconds: float | None = 0.0
     """Wall time, on however many processes."""
+    source_tokens: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,7 @@ def add_up(parts: Iterable[Spent]) -> Spent:
     """The sum; of what is not known of every part, nothing."""
     found = list(parts)
     tokens = [one.target_tokens for one in found]
+    source = [one.source_tokens for one in found]
     operations = [one.operations for one in found]
     seconds = [one.seconds for one in found]
     return Spent(
@@ -96,6 +102,7 @@ def add_up(parts: Iterable[Spent]) -> Spent:
         target_tokens=None if None in tokens else sum(one or 0 for one in tokens),
         operations=None if None in operations else sum(one or 0.0 for one in operations),
         seconds=None if None in seconds else sum(one or 0.0 for one in seconds),
+        source_tokens=None if None in source else sum(one or 0 for one in source),
     )
 
 
@@ -164,23 +171,35 @@ def describe_run(members: Sequence[Artifact]) -> TrainingRun:
     published = [one for one in members if "updates" in one.statistics]
     shown = (published or _with_metrics_first(members))[0]
     metrics = read_metrics(shown)
-    tokens = count_tokens(metrics)
-    parameters = read_parameters(shown)
+    source, target = (count_tokens(metrics, side=side) for side in SIDES)
     return TrainingRun(
         folder=shown.directory.name,
         stage=shown.manifest.stage,
         spent=Spent(
             updates=max(_updates(one) for one in members)
             or max((entry["update"] for entry in metrics), default=0),
-            target_tokens=tokens,
-            operations=(
-                None
-                if tokens is None or parameters is None
-                else float(OPERATIONS_PER_PARAMETER) * parameters.active * tokens
-            ),
+            target_tokens=target,
+            operations=_operations(shown, source=source, target=target),
             seconds=shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+            source_tokens=source,
         ),
     )
+
+
+def _operations(run: Artifact, *, source: int | None, target: int | None) -> float | None:
+    """Estimate the arithmetic of a run; None where its tokens or its model are not known."""
+    per_token = _read_multiplied(run)
+    if source is None or target is None or per_token is None:
+        return None
+    of_pass = per_token.source * source + per_token.target * target
+    return float(OPERATIONS_PER_PARAMETER) * count_passes(run) * of_pass
+
+
+def count_passes(run: Artifact) -> int:
+    """Return how often a training run takes each batch through the model."""
+    loss = run.manifest.config.get("loss")
+    objective = loss.get("objective") if isinstance(loss, dict) else None
+    return 2 if objective == "fuse_distillation" else 1
 
 
 def _updates(artifact: Artifact) -> int:
@@ -220,8 +239,10 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and is_number(value) and value >= 0
 
 
-def tokens_by_update(metrics: Iterable[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """(update, target tokens up to there) at every line of training metrics.
+def tokens_by_update(
+    metrics: Iterable[Mapping[str, Any]], *, side: TokenSide = "target"
+) -> list[tuple[int, int]]:
+    """(update, tokens of a side up to there) at every line of training metrics.
 
     Empty where some line does not count them: runs of earlier versions did not.
     """
@@ -229,24 +250,36 @@ def tokens_by_update(metrics: Iterable[Mapping[str, Any]]) -> list[tuple[int, in
     tokens = 0
     for entry in metrics:
         if entry.get("kind") == "train":
-            if not _is_count(entry.get("target_tokens")):
+            count = entry.get(f"{side}_tokens")
+            if not _is_count(count):
                 return []
-            tokens += entry["target_tokens"]
+            tokens += count
             found.append((entry["update"], tokens))
     return found
 
 
-def count_tokens(metrics: Iterable[Mapping[str, Any]]) -> int | None:
-    """Target tokens of a whole run, None where they were not counted."""
-    counted = tokens_by_update(metrics)
+def count_tokens(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide = "target") -> int | None:
+    """Tokens of a side of a whole run, None where they were not counted."""
+    counted = tokens_by_update(metrics, side=side)
     return counted[-1][1] if counted else None
 
 
 def read_parameters(checkpoint: Artifact) -> Parameters | None:
     """From the shape a checkpoint states; None where that cannot be read."""
-    try:
-        spec = stated_spec(checkpoint)
-    except (UserError, OSError, ValueError):
+    spec = _readable_spec(checkpoint)
+    if spec is None:
         return None
     counts = count_parameters_of(spec)
     return Parameters(total=counts["total"], active=counts["active"])
+
+
+def _read_multiplied(checkpoint: Artifact) -> PerToken | None:
+    spec = _readable_spec(checkpoint)
+    return None if spec is None else count_multiplied(spec)
+
+
+def _readable_spec(checkpoint: Artifact) -> ModelSpec | None:
+    try:
+        return stated_spec(checkpoint)
+    except (UserError, OSError, ValueError):
+        return None

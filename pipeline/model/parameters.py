@@ -1,6 +1,10 @@
 """How many parameters a model has: in all, active per token, and per part."""
 
+from dataclasses import dataclass
+
 from pipeline.config import ModelConfig
+from pipeline.model.language_modules.clsr import ConditionalRouting
+from pipeline.model.language_modules.language_experts import LanguageExperts
 from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.spec import ModelSpec, placeholder_spec
@@ -37,7 +41,7 @@ def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
     """Parameters by part, built on the meta device.
 
     ``active`` are those one token meets: of the experts of a layer only ``top_k`` count, and of the
-    modules of languages those of one slot.
+    modules of languages those of one slot or the shared one.
     """
     model = spec.model
     parts = dict.fromkeys(PARTS, 0)
@@ -48,14 +52,78 @@ def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
     for name, parameter in transformer.named_parameters():
         parts[within.get(id(parameter)) or _part(name)] += parameter.numel()
     total = sum(parts.values())
-    idle = 0
-    if model.moe is not None:
-        idle = parts["experts"] * (model.moe.num_experts - model.moe.top_k)
-        idle //= model.moe.num_experts
-    for stack in _stacks(transformer):
-        values = sum(parameter.numel() for parameter in stack.parameters())
-        idle += values - values // len(stack.slots)
-    return {"total": total, "active": total - idle, **parts}
+    met = _shares_met(transformer)
+    idle = sum(
+        parameter.numel() * (1 - met[id(parameter)])
+        for parameter in transformer.parameters()
+        if id(parameter) in met
+    )
+    return {"total": total, "active": total - round(idle), **parts}
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Parameters by which one source token and one target token are multiplied."""
+
+    source: float
+    target: float
+
+
+def count_multiplied(spec: ModelSpec) -> PerToken:
+    """Count the parameters that enter the matrix products of one pass, by the tokens they meet.
+
+    Source tokens meet the encoder, its front, and the keys and values of the decoder's attention to
+    the source; target tokens meet the rest of the decoder and the output projection. Embeddings and
+    positions are looked up. A CLSR table counts as often as sublayers use it.
+    """
+    transformer = shape_of_model(spec)
+    met = _shares_met(transformer) | _uses_of_tables(transformer)
+    sums = {"source": 0.0, "target": 0.0}
+    for name, parameter in transformer.named_parameters():
+        side = _side_met(name, has_own_output=transformer.embedding.output_weight is not None)
+        if side is not None:
+            sums[side] += parameter.numel() * met.get(id(parameter), 1.0)
+    return PerToken(**sums)
+
+
+def _side_met(name: str, *, has_own_output: bool) -> str | None:
+    """Return the side whose tokens are multiplied by a parameter; None for look-ups."""
+    if ".positions." in name:
+        return None
+    if name.startswith("embedding."):
+        is_output = name == ("embedding.output_weight" if has_own_output else "embedding.weight")
+        return "target" if is_output else None
+    of_source = (".cross_attention.key.", ".cross_attention.value.")
+    if name.startswith("decoder.") and not any(part in name for part in of_source):
+        return "target"
+    return "source"
+
+
+def _shares_met(model: Transformer) -> dict[int, float]:
+    """Return the share of each parameter that one token meets, by id, where it is not the whole."""
+    moe = model.spec.model.moe
+    met: dict[int, float] = {}
+    for module in model.modules():
+        match module:
+            case MixtureOfExperts() if moe is not None:
+                share = moe.top_k / moe.num_experts
+                met |= {id(parameter): share for parameter in module.experts.parameters()}
+            case LanguageStack():
+                met |= {id(parameter): 1 / len(module.slots) for parameter in module.parameters()}
+            case LanguageExperts() if module.has_shared:  # a language's stands in its place
+                shared = (*module.up.parameters(), *module.down.parameters())
+                met |= {id(parameter): 0.0 for parameter in shared}
+    return met
+
+
+def _uses_of_tables(model: Transformer) -> dict[int, float]:
+    """Return the share of each table of a side that one token meets times its uses, by id."""
+    found: dict[int, float] = {}
+    for stack in (model.encoder, model.decoder):
+        if stack.projections is not None:
+            uses = sum(isinstance(module, ConditionalRouting) for module in stack.modules())
+            found[id(stack.projections.weight)] = uses / len(stack.projections.slots)
+    return found
 
 
 def _stacks(model: Transformer) -> list[LanguageStack]:

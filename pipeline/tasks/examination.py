@@ -82,9 +82,8 @@ class QuestionExamination:
         found = answer_questions(asked, questions, language=language, route=route)
         pairs = list(zip(found, [_right(one) for one in questions], strict=True))
         scores = {
-            "f1": 100 * fmean(word_f1(one, right, language=language) for one, right in pairs),
-            "exact_match": 100
-            * fmean(exact_match(one, right, language=language) for one, right in pairs),
+            "f1": 100 * fmean(word_f1(one, right) for one, right in pairs),
+            "exact_match": 100 * fmean(exact_match(one, right) for one, right in pairs),
         }
         lines = [
             _json(id=one.id, answer=answer) for one, answer in zip(questions, found, strict=True)

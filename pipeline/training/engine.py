@@ -183,6 +183,7 @@ class StepResult:
     balance: Tensor
     """Weighted by labels."""
     labels: int
+    source_tokens: int
     gradient_norm: float
     was_made: bool
 
@@ -273,7 +274,7 @@ class Engine:
         self.model.train()
         scale = self.world.size * self.accumulation / total_labels
         sums_2 = torch.zeros(2, dtype=torch.float64, device=self.device)
-        labels = 0
+        labels = source_tokens = 0
         for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             torch.manual_seed(seed)
             objective, terms = self._engine(batch.to(self.device), progress)
@@ -287,10 +288,16 @@ class Engine:
             sums_2[0] += terms.cross_entropy
             sums_2[1] += terms.balance.double() * batch.num_labels
             labels += batch.num_labels
+            source_tokens += batch.num_source_tokens
         norm = self._engine.get_global_grad_norm()
         cross_entropy, balance = sums_2.cpu()  # once per update
         return StepResult(
-            cross_entropy, balance, labels, float(norm), was_made=not self._zero.overflow
+            cross_entropy,
+            balance,
+            labels,
+            source_tokens,
+            float(norm),
+            was_made=not self._zero.overflow,
         )
 
     @property

@@ -629,33 +629,39 @@ class TrainingRun:
 class _Interval:
     """Sums over the updates since the last line of metrics: of this rank, and of all ranks.
 
-    Four numbers: cross entropy, balance loss times labels, labels, seconds of the slowest rank.
+    Five numbers: cross entropy, balance loss times labels, labels, seconds of the slowest rank,
+    source tokens. States of earlier versions lack the last: it is not known until the next line.
     """
 
-    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0, 0.0)) -> None:
+    def __init__(self, sums: Sequence[float] = (0.0,) * 5) -> None:
         self.note = ""
-        self._sums = torch.tensor(sums, dtype=torch.float64)
+        self._sums = torch.tensor([*sums, *[math.nan] * (5 - len(sums))], dtype=torch.float64)
 
     def add(self, result: StepResult, *, seconds: float) -> None:
-        sums = [float(result.cross_entropy), float(result.balance), float(result.labels), seconds]
+        sums = [
+            *(float(result.cross_entropy), float(result.balance), float(result.labels)),
+            *(seconds, float(result.source_tokens)),
+        ]
         self._sums += torch.tensor(sums, dtype=torch.float64)
 
     def over_ranks(self) -> list[float]:
-        """The sums over all ranks; all ranks call this."""
-        slowest = all_max(self._sums[3:].clone())
+        """The sums over all ranks that are known; all ranks call this."""
+        slowest = all_max(self._sums[3:4].clone())
         sums = all_sum(self._sums.clone())
-        sums[3:] = slowest
+        sums[3:4] = slowest
         values: list[float] = sums.tolist()
-        return values
+        return values[:-1] if math.isnan(values[-1]) else values
 
     def finish(self) -> dict[str, object]:
         """Means over all ranks since the last call, the rate and the tokens; starts anew."""
-        cross_entropy, balance, labels, seconds = self.over_ranks()
+        cross_entropy, balance, labels, seconds, *source_tokens = self.over_ranks()
         self._sums.zero_()
         self.note = f"loss {cross_entropy / labels:.3f}"
+        known = {"source_tokens": round(source_tokens[0])} if source_tokens else {}
         return {
             "loss": cross_entropy / labels,
             "balance": balance / labels,
             "tokens_per_second": labels / max(seconds, 1e-9),
             "target_tokens": round(labels),
+            **known,
         }

@@ -41,7 +41,7 @@ from pipeline.model.transformer import Transformer
 KINDS: dict[str, dict[str, Any]] = {
     "low_rank": {"kind": "low_rank", "rank": 3, "within": "both", "shared": True},
     "language_experts": {"kind": "language_experts", "shared": True},
-    "clsr": {"kind": "clsr", "gate_width": 4, "attention_output": "kept"},
+    "clsr": {"kind": "clsr", "gate_width": 4, "shared_projection": "none"},
 }
 
 
@@ -180,6 +180,24 @@ def test_a_plain_checkpoint_grows_language_modules_without_computing_anything_el
     expected = logits(tiny_model(byte_spec()), batch)
     for route in ("specific", "shared") if kind != "clsr" else ("specific",):
         torch.testing.assert_close(logits(grown, batch, route), expected, rtol=0, atol=1e-6)
+
+
+def test_shared_maps_of_clsr_grow_from_the_output_of_attention_that_they_replace(
+    tmp_path: Path,
+) -> None:
+    dense = make_checkpoint(tmp_path / "dense", tiny_model(byte_spec()))
+    files = TensorFiles(open_artifact(dense, kind="checkpoint"), "weights/")
+    sources: dict[Part, TensorFiles | None] = dict.fromkeys(PARTS, files)
+    blueprint = Blueprint(
+        spec_of("clsr", shared_projection="per_sublayer"), sources, UpcyclingConfig()
+    )
+    origins = {entry.target: (entry.source, entry.rule) for entry in blueprint.plan}
+    layer = "decoder.layers.1"
+    assert origins[f"{layer}.cross_attention_routing.shared.weight"] == (
+        f"{layer}.cross_attention.output.weight",
+        "language of dense",
+    )
+    assert origins[f"{layer}.feed_forward_routing.shared.weight"] == (None, "fresh")
 
 
 def test_growing_by_a_recipe_leaves_a_receipt(tmp_path: Path) -> None:

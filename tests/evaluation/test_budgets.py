@@ -3,14 +3,29 @@
 from pathlib import Path
 
 import pytest
-from support.recorded_runs import TOKENS_PER_UPDATE, artifact, training_run, translated
-from support.tiny_models import tiny_model, tiny_spec
+from support.recorded_runs import (
+    SOURCE_TOKENS_PER_UPDATE,
+    TOKENS_PER_UPDATE,
+    artifact,
+    training_run,
+    translated,
+)
+from support.tiny_models import random_batch, tiny_model, tiny_spec
+from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.config import MoEConfig
 from pipeline.evaluation.budget_table import budget_notes, budget_rows, trained_for
-from pipeline.evaluation.budgets import Spent, SystemTraining, add_up, trace_training
+from pipeline.evaluation.budgets import (
+    Parameters,
+    Spent,
+    SystemTraining,
+    add_up,
+    trace_training,
+)
 from pipeline.evaluation.history import History
+from pipeline.model.parameters import count_multiplied
+from pipeline.model.spec import ModelSpec
 
 MOE = tiny_spec(moe=MoEConfig(num_experts=4, every=1, top_k=2))
 
@@ -53,21 +68,106 @@ def test_an_assembled_model_has_spent_what_all_its_parts_have_each_once(
     assert total.seconds == 100.0
 
 
-def test_arithmetic_is_six_operations_per_active_parameter_and_token(assembled: Artifact) -> None:
-    def active(model_parameters: dict[str, int], *, idle: float) -> float:
-        experts = sum(count for name, count in model_parameters.items() if ".experts." in name)
-        return sum(model_parameters.values()) - idle * experts
+def test_arithmetic_is_six_operations_per_token_and_parameter_that_multiplies_it(
+    assembled: Artifact,
+) -> None:
+    """The parameters of a side by its tokens, counted by name; 2 of 4 experts are met."""
 
-    dense, routed = (
-        {name: value.numel() for name, value in tiny_model(spec).named_parameters()}
-        for spec in (tiny_spec(), MOE)
-    )
+    def of_update(spec: ModelSpec) -> float:
+        counts = {"source": 0.0, "target": 0.0}
+        for name, value in tiny_model(spec).named_parameters():
+            of_source = name.startswith("encoder") or "cross_attention.key" in name
+            side = "source" if of_source or "cross_attention.value" in name else "target"
+            counts[side] += value.numel() * (0.5 if ".experts." in name else 1)
+        return 6 * (
+            counts["source"] * SOURCE_TOKENS_PER_UPDATE + counts["target"] * TOKENS_PER_UPDATE
+        )
+
     training, _ = trace_training("mmnmt", assembled)
-    expected = 6 * TOKENS_PER_UPDATE * (3 * active(dense, idle=0) + 6 * active(routed, idle=0.5))
+    expected = 3 * of_update(tiny_spec()) + 6 * of_update(MOE)
     assert training.total.operations == pytest.approx(expected)
-    assert training.parameters is not None
-    assert training.parameters.total == sum(routed.values())
-    assert training.parameters.active == active(routed, idle=0.5)
+    assert training.total.source_tokens == 9 * SOURCE_TOKENS_PER_UPDATE
+    experts = [p.numel() for n, p in tiny_model(MOE).named_parameters() if ".experts." in n]
+    total = sum(p.numel() for p in tiny_model(MOE).parameters())
+    assert training.parameters == Parameters(total, total - sum(experts) // 2)
+
+
+def test_the_second_pass_of_fuse_distillation_counts(tmp_path: Path) -> None:
+    modules = {"kind": "low_rank", "rank": 2, "shared": True}
+    spec = tiny_spec(model={"language_modules": modules})
+    once, twice = (
+        trace_training(
+            objective,
+            translated(
+                tmp_path / f"{objective}-lines",
+                training_run(
+                    tmp_path / objective,
+                    [3.0] * 2,
+                    spec=spec,
+                    config={"loss": {"objective": objective}},
+                ),
+            ),
+        )[0].total
+        for objective in ("cross_entropy", "fuse_distillation")
+    )
+    assert once.operations is not None
+    assert twice.operations == 2 * once.operations
+    assert (twice.updates, twice.target_tokens) == (once.updates, once.target_tokens)
+
+
+def test_the_products_of_a_pass_are_those_that_its_layers_make() -> None:
+    """Against the rows that every linear layer of a real pass is given."""
+    spec = tiny_spec(width=64, feed_forward_width=256, vocabulary=400)
+    model, batch = tiny_model(spec), random_batch(spec, sentences=7, seed=1)
+    made = 0.0
+
+    def count(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        nonlocal made
+        assert isinstance(layer, nn.Linear)
+        made += given[0].flatten(0, -2).shape[0] * layer.weight.numel()
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(count)
+    model(batch)
+    per_token = count_multiplied(spec)
+    source, target = batch.num_source_tokens, len(batch.target_N)
+    made += batch.num_labels * 400 * 64
+    decoded = per_token.target - 400 * 64
+    found = per_token.source * source + decoded * target + batch.num_labels * 400 * 64
+    assert found == pytest.approx(made, rel=0.03), "but for biases and norms"
+
+
+@pytest.mark.parametrize(
+    ("modules", "source", "target"),
+    [
+        # One slot of V and F in each feed-forward: 2 layers a side, 2 linear layers of 16 and 32.
+        ({"kind": "low_rank", "rank": 3, "shared": True}, 2 * 2 * 3 * 48, 2 * 2 * 3 * 48),
+        # The feed-forward of a language or the shared one, which takes the place of the plain one.
+        ({"kind": "language_experts", "shared": True}, 0, 0),
+        # A table as often as it is used; W_shared beside it, in place of the output of attention.
+        (
+            {"kind": "clsr", "gate_width": 4},
+            4 * 16 * 16 + 2 * (16 * 16 + 16) + 4 * (16 * 4 + 4 + 4 + 1),
+            6 * 16 * 16 + 2 * (16 * 16 + 16) + 6 * (16 * 4 + 4 + 4 + 1),
+        ),
+    ],
+)
+def test_modules_of_languages_count_as_one_token_meets_them(
+    modules: dict[str, object], source: int, target: int
+) -> None:
+    plain = count_multiplied(tiny_spec())
+    found = count_multiplied(tiny_spec(model={"language_modules": modules}))
+    assert (found.source - plain.source, found.target - plain.target) == pytest.approx(
+        (source, target)
+    )
+
+
+def test_runs_that_did_not_count_source_tokens_have_no_estimate(tmp_path: Path) -> None:
+    run = training_run(tmp_path / "run", [3.0] * 2, source_tokens=False)
+    spent = trace_training("x", translated(tmp_path / "t", run))[0].total
+    assert (spent.target_tokens, spent.source_tokens) == (2 * TOKENS_PER_UPDATE, None)
+    assert spent.operations is None
 
 
 def test_a_training_that_gave_language_groups_alone_is_named_and_not_counted(
@@ -116,7 +216,7 @@ def test_a_missing_ancestor_makes_the_budget_a_least_one(
     assert training.total.updates == 5
     history = History(trainings=(training,))
     assert trained_for(history, "mmnmt") == "at least 5 updates"
-    assert budget_rows(history)[0].cells[6] == "≥ 5"
+    assert budget_rows(history)[0].cells[7] == "≥ 5"
     assert "can be found any more" in " ".join(budget_notes(history))
 
 
@@ -126,7 +226,7 @@ def test_runs_of_earlier_versions_counted_no_tokens_and_none_are_made_up(tmp_pat
     training, _ = trace_training("new", translated(tmp_path / "t", new))
     assert training.own is not None
     assert training.own.spent.target_tokens == 2 * TOKENS_PER_UPDATE
-    assert training.total == Spent(4, None, None, 120.0)
+    assert training.total == Spent(4, None, None, 120.0, None)
 
 
 def test_a_baseline_has_no_training_and_one_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
@@ -147,12 +247,13 @@ def test_damaged_metrics_cost_the_counts_and_not_the_evaluation(tmp_path: Path) 
     (tmp_path / "run" / "model.json").write_text("[]", encoding="utf-8")
     training, _ = trace_training("x", translated(tmp_path / "t", run))
     assert training.parameters is None
-    assert training.total == Spent(2, None, None, 60.0)
+    assert training.total == Spent(2, None, None, 60.0, None)
 
 
 def test_sums_know_only_what_every_part_knows() -> None:
-    assert add_up([]) == Spent(0, 0, 0.0, 0.0)
-    assert add_up([Spent(1, 2, 3.0, 4.0), Spent(5, None, 6.0, None)]) == Spent(6, None, 9.0, None)
+    assert add_up([]) == Spent(0, 0, 0.0, 0.0, 0)
+    parts = [Spent(1, 2, 3.0, 4.0, 5), Spent(5, None, 6.0, None, 7)]
+    assert add_up(parts) == Spent(6, None, 9.0, None, 12)
 
 
 def test_one_trained_system_alone_is_not_compared() -> None:

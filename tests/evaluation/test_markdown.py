@@ -151,11 +151,11 @@ def test_budgets_stand_with_what_they_are_made_of() -> None:
     (row,) = [row for row in table_rows(text) if row[0] == "experts" and "40 k" in row]
     assert row == [
         *("experts", "40 k", "2 k"),
-        *("8", "800", "9.6 M", "3 min 20 s"),
-        *("24", "2.4 k", "24 M", "8 min 20 s"),
+        *("8", "900", "800", "9.6 M", "3 min 20 s"),
+        *("24", "2.7 k", "2.4 k", "24 M", "8 min 20 s"),
     ]
     assert "experts rests on dense (8 updates) and routed (8 updates)." in text
-    assert "6 · active parameters · target tokens" in text
+    assert "6 for each token and each parameter that multiplies it" in text
 
 
 def test_what_the_stages_kept_and_dropped_is_repeated() -> None:

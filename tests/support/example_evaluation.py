@@ -130,9 +130,9 @@ def evaluation(*, second: str = "experts") -> Evaluation:
     )
 
 
-DENSE = TrainingRun("dense", "pretrain", Spent(8, 800, 4.8e6, 120.0))
-ROUTED = TrainingRun("routed", "pretrain", Spent(8, 800, 9.6e6, 180.0))
-TUNED = TrainingRun("tuned", "finetune", Spent(8, 800, 9.6e6, 200.0))
+DENSE = TrainingRun("dense", "pretrain", Spent(8, 800, 4.8e6, 120.0, 900))
+ROUTED = TrainingRun("routed", "pretrain", Spent(8, 800, 9.6e6, 180.0, 900))
+TUNED = TrainingRun("tuned", "finetune", Spent(8, 800, 9.6e6, 200.0, 900))
 
 
 def history(system_name: str) -> History:

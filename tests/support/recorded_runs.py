@@ -10,6 +10,7 @@ from pipeline.model.spec import ModelSpec
 from support.tiny_models import tiny_spec
 
 TOKENS_PER_UPDATE = 100
+SOURCE_TOKENS_PER_UPDATE = 150
 
 
 def artifact(
@@ -22,13 +23,14 @@ def artifact(
     statistics: Mapping[str, object] | None = None,
     wall_seconds: float = 1.0,
     summary: Sequence[str] = (),
+    config: Mapping[str, object] | None = None,
 ) -> Artifact:
-    """An artifact with these files; its settings are its folder's name, so that no two agree."""
+    """An artifact with these files; its settings hold its folder's name, so that no two agree."""
     with new_artifact(
         path,
         kind=kind,
         stage=stage,
-        config={"name": path.name},
+        config={"name": path.name, **(config or {})},
         inputs={name: one.as_input for name, one in (inputs or {}).items()},
         wall_seconds=wall_seconds,
     ) as writer:
@@ -39,12 +41,18 @@ def artifact(
     return open_artifact(path, kind=kind)
 
 
-def metrics(losses: Sequence[float | None], *, tokens: bool = True) -> str:
+def metrics(
+    losses: Sequence[float | None], *, tokens: bool = True, source_tokens: bool = True
+) -> str:
     """A line of training and one of validation per update, two seconds each."""
     lines: list[dict[str, object]] = []
     for update, loss in enumerate(losses, start=1):
         entry: dict[str, object] = {"update": update, "seconds": 2.0 * update, "loss": loss}
-        counted: dict[str, object] = {"target_tokens": TOKENS_PER_UPDATE} if tokens else {}
+        counted: dict[str, object] = {}
+        if tokens:
+            counted["target_tokens"] = TOKENS_PER_UPDATE
+        if tokens and source_tokens:
+            counted["source_tokens"] = SOURCE_TOKENS_PER_UPDATE
         lines.append({"kind": "train", "balance": 1.0, **counted, **entry})
         lines.append({"kind": "validation", "resources": {"high": loss, "low": None}, **entry})
     lines.append({"kind": "routing", "update": 1})
@@ -59,7 +67,9 @@ def training_run(
     stage: str = "pretrain",
     spec: ModelSpec | None = None,
     tokens: bool = True,
+    source_tokens: bool = True,
     wall_seconds: float = 60.0,
+    config: Mapping[str, object] | None = None,
 ) -> Artifact:
     """The checkpoint of a run of so many updates, its best one the first."""
     return artifact(
@@ -68,11 +78,12 @@ def training_run(
         stage,
         inputs,
         files={
-            "metrics.jsonl": metrics(losses, tokens=tokens),
+            "metrics.jsonl": metrics(losses, tokens=tokens, source_tokens=source_tokens),
             "model.json": as_json((spec or tiny_spec()).model_dump(mode="json")),
         },
         statistics={"update": 1, "updates": len(losses), "perplexity": 2.0},
         wall_seconds=wall_seconds,
+        config=config,
     )
 
 

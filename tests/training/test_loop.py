@@ -48,7 +48,7 @@ from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.stages import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine, StepResult
-from pipeline.training.loop import training_data
+from pipeline.training.loop import _Interval, training_data
 from pipeline.training.optim import learning_rate
 from pipeline.training.validation import summarize_validation
 
@@ -86,17 +86,34 @@ def test_a_run_leaves_curves_of_every_update_and_validation(straight: Path) -> N
     assert given["gradient_clipping"] == make_recipe().optimizer.clip_norm
 
 
-def test_the_curves_count_the_target_tokens_of_every_update(
+def test_the_curves_count_the_tokens_of_every_update(
     inputs: Inputs, straight: Path, tmp_path: Path
 ) -> None:
     recipe = make_recipe()
     data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
     steps = islice(data.planner.steps(Position().cursor), UPDATES)
-    expected = [
-        sum(len(data.train.batch(one).labels_L) for one in step.micro_batches) for step in steps
+    batches = [[data.train.batch(one) for one in step.micro_batches] for step in steps]
+    records = [one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "train"]
+    assert [one["target_tokens"] for one in records] == [
+        sum(len(one.labels_L) for one in of_update) for of_update in batches
     ]
-    records = read_metrics(straight / "metrics.jsonl")
-    assert [one["target_tokens"] for one in records if one["kind"] == "train"] == expected
+    assert [one["source_tokens"] for one in records] == [
+        sum(len(one.source_N) for one in of_update) for of_update in batches
+    ]
+
+
+def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:
+    """Earlier versions kept four sums; what they did not count is not made up."""
+    earlier = Position.from_json({"interval": [6.0, 1.0, 3.0, 0.5]})
+    interval = _Interval(earlier.interval)
+    result = StepResult(torch.tensor(2.0), torch.tensor(0.0), 1, 7, 1.0, was_made=True)
+    interval.add(result, seconds=0.5)
+    assert len(interval.over_ranks()) == 4
+    first = interval.finish()
+    assert (first["loss"], first["target_tokens"]) == (2.0, 4)
+    assert "source_tokens" not in first
+    interval.add(result, seconds=0.5)
+    assert interval.finish()["source_tokens"] == 7
 
 
 def test_the_wall_time_of_a_resumed_run_holds_its_attempts_from_start_to_end(

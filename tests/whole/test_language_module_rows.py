@@ -1,67 +1,155 @@
 """Xu et al. (2023): a recipe per row of its tables, of the paper's size, and a plan run whole."""
 
+from dataclasses import dataclass
+from math import ceil, floor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 from support.small_plans import TINY, as_child, placed_small, write_tree
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import Recipe, load_recipe
+from pipeline.config import (
+    ClsrConfig,
+    LanguageExpertsConfig,
+    LanguageModulesConfig,
+    LowRankConfig,
+    ModelConfig,
+    Recipe,
+    load_recipe,
+)
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
+from pipeline.model.labeller import Labeller
 from pipeline.model.parameters import count_parameters
+from pipeline.model.spec import ModelSpec
 
+
+@dataclass(frozen=True)
+class Row:
+    """A system of a table: its modules, and its parameters in millions, ours beside the paper's."""
+
+    kind: str | None
+    """Of language modules."""
+    ours: float
+    paper: int
+    """In training."""
+    ours_inference: float | None = None
+    """As the paper counts it: only the modules of the route that translates."""
+    paper_inference: int | None = None
+    why: str = ""
+    """Why a number of ours is not the paper's; empty where both round to the same million."""
+
+
+ZHANG = (
+    "a shared projection per sublayer and a gate of width 128 behind all sublayers, as in the code "
+    "of Zhang et al. (2021); the paper's sizes leave out the shared projections and the attention "
+    "to the source, and fit a gate of width 64 (see the test of that reading)"
+)
+KEEPS_SHARED = (
+    "the paper counts the shared matrices in, though the languages' route has no use for them"
+)
+XLMR = (
+    "XLM-R base has 277.5 M parameters, for which the paper writes 270 M; what modules add is the "
+    "paper's to the million"
+)
 IWSLT14 = {
-    "Naive MMT": (None, 48),
-    "FD": ("language_experts", 161),
-    "FD-LS": ("language_experts", 161),
-    "Switch Transformer": (None, None),
-    "CLSR": ("clsr", None),
-    "CLSR*": ("clsr", None),
-    "LMS, lang-wise": ("low_rank", 58),
-    "LMS": ("low_rank", 58),
-    "LMS+FD-Share": ("low_rank", 60),
-    "LMS+FD-LS": ("low_rank", 60),
+    "Naive MMT": Row(None, 47.93, 48),
+    "FD": Row("language_experts", 161.35, 161, 47.93, 48),
+    "FD-LS": Row("language_experts", 161.35, 161, 148.74, 149),
+    "Switch Transformer": Row(
+        None,
+        *(142.49, 149),
+        why="16 experts in place of the feed-forward of 6 layers, as the paper's own OPUS-15 rows "
+        "count them; 149 M is 16 experts beside it, 47.93 + 6 * 16 * 1.05",
+    ),
+    "CLSR": Row("clsr", 57.78, 53, why=ZHANG),
+    "CLSR*": Row("clsr", 123.84, 105, why=ZHANG),
+    "LMS, lang-wise": Row("low_rank", 58.55, 58),
+    "LMS": Row("low_rank", 58.55, 58),
+    "LMS+FD-Share": Row("low_rank", 59.73, 60, 49.11, 49),
+    "LMS+FD-LS": Row("low_rank", 59.73, 60, 58.55, 58),
 }
-"""System → its modules, and its parameters in training by tables 1 and 2, in millions."""
-OPUS15 = {
-    "Naive MMT": 0,
-    **{f"Switch Transformer, E={n}": e for n, e in ((4, 38), (8, 88), (12, 138), (16, 189))},
-    **{f"LMS, d={d}": d for d in (4, 12, 20, 28, 36)},
-    **{f"LMS, d={d}": d - 1 for d in (44, 52, 60)},
-    "LMS, att only": None,
-    "LMS, att+ffn": None,
+"""Tables 1 and 2."""
+OPUS15_EXTRA = {
+    "Naive MMT": Row(None, 0, 0),
+    "Switch Transformer, E=4": Row(None, 37.81, 38),
+    "Switch Transformer, E=8": Row(None, 88.21, 88),
+    "Switch Transformer, E=12": Row(None, 138.62, 138),
+    "Switch Transformer, E=16": Row(None, 189.02, 189),
+    "LMS, d=4": Row("low_rank", 3.93, 4),
+    "LMS, d=12": Row("low_rank", 11.80, 12),
+    "LMS, d=20": Row("low_rank", 19.66, 20),
+    "LMS, d=28": Row("low_rank", 27.53, 28),
+    "LMS, d=36": Row("low_rank", 35.39, 36),
+    "LMS, d=44": Row("low_rank", 43.25, 43),
+    "LMS, d=52": Row("low_rank", 51.12, 51),
+    "LMS, d=60": Row("low_rank", 58.98, 59),
 }
-"""System → its extra parameters by table 9, in millions; table 6 leaves out those of the decoder's
-attention to the source, which its code has as we do."""
+"""Table 9, which has the parameters beyond those of the plain model."""
+OPUS15_ATTENTION = {
+    "Naive MMT": Row(None, 60.53, 61),
+    "LMS, d=20": Row("low_rank", 80.19, 80),
+    "LMS, att only": Row("low_rank", 76.26, 77),
+    "LMS, att+ffn": Row("low_rank", 95.92, 96),
+}
+"""Table 6."""
 OPUS100 = {
-    "Naive MMT": 242,
-    "Switch Transformer": None,
-    "CLSR": None,
-    "LMS, lang-wise, d=64": 989,
-    "LMS, d=64": 989,
-    "LMS+FD-Share, d=64": 996,
-    "LMS+FD-LS, d=64": 996,
-    "LMS, d=16": 429,
-    "LMS+FD-Share, d=16": 431,
-    "LMS+FD-LS, d=16": 431,
-    "LMS, d=4": 289,
+    "Naive MMT": Row(None, 241.99, 242),
+    "Switch Transformer": Row(
+        None,
+        *(997.53, 1002),
+        why="16 experts in place of the feed-forward of 6 layers; the paper's number is neither "
+        "this nor that of 16 experts beside it, 242 + 6 * 16 * 8.39 = 1047",
+    ),
+    "CLSR": Row("clsr", 457.76, 443, why=ZHANG),
+    "LMS, lang-wise, d=64": Row("low_rank", 989.11, 989),
+    "LMS, d=64": Row("low_rank", 989.11, 989),
+    "LMS+FD-Share, d=64": Row("low_rank", 996.97, 996, 249.86, 250),
+    "LMS+FD-LS, d=64": Row("low_rank", 996.97, 996, 989.11, 996, why=KEEPS_SHARED),
+    "LMS, d=16": Row("low_rank", 428.77, 429),
+    "LMS+FD-Share, d=16": Row("low_rank", 430.74, 431, 243.96, 244),
+    "LMS+FD-LS, d=16": Row("low_rank", 430.74, 431, 428.77, 431, why=KEEPS_SHARED),
+    "LMS, d=4": Row("low_rank", 288.69, 289),
 }
-"""System → its parameters in training by table 3, in millions."""
+"""Table 3."""
+TASKS = {
+    ("ner", "plain"): Row(None, 277.46, 270, why=XLMR),
+    ("ner", "LMS"): Row("low_rank", 348.24, 340, why=XLMR),
+    ("ner", "LMS+FD"): Row("low_rank", 351.19, 343, 280.41, 273, why=XLMR),
+    ("qa", "plain"): Row(None, 277.45, 270, why=XLMR),
+    ("qa", "LMS"): Row("low_rank", 295.15, 287, why=XLMR),
+    ("qa", "LMS+FD"): Row("low_rank", 298.10, 290, 280.40, 273, why=XLMR),
+}
+"""Tables 4 and 5; at inference, by the shared route."""
 BIBLE8 = [
     *("plain", "LMS, pair-wise", "LMS, language-wise", "LMS + FD, shared", "LMS + FD, specific"),
     *("CLSR", "Switch", "language experts + FD, shared", "language experts + FD, specific"),
 ]
 SYSTEMS = {
     "iwslt14": list(IWSLT14),
-    "opus15": list(OPUS15),
+    "opus15": [*OPUS15_EXTRA, "LMS, att only", "LMS, att+ffn"],
     "opus100_lms": list(OPUS100),
     "bible8_lms": BIBLE8,
 }
+XLMR_BASE = ModelConfig(
+    encoder_layers=12,
+    decoder_layers=1,
+    width=768,
+    feed_forward_width=3072,
+    num_heads=12,
+    norm="post",
+    activation="gelu",
+    positions="learned",
+    max_positions=512,
+    embedding_norm=True,
+)
+NER_TAGS = 7
+"""Of WikiANN: persons, organisations and places, beginning and going on, and none."""
 LANGUAGES = {"iwslt14": 9, "opus15": 16, "opus100_lms": 95, "bible8_lms": 9}
 
 
@@ -83,13 +171,64 @@ def translating_recipe(plan_name: str, system: str) -> Recipe:
     return load_recipe(load_plan(plan_name).stages[stages_of(plan_name, system)[0]].recipe)
 
 
-def millions(plan_name: str, system: str) -> float:
-    recipe, languages = trained_recipe(plan_name, system), LANGUAGES[plan_name]
-    vocabulary = recipe.tokenizer.vocabulary_size + languages
-    found = count_parameters(
-        recipe.model, vocabulary_size=vocabulary, num_groups=0, num_languages=languages
+def counts(plan_name: str, recipe: Recipe) -> dict[str, int]:
+    languages = LANGUAGES[plan_name]
+    return count_parameters(
+        recipe.model,
+        vocabulary_size=recipe.tokenizer.vocabulary_size + languages,
+        num_groups=0,
+        num_languages=languages,
     )
-    return found["total"] / 1e6
+
+
+def millions(plan_name: str, system: str) -> float:
+    return counts(plan_name, trained_recipe(plan_name, system))["total"] / 1e6
+
+
+def millions_at_inference(plan_name: str, system: str) -> float:
+    """Of a model of fuse distillation, without what its route has no use for."""
+    recipe = trained_recipe(plan_name, system)
+    modules = recipe.model.language_modules
+    assert isinstance(modules, LowRankConfig | LanguageExpertsConfig)
+    assert modules.shared
+    without = {"language_modules": modules.model_copy(update={"shared": False})}
+    of_languages = recipe.model_copy(update={"model": recipe.model.model_copy(update=without)})
+    whole, specific = counts(plan_name, recipe), counts(plan_name, of_languages)
+    if translating_recipe(plan_name, system).decoding.route == "specific":
+        return specific["total"] / 1e6
+    plain = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"language_modules": None})}
+    )
+    beside = whole["total"] - specific["total"] if isinstance(modules, LowRankConfig) else 0
+    return (counts(plan_name, plain)["total"] + beside) / 1e6
+
+
+def task_millions(task: str, system: str) -> tuple[float, float]:
+    """Of a row on XLM-R base: in all, and of what a shared module adds alone."""
+    stages = load_plan("xlmr_tasks").stages
+    systems = stages[f"evaluate_{task}"].inputs["systems"]
+    assert isinstance(systems, dict)
+    recipe = load_recipe(stages[systems[f"{system}@1"]].recipe)
+
+    def size(modules: LanguageModulesConfig | None) -> float:
+        model = XLMR_BASE.model_copy(update={"language_modules": modules})
+        spec = ModelSpec(
+            model=model,
+            vocabulary_size=250_002,
+            pad_id=1,
+            languages=tuple(recipe.tasks.languages),
+        )
+        with torch.device("meta"):
+            head: Literal["tagger", "reader"] = "tagger" if task == "ner" else "reader"
+            labeller = Labeller(spec, head=head, num_tags=NER_TAGS)
+        return sum(parameter.numel() for parameter in labeller.parameters()) / 1e6
+
+    modules = recipe.model.language_modules
+    assert isinstance(modules, LowRankConfig | None)
+    if modules is None or not modules.shared:
+        return size(modules), 0.0
+    specific = modules.model_copy(update={"shared": False})
+    return size(modules), size(modules) - size(specific) + size(None)
 
 
 def modules_of(plan_name: str, system: str) -> dict[str, Any]:
@@ -114,11 +253,15 @@ def test_a_plan_scores_the_rows_of_its_table_in_its_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_all_systems_of_a_plan_have_equal_batches_and_updates(name: str) -> None:
+def test_all_systems_of_a_plan_have_equal_updates_and_batches_but_switch_mixes_directions(
+    name: str,
+) -> None:
     first, *others = (trained_recipe(name, system) for system in SYSTEMS[name])
     for recipe in others:
-        for section in ("corpus", "tokenizer", "mixture", "batches", "optimizer", "training"):
+        for section in ("corpus", "tokenizer", "mixture", "optimizer", "training"):
             assert getattr(recipe, section) == getattr(first, section)
+        mixes = {"one_direction": False} if recipe.model.moe else {}
+        assert recipe.batches == first.batches.model_copy(update=mixes)
         body = {"language_modules": None, "moe": None}
         assert recipe.model.model_copy(update=body) == first.model
 
@@ -136,21 +279,82 @@ def test_shared_routes_are_of_the_model_that_the_languages_routes_are_of(name: s
             assert stages_of(name, own)[1] == stages_of(name, system)[1]
 
 
-@pytest.mark.parametrize("system", IWSLT14)
-def test_the_systems_of_iwslt14_are_the_papers(system: str) -> None:
-    kind, size = IWSLT14[system]
-    modules = trained_recipe("iwslt14", system).model.language_modules
-    assert (modules and modules.kind) == kind
-    if size is not None:
-        assert millions("iwslt14", system) == pytest.approx(size, abs=0.6)
-    if system == "LMS, lang-wise":
-        assert modules_of("iwslt14", system)["synthesis"] == "language_wise"
+def rounds_to(ours: float, paper: int) -> bool:
+    """Whether the paper's millions are ours, rounded up or down: it does both."""
+    return paper in (floor(ours), ceil(ours))
 
 
-@pytest.mark.parametrize("system", [one for one, extra in OPUS15.items() if extra is not None])
-def test_the_systems_of_opus15_have_the_extra_parameters_of_table_9(system: str) -> None:
-    extra = millions("opus15", system) - millions("opus15", "Naive MMT")
-    assert extra == pytest.approx(OPUS15[system], abs=0.75)
+def sizes() -> list[tuple[str, str, Row]]:
+    tables = {
+        "iwslt14": IWSLT14,
+        "opus15, beyond the plain model": OPUS15_EXTRA,
+        "opus15": OPUS15_ATTENTION,
+        "opus100_lms": OPUS100,
+    }
+    rows = [(plan, system, row) for plan, rows in tables.items() for system, row in rows.items()]
+    return rows + [(f"xlmr_tasks, {task}", system, row) for (task, system), row in TASKS.items()]
+
+
+@pytest.mark.parametrize(("table", "system", "row"), sizes())
+def test_every_row_has_its_size_beside_the_papers(table: str, system: str, row: Row) -> None:
+    plan, _, part = table.partition(", ")
+    if plan == "xlmr_tasks":
+        found, inference = task_millions(part, system)
+    else:
+        modules = trained_recipe(plan, system).model.language_modules
+        assert (modules and modules.kind) == row.kind
+        found = millions(plan, system) - (millions(plan, "Naive MMT") if part else 0)
+        inference = millions_at_inference(plan, system) if row.ours_inference else 0.0
+    pairs = [(found, row.ours, row.paper)]
+    if row.ours_inference is not None and row.paper_inference is not None:
+        pairs.append((inference, row.ours_inference, row.paper_inference))
+    for size, ours, _ in pairs:
+        assert size == pytest.approx(ours, abs=0.0051)
+    assert all(rounds_to(size, paper) for size, _, paper in pairs) == (not row.why)
+
+
+@pytest.mark.parametrize(("task", "system"), TASKS)
+def test_the_modules_of_tasks_add_what_the_paper_adds_to_its_270_millions(
+    task: str, system: str
+) -> None:
+    row = TASKS[task, system]
+    added = task_millions(task, system)[0] - task_millions(task, "plain")[0]
+    assert rounds_to(270 + added, row.paper)
+    if row.paper_inference is not None:
+        shared = task_millions(task, system)[1] - task_millions(task, "plain")[0]
+        assert rounds_to(270 + shared, row.paper_inference)
+
+
+@pytest.mark.parametrize(
+    ("plan", "system", "paper", "ours"),
+    [
+        ("iwslt14", "CLSR", 53, 53.44),
+        ("iwslt14", "CLSR*", 105, 105.35),
+        ("opus100_lms", "CLSR", 443, 442.80),
+    ],
+)
+def test_clsr_without_shared_projections_meets_the_papers_sizes(
+    plan: str, system: str, paper: int, ours: float
+) -> None:
+    recipe = trained_recipe(plan, system)
+    modules = recipe.model.language_modules
+    assert isinstance(modules, ClsrConfig)
+    assert (modules.shared_projection, modules.cross_attention) == ("per_sublayer", True)
+    reading = {"shared_projection": "none", "cross_attention": False, "gate_width": 64}
+    changed = {"language_modules": modules.model_copy(update=reading)}
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=changed)})
+    found = counts(plan, recipe)["total"] / 1e6
+    assert found == pytest.approx(ours, abs=0.0051)
+    assert round(found) == paper
+    width, tables = recipe.model.width, 2 if modules.tables == "per_side" else 24
+    gates = 24 * (width * 64 + 64 + 64 + 1)
+    by_hand = tables * LANGUAGES[plan] * width**2 + gates
+    assert found == pytest.approx(millions(plan, "Naive MMT") + by_hand / 1e6)
+
+
+def test_language_wise_modules_are_those_of_the_row_of_that_name() -> None:
+    assert modules_of("iwslt14", "LMS, lang-wise")["synthesis"] == "language_wise"
+    assert modules_of("iwslt14", "LMS")["synthesis"] == "pair_wise"
 
 
 def test_modules_of_table_6_stand_in_attention_in_feed_forwards_or_in_both() -> None:
@@ -162,14 +366,7 @@ def test_modules_of_table_6_stand_in_attention_in_feed_forwards_or_in_both() -> 
     assert {modules_of("opus15", system)["rank"] for system in places} == {20}
     projections = 4 * 20 * 16 * (512 + 512) / 1e6
     both, alone = (millions("opus15", one) for one in ("LMS, att+ffn", "LMS, d=20"))
-    assert both - alone == pytest.approx((6 + 2 * 6) * projections)
-
-
-@pytest.mark.parametrize("system", OPUS100)
-def test_the_systems_of_opus100_have_the_parameters_of_table_3(system: str) -> None:
-    size = OPUS100[system]
-    if size is not None:
-        assert millions("opus100_lms", system) == pytest.approx(size, abs=1)
+    assert both - alone == pytest.approx((6 + 6) * projections)  # of self-attention
 
 
 def test_opus100_has_the_languages_that_have_test_sets() -> None:
@@ -185,6 +382,7 @@ def test_training_is_the_papers(
     name: str, updates: int, temperature: float, micro_batches: int
 ) -> None:
     recipe = trained_recipe(name, "Naive MMT")
+    assert recipe.model.initialization == "fairseq"
     optimizer, batches = recipe.optimizer, recipe.batches
     assert (recipe.training.updates, optimizer.warmup_updates) == (updates, 8000)
     assert (optimizer.learning_rate, optimizer.epsilon) == (5e-4, 1e-6)
@@ -226,7 +424,7 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task(
     printed = capsys.readouterr().out.splitlines()
     plan = load_plan("xlmr_tasks")
     assert printed == [f"{stage}: would run (missing)" for stage in plan.stages]
-    for task, languages, size in (("ner", 24, 340), ("qa", 6, 287)):
+    for task, languages in (("ner", 24), ("qa", 6)):
         systems = plan.stages[f"evaluate_{task}"].inputs["systems"]
         assert isinstance(systems, dict)
         assert list(systems) == [
@@ -240,9 +438,7 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task(
             assert (modules is None) == name.startswith("plain")
             assert (recipe.loss.objective == "fuse_distillation") == name.startswith("LMS+FD")
             if modules is not None:
-                low_rank = 12 * 2 * languages * 32 * (768 + 3072) / 1e6
                 assert modules.model_dump()["synthesis"] == "language_wise"
-                assert 270 + low_rank == pytest.approx(size, abs=2)
 
 
 # Run whole
@@ -269,10 +465,10 @@ def test_all_rows_of_iwslt14_are_made_from_its_8_pairs(tmp_path: Path) -> None:
     assert len(scores["directions"]) == 2 * 8
     assert set(scores["wins"]["systems"]) == set(IWSLT14) - {"Naive MMT"}
     assert scores["wins"]["baseline"] == "Naive MMT"
-    for system, (kind, _) in IWSLT14.items():
+    for system, row in IWSLT14.items():
         translated, trained = stages_of("iwslt14", system)
         modules = read_spec(open_artifact(run / trained, kind="checkpoint")).model.language_modules
-        assert (modules and modules.kind) == kind
+        assert (modules and modules.kind) == row.kind
         manifest = open_artifact(run / translated, kind="translations").manifest
         expected = translating_recipe("iwslt14", system).decoding.route
         assert manifest.config["decoding"]["route"] == expected

@@ -14,6 +14,7 @@ from pipeline.config import (
     ModelConfig,
 )
 from pipeline.errors import ConfigError
+from pipeline.kernels.products import Linear
 from pipeline.model.attention import Attention
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.language_modules.clsr import ConditionalRouting, Gate, Projections
@@ -49,7 +50,9 @@ def add_low_rank(spec: ModelSpec, layers: Sequence[nn.Module], *, side: Side) ->
 
 
 def _wrap(layer: nn.Module, config: LowRankConfig, shape: LowRankShape) -> None:
-    for module in layer.children():
+    for name, module in layer.named_children():
+        if name == "cross_attention" and not config.cross_attention:
+            continue
         if isinstance(module, Attention) and config.within != "feed_forward":
             wrap_linear_layers(module, ATTENTION_PROJECTIONS, shape)
         if isinstance(module, FeedForward) and config.within != "attention":
@@ -66,9 +69,10 @@ def synthesis_of(config: LowRankConfig, *, side: Side) -> Synthesis:
 def add_gates(
     spec: ModelSpec, layers: Sequence[EncoderLayer] | Sequence[DecoderLayer]
 ) -> Projections | None:
-    """Have every sublayer of a side followed by gated projections, where the model has them.
+    """Add gated projections to every sublayer of a side, if the model has them.
 
-    Returns the table that they share, where they do: it belongs to the side.
+    Returns:
+        The table that the sublayers share, which belongs to the side; None where each has its own.
     """
     config = spec.model.language_modules
     if not isinstance(config, ClsrConfig):
@@ -76,12 +80,13 @@ def add_gates(
     table = _projections(spec, config) if config.tables == "per_side" else None
     for layer in layers:
         for name in layer.sublayers:
-            module = getattr(layer, name)
-            if isinstance(module, Attention) and config.attention_output == "replaced":
-                module.output = nn.Identity()
-            gate = Gate(width=spec.model.width, gate_width=config.gate_width, noise=config.noise)
+            if name == "cross_attention" and not config.cross_attention:
+                continue
             routing = ConditionalRouting(
-                gate, table or _projections(spec, config), owns_projections=table is None
+                Gate(width=spec.model.width, gate_width=config.gate_width, noise=config.noise),
+                table or _projections(spec, config),
+                owns_projections=table is None,
+                shared=_shared_projection(spec, config, getattr(layer, name)),
             )
             setattr(layer, f"{name}_routing", routing)
     return table
@@ -92,8 +97,17 @@ def _projections(spec: ModelSpec, config: ClsrConfig) -> Projections:
         spec.languages,
         width=spec.model.width,
         kept=config.languages,
-        starts_as_identity=config.attention_output == "kept",
+        starts_as_identity=config.shared_projection == "none",
     )
+
+
+def _shared_projection(spec: ModelSpec, config: ClsrConfig, sublayer: nn.Module) -> Linear | None:
+    """Return W_shared of a sublayer, which replaces the output projection of attention."""
+    if config.shared_projection == "none":
+        return None
+    if isinstance(sublayer, Attention):
+        sublayer.output = nn.Identity()
+    return Linear(spec.model.width, spec.model.width)
 
 
 def has_two_routes(model: ModelConfig) -> bool:

@@ -124,6 +124,28 @@ def test_pair_wise_between_equal_languages_is_language_wise() -> None:
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("within", ["attention", "both"])
+def test_the_decoders_attention_to_the_source_can_be_left_out(within: str) -> None:
+    names = tensor_shapes(spec_of(within=within))
+    fewer = tensor_shapes(spec_of(within=within, cross_attention=False))
+    left_out = set(names) - set(fewer)
+    assert left_out == {
+        name for name in names if ".cross_attention." in name and "low_rank" in name
+    }
+    assert len(left_out) == 2 * 4 * len(CODES) * 2
+
+
+def test_initial_values_are_those_of_the_authors_code() -> None:
+    model = tiny_model(spec_of(within="both", rank=8))
+    found = {e.name: e.value for e in named_slices(model) if ".low_rank." in e.name}
+    flat = [value for name, value in found.items() if name.endswith(".flat")]
+    vertical = torch.cat([v.flatten() for name, v in found.items() if name.endswith(".vertical")])
+    assert flat
+    assert not any(value.any() for value in flat)
+    assert float(vertical.std()) == pytest.approx(0.01, rel=0.02)
+    assert float(vertical.mean()) == pytest.approx(0, abs=2e-4)
+
+
 @pytest.mark.parametrize("within", ["feed_forward", "both"])
 @pytest.mark.parametrize("synthesis", ["pair_wise", "language_wise"])
 def test_a_mixed_batch_is_the_batches_of_its_directions(within: str, synthesis: str) -> None:
