@@ -88,7 +88,10 @@ def test_a_page_without_history_or_language_accuracy_leaves_those_sections_out()
     bare = replace(found, columns=found.main_columns, references=None, undetectable=(), warnings=())
     text = html_report(bare, History(), [], imprint=IMPRINT)
     titles = [element.text for element in body(text).iter("h2")]
-    assert titles == ["At a glance", "Averages by resource", "All directions", "How to read this"]
+    assert titles == [
+        *("At a glance", "Averages by resource", "Distinct outputs", "All directions"),
+        "How to read this",
+    ]
 
 
 def test_bars_of_scores_run_to_100_and_say_so() -> None:
