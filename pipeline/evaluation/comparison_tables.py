@@ -81,7 +81,7 @@ def _distinct_outputs(evaluation: Evaluation) -> TableSection:
     if not alone(evaluation):
         decided = ["decided" if one.decided else "not decided" for one in averages]
         rows.append((f"Against {verdicts.baseline}", *decided))
-    head = [f"{family_title(evaluation, one.family)} {one.group}" for one in averages]
+    head = [f"{family_title(evaluation, one.family)} {one.group_title}" for one in averages]
     return TableSection(
         "Distinct outputs",
         "How many different outputs a system has, in percent of the different sources, as means "
@@ -136,7 +136,7 @@ def _win_tables(evaluation: Evaluation) -> list[TextTable]:
         averages = average_columns(evaluation, measured=measures(evaluation, column))
         if wins is None or column.larger_is_better is None or not averages:
             continue
-        head = [f"{family_title(evaluation, one.family)} {one.group}" for one in averages]
+        head = [f"{family_title(evaluation, one.family)} {one.group_title}" for one in averages]
         rows = [
             (
                 name,
@@ -206,32 +206,33 @@ def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[str, str, str]
 
 
 def _language_averages(evaluation: Evaluation) -> TableSection | None:
-    """The main scores by family and by script of the language that is not the pivot."""
-    columns = evaluation.main_columns
-    tables = []
-    for trait in ("family", "script", "set"):
-        rows = [
-            (
-                one.value,
-                family_title(evaluation, one.family),
-                str(one.directions),
-                *(
-                    format_score(
-                        one.systems[system.name].get(column.name), decimals=column.decimals
-                    )
-                    for system in evaluation.systems
-                    for column in columns
-                ),
-            )
-            for one in evaluation.language_averages
-            if one.trait == trait
-        ]
-        names = [
-            f"{system.name} {column.heading}" for system in evaluation.systems for column in columns
-        ]
-        if rows and names:
-            head = (trait.capitalize(), "Kind", "Directions", *names)
-            tables.append(TextTable(f"By {trait}", head, tuple(rows)))
+    """The main scores by family and by script of the language that is not the pivot.
+
+    A table holds one score, so that all systems stand side by side on a screen.
+    """
+    names = [system.name for system in evaluation.systems]
+    tables = [
+        TextTable(
+            f"{column.heading} by {trait}",
+            (trait.capitalize(), "Kind", "Directions", *names),
+            tuple(
+                (
+                    one.value,
+                    family_title(evaluation, one.family),
+                    str(one.directions),
+                    *(
+                        format_score(one.systems[name].get(column.name), decimals=column.decimals)
+                        for name in names
+                    ),
+                )
+                for one in evaluation.language_averages
+                if one.trait == trait
+            ),
+        )
+        for trait in ("family", "script", "set")
+        for column in evaluation.main_columns
+    ]
+    tables = [table for table in tables if table.rows]
     if not tables:
         return None
     return TableSection(

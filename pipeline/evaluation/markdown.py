@@ -107,7 +107,7 @@ def markdown_report(
 def _averages(evaluation: Evaluation, table: AverageTable, history: History) -> str:
     titles = [
         escape_markdown(
-            f"{family_title(evaluation, one.family)} {one.group} ({one.directions}"
+            f"{family_title(evaluation, one.family)} {one.group_title} ({one.directions}"
             f"{'' if one.decided else NOT_DECIDED})"
         )
         for one in table.columns

@@ -34,6 +34,9 @@ from pipeline.evaluation.tables import (
     section_tables,
 )
 
+LONGEST_FIGURE = 20
+"""Characters of a cell; longer ones are words, and may be broken into lines."""
+
 # Averages
 
 
@@ -81,7 +84,10 @@ def _text_table(shown: TextTable) -> str:
     head = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in shown.head)
     body = "".join(
         f'<tr><th scope="row">{escape_html(name)}</th>'
-        + "".join(f"<td>{escape_html(cell)}</td>" for cell in cells)
+        + "".join(
+            f"<td{css_class('words', len(cell) > LONGEST_FIGURE)}>{escape_html(cell)}</td>"
+            for cell in cells
+        )
         + "</tr>"
         for name, *cells in shown.rows
     )

@@ -54,6 +54,11 @@ class AverageColumn:
     """Whether there can be a verdict: the baseline of several systems translates."""
 
     @property
+    def group_title(self) -> str:
+        """What the resource group is called."""
+        return self.group.replace("_", " ")
+
+    @property
     def note(self) -> str:
         """The number of directions, and that nothing is decided where that is so."""
         return f"{format_count(self.directions, 'direction')}{'' if self.decided else NOT_DECIDED}"

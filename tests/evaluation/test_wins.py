@@ -138,8 +138,12 @@ def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
 
 def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
     _, baseline, averages, languages = comparison_sections(whole_evaluation())
-    by_family, by_script = averages.tables
-    assert by_family.rows[1][:5] == ("Germanic", "En → Any", "1", "20.0", "40.0")
+    by_family, _, by_script, _ = averages.tables
+    assert [table.title for table in averages.tables] == [
+        *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
+    ]
+    assert by_family.head == ("Family", "Kind", "Directions", "dense", "experts", "baseline")
+    assert by_family.rows[1] == ("Germanic", "En → Any", "1", "20.0", "22.0", "2.0")
     assert {row[:3] for row in by_script.rows} == {
         ("Latn", "Any → En", "1"),
         ("Latn", "En → Any", "2"),
