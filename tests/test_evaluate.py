@@ -474,7 +474,7 @@ def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) ->
     assert document["baseline_tests"]["undecided"] == ["de-en", "en-de"]
     text = made.file("report.md").read_text(encoding="utf-8")
     assert "**" not in text
-    assert "| perfect | 0 / 0 | 0 / 0 | 0 / 0 | 2 |" in text
+    assert "Not decided: copied does not translate in any direction." in text
     named = EvaluationConfig.model_validate({"scores": ["chrf"], "baseline": "perfect"})
     other = evaluated(stage_call(tmp_path / "other", corpus, systems, settings=named))
     assert "| copied | 0 / 0 | 2 / 2 | 0 / 0 | 0 |" in other.file("report.md").read_text("utf-8")
@@ -699,6 +699,35 @@ def test_intervals_are_a_function_of_lines_and_seed_and_bold_follows_them(
     assert other.read_json("scores.json")["significance"] != significance
 
 
+def test_differences_are_drawn_as_often_as_their_number_needs(tmp_path: Path) -> None:
+    """Six tests need 120 resamples: of 100 none could be significant, however far apart."""
+
+    def fill(writer: ArtifactWriter) -> None:
+        for pair in TEST_LINES:
+            for code in pair.split("-"):
+                lines = "".join(
+                    f"line {one} {code} is number {one * 7 % 31}\n" for one in range(40)
+                )
+                writer.path(text_name("test", pair, code)).write_text(lines, encoding="utf-8")
+        writer.statistics["pairs"] = {pair: {"train": 50, "test": 40} for pair in TEST_LINES}
+
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", fill)
+    systems = {
+        "perfect": translations(tmp_path / "a", corpus, perfect),
+        "shuffled": translations(tmp_path / "b", corpus, shuffled),
+    }
+    settings = EvaluationConfig(resamples=100)
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    tests = made.read_json("scores.json")["baseline_tests"]
+    assert (tests["tests"], tests["resamples"]) == (6, 120)
+    found = tests["directions"]["de-fr"]["bleu"]["shuffled"]
+    assert found["bootstrap"] == found["randomisation"] == 1 / 121
+    assert found["bootstrap_holm"] == found["randomisation_holm"] == pytest.approx(6 / 121)
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "of 100 resamples, 120 where fewer than 10 of these were as far apart" in text
+    assert "| shuffled | 0 / 0 | 6 / 6 | 0 / 0 | 0 |" in text
+
+
 def write_many_lines(writer: ArtifactWriter) -> None:
     for code in ("de", "en"):
         lines = [f"line {number} {code} is number {number * 7 % 31}\n" for number in range(40)]
@@ -811,7 +840,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     for key, directions_of_set in means.items():
         every = [scores[name]["scores"]["chrf"] for name in directions_of_set]
         assert found[key]["systems"]["shuffled"]["chrf"] == pytest.approx(np.mean(every))
-    assert "By set" in made.file("report.md").read_text("utf-8")
+    assert "BLEU by set" in made.file("report.md").read_text("utf-8")
 
 
 def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:

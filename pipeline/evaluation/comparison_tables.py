@@ -23,6 +23,7 @@ from pipeline.evaluation.tables import (
     directions_by_family,
     family_title,
     format_score,
+    is_decided,
     measures,
 )
 from pipeline.evaluation.verdicts import RULE
@@ -95,11 +96,15 @@ def _distinct_outputs(evaluation: Evaluation) -> TableSection:
 def _against_baseline(evaluation: Evaluation) -> TableSection | None:
     if evaluation.wins is None:
         return None
+    title = f"Directions won against {evaluation.wins.baseline}"
+    if not any(is_decided(evaluation, one) for one in evaluation.directions):
+        lead = f"Not decided: {evaluation.wins.baseline} does not translate in any direction."
+        return TableSection(title, lead, ())
     tables = [*_win_tables(evaluation), *_test_tables(evaluation)]
     if not tables:
         return None
     return TableSection(
-        f"Directions won against {evaluation.wins.baseline}",
+        title,
         "The win ratio is the share of directions in which a system scores better than the "
         "baseline, of those that are decided; a tie is no win." + _of_tests(evaluation),
         tuple(tables),

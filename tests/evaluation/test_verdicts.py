@@ -1,7 +1,9 @@
 """A baseline that does not translate decides nothing, and a report says so wherever it could."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.example_evaluation import IMPRINT, PROFILES, evaluation, history
@@ -13,6 +15,9 @@ from pipeline.evaluation.page import html_report
 from pipeline.evaluation.scores import Evaluation, scores_document
 from pipeline.evaluation.tables import score_tables
 from pipeline.evaluation.verdicts import distinct_share, judge, quality
+from pipeline.evaluation.wins import win_ratios
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +109,20 @@ def test_the_share_of_distinct_outputs_stands_per_system_in_both_reports_and_the
     assert verdicts["averages"]["zero_shot"]["all"]["dense"]["translates"] is False
 
 
+def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> None:
+    found = judged(dense=10.0)
+    wins = win_ratios(
+        found.systems,
+        baseline="dense",
+        columns=found.columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
+    )
+    section = comparison_sections(replace(found, wins=wins))[1]
+    assert section.tables == ()
+    assert section.lead == "Not decided: dense does not translate in any direction."
+
+
 def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> None:
     """There is no baseline that could have decided anything."""
     found = evaluation()
@@ -118,3 +137,25 @@ def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> N
     text = markdown_report(alone, history("dense"), imprint=IMPRINT)
     assert "| dense | 97.0 |" in text
     assert "not decided" not in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_results_that_are_kept_show_no_verdict_where_the_baseline_does_not_translate(
+    path: Path,
+) -> None:
+    """Not even in bold: the 0.5 BLEU of one system was, against 0.3."""
+    found = json.loads(path.read_text("utf-8"))
+    baseline = found["baseline_tests"]["baseline"]
+    (scored,) = [one["directions"] for one in found["systems"] if one["name"] == baseline]
+    text = path.with_suffix(".md").read_text("utf-8")
+    rows = text[text.index("## All directions") :].split("\n")
+    for name, one in scored.items():
+        (row,) = [row for row in rows if row.startswith(f"| {name} (")]
+        if one["scores"]["bleu"] < 5:
+            assert "not decided" in row
+            assert "**" not in row
+        else:
+            assert "not decided" not in row
+    if all(one["scores"]["bleu"] < 5 for one in scored.values()):
+        assert f"Not decided: {baseline} does not translate in any direction." in text
+        assert "**" not in text
