@@ -956,10 +956,10 @@ class EvaluationConfig(Settings):
     evaluate is given a tokenizer, by the number of their subwords."""
     word_lines: Annotated[int, whole(1, 10**12)] = 100_000
     """Training lines of a pair that are read for it at most, the first ones."""
-    resamples: Annotated[int, whole(1, 10**5)] = 1000
-    """Of the test lines, for intervals and for the two tests against the baseline. Corrected for
-    their number, of m tests one finds something only with 20 m resamples or more; where there are
-    fewer the reports say so."""
+    resamples: Annotated[int, whole(100, 10**6)] = 1000
+    """Resamples of the test lines, for intervals and for the two tests against the baseline.
+    Corrected for their number, m tests need 20 m resamples: where these leave a difference open, it
+    is tested again with as many."""
     seed: Seed = 1
     """Seed of langdetect and of the resamples."""
 

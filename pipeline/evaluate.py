@@ -28,11 +28,17 @@ import numpy as np
 
 from pipeline.analysis.report_section import analysis_sections
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
-from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, languages, line_counts
+from pipeline.artifacts.corpus import (
+    hypotheses_name,
+    iterate_lines,
+    languages,
+    line_counts,
+    pair_name,
+)
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import average_scores
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.caveats import caveats, skipped_directions
+from pipeline.evaluation.caveats import caveats, skipped_directions, undecided
 from pipeline.evaluation.chosen_scores import (
     Scored,
     bleu_tokenizers,
@@ -47,12 +53,18 @@ from pipeline.evaluation.language_averages import average_by_language
 from pipeline.evaluation.markdown import markdown_report, markdown_summary
 from pipeline.evaluation.page import html_report
 from pipeline.evaluation.paired_tests import (
+    PairedBootstrapTask,
+    PValues,
     RandomisationTask,
+    bootstrap_p_values,
     compare_with_baseline,
+    in_two_rounds,
+    p_values_of_draws,
     randomisation_p_values,
+    second_round,
 )
 from pipeline.evaluation.samples import choose_samples
-from pipeline.evaluation.score_slot import Column, Score
+from pipeline.evaluation.score_slot import Column, Floats, Score
 from pipeline.evaluation.scores import (
     BaselineTests,
     DirectionScores,
@@ -60,6 +72,7 @@ from pipeline.evaluation.scores import (
     ReferenceScores,
     Significance,
     SystemScores,
+    Verdicts,
     WordAccuracy,
     scores_document,
 )
@@ -71,6 +84,7 @@ from pipeline.evaluation.scoring import (
 )
 from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_all, resampled_scores
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
+from pipeline.evaluation.verdicts import judge
 from pipeline.evaluation.wins import win_ratios
 from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_target
 from pipeline.languages import language, parse_tag
@@ -298,6 +312,8 @@ def score_systems(
         call.recipe.evaluation,
         scored=Scored(targets=targets, languages=_languages(call), comet=comet),
     )
+    names = list(call.many("systems"))
+    baseline = names[baseline_place(names, call.recipe.evaluation.baseline)]
     tasks = [
         ScoringTask(
             system=name,
@@ -305,14 +321,15 @@ def score_systems(
             translations=translations,
             direction=profile.direction,
             scores=scores,
+            bleu=_judge(scores, targets),
         )
         for name, translations in call.many("systems").items()
         for profile in profiles
     ]
-    baseline = baseline_place(list(call.many("systems")), call.recipe.evaluation.baseline)
     systems = _score_tasks(tasks, profiles=profiles, writer=writer, processes=call.processes)
+    verdicts = judge(systems, baseline=baseline, profiles=profiles)
     compared, tested = _significance(
-        systems, scores=scores, profiles=profiles, baseline=baseline, writer=writer, call=call
+        systems, scores=scores, profiles=profiles, verdicts=verdicts, writer=writer, call=call
     )
     pivot = find_pivot(line_counts(call.artifacts.get("training", corpus), "train"))
     return Evaluation(
@@ -325,16 +342,19 @@ def score_systems(
         systems=tuple(systems),
         references=_score_references(scores, profiles=profiles, call=call),
         undetectable=tuple(undetectable(scores, targets)),
-        warnings=tuple(
-            caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call)
+        warnings=(
+            *caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call),
+            *undecided(verdicts),
         ),
+        verdicts=verdicts,
         significance=compared,
         baseline_tests=tested,
         wins=win_ratios(
             systems,
-            baseline=systems[baseline].name,
+            baseline=baseline,
             columns=[score.column for score in scores],
             profiles=profiles,
+            verdicts=verdicts,
         ),
         language_averages=tuple(
             average_by_language(
@@ -347,6 +367,12 @@ def score_systems(
         words=_word_accuracy(call, profiles=profiles),
         confusion=confuse_languages(systems, profiles=profiles),
     )
+
+
+def _judge(scores: Sequence[Score], targets: Sequence[str]) -> Bleu:
+    """Return the BLEU that judges systems: that of the scores, else one that always loads."""
+    chosen = next((one for one in scores if isinstance(one, Bleu)), None)
+    return chosen or Bleu.into(targets, option="per-language")
 
 
 def _comet_scores(
@@ -416,7 +442,7 @@ def _significance(
     *,
     scores: Sequence[Score],
     profiles: Sequence[DirectionProfile],
-    baseline: int,
+    verdicts: Verdicts,
     writer: ArtifactWriter,
     call: StageCall,
 ) -> tuple[Significance, BaselineTests | None]:
@@ -424,49 +450,126 @@ def _significance(
     large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
     names = [one.name for one in systems]
     seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
-    paths = [
-        [writer.path(_lines_name(name, _name(profile))) for name in names] for profile in large
-    ]
-    tasks = [
-        BootstrapTask(
-            one,
+    tasks = {
+        _name(profile): BootstrapTask(
+            [writer.path(_lines_name(name, _name(profile))) for name in names],
             scores,
             seed=derive_seed("bootstrap", seed, profile.direction.pair),
             resamples=resamples,
         )
-        for one, profile in zip(paths, large, strict=True)
-    ]
-    found = in_parallel(resampled_scores, tasks, processes=call.processes, label="resample")
-    draws = dict(zip(map(_name, large), found, strict=True))
+        for profile in large
+    }
+    draws = _by_key(resampled_scores, tasks, call=call, label="resample")
     columns = [score.column for score in scores]
     values = {name: _by_column(systems, name, columns) for name in map(_name, profiles)}
     compared = compare_all(
-        values, draws, columns=columns, systems=names, profiles=profiles, resamples=resamples
+        values,
+        draws,
+        columns=columns,
+        systems=names,
+        profiles=profiles,
+        verdicts=verdicts,
+        resamples=resamples,
     )
     if len(systems) == 1 or not large:
         return compared, None
-    tosses = [
-        RandomisationTask(
-            one,
-            baseline,
-            scores,
-            seed=derive_seed("randomise", seed, profile.direction.pair),
-            trials=resamples,
-        )
-        for one, profile in zip(paths, large, strict=True)
-    ]
-    swapped = in_parallel(
-        randomisation_p_values, tosses, processes=call.processes, label="randomise"
-    )
-    tested = compare_with_baseline(
+    tested = [name for name in tasks if verdicts.decides(name)]
+    return compared, _baseline_tests(
+        {name: tasks[name] for name in tested},
         values,
         draws,
-        dict(zip(map(_name, large), swapped, strict=True)),
-        columns=columns,
         systems=names,
-        baseline=baseline,
+        baseline=names.index(verdicts.baseline),
+        undecided=[name for name in tasks if name not in tested],
+        call=call,
     )
-    return compared, tested
+
+
+def _baseline_tests(
+    tasks: Mapping[str, BootstrapTask],
+    values: Mapping[str, Mapping[str, Sequence[float]]],
+    draws: Mapping[str, Mapping[str, Floats]],
+    *,
+    systems: Sequence[str],
+    baseline: int,
+    undecided: Sequence[str],
+    call: StageCall,
+) -> BaselineTests:
+    """Test every system against the baseline, with as many resamples as so many tests need.
+
+    Args:
+        tasks: direction → the first round of resamples.
+        values: direction → name of a column → one score per system.
+        draws: what the tasks gave.
+        undecided: directions that are not tested.
+    """
+    resamples = call.recipe.evaluation.resamples
+    bootstrap = {
+        name: PairedBootstrapTask(task, baseline, _differences(values[name], baseline))
+        for name, task in tasks.items()
+    }
+    tosses = {
+        name: RandomisationTask(
+            task.paths,
+            baseline,
+            task.scores,
+            seed=derive_seed("randomise", call.recipe.evaluation.seed, pair_name(*name.split("-"))),
+            trials=resamples,
+        )
+        for name, task in tasks.items()
+    }
+    of_draws: Mapping[str, PValues] = {
+        name: p_values_of_draws(draws[name], baseline=baseline, differences=task.differences)
+        for name, task in bootstrap.items()
+    }
+    of_tosses: Mapping[str, PValues] = _by_key(
+        randomisation_p_values, tosses, label="randomise", call=call
+    )
+    more = second_round((len(systems) - 1) * (len(tasks) + len(undecided)), resamples=resamples)
+    if more is not None:
+        of_draws = in_two_rounds(
+            of_draws,
+            lambda columns: _by_key(
+                bootstrap_p_values,
+                {name: bootstrap[name].again(columns[name], resamples=more) for name in columns},
+                label="resample again",
+                call=call,
+            ),
+            resamples=resamples,
+        )
+        of_tosses = in_two_rounds(
+            of_tosses,
+            lambda columns: _by_key(
+                randomisation_p_values,
+                {name: tosses[name].again(columns[name], trials=more) for name in columns},
+                label="randomise again",
+                call=call,
+            ),
+            resamples=resamples,
+        )
+    return compare_with_baseline(
+        values,
+        of_draws,
+        of_tosses,
+        systems=systems,
+        baseline=baseline,
+        resamples=more or resamples,
+        undecided=undecided,
+    )
+
+
+def _differences(values: Mapping[str, Sequence[float]], baseline: int) -> dict[str, list[float]]:
+    return {
+        column: [score - of_all[baseline] for score in of_all] for column, of_all in values.items()
+    }
+
+
+def _by_key(
+    function: Callable[[Task], Result], tasks: Mapping[str, Task], *, label: str, call: StageCall
+) -> dict[str, Result]:
+    """Run tasks in parallel; results have the keys of their tasks."""
+    found = in_parallel(function, list(tasks.values()), processes=call.processes, label=label)
+    return dict(zip(tasks, found, strict=True))
 
 
 def _name(profile: DirectionProfile) -> str:

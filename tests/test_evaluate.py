@@ -22,7 +22,6 @@ from pipeline.artifacts.artifact import (
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
-    Split,
     directions,
     hypotheses_name,
     read_lines,
@@ -33,7 +32,7 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.evaluation import comet_score, scoring
+from pipeline.evaluation import comet_score
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.stages import STAGES, StageCall
@@ -452,20 +451,37 @@ def test_an_input_that_no_setting_asks_for_is_refused_and_the_reverse(
     assert not call.out_dir.exists()
 
 
-def test_sources_are_not_read_where_no_score_asks_for_them(
-    tmp_path: Path, corpus: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
+def test_a_report_without_bleu_is_judged_by_bleu_all_the_same(tmp_path: Path) -> None:
+    """Copies of the source have next to none, and are beaten by nobody."""
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", write_many_lines)
+    systems = {
+        "copied": translations(tmp_path / "a", corpus, shouted),
+        "perfect": translations(tmp_path / "b", corpus, perfect),
+    }
+    settings = EvaluationConfig.model_validate({"scores": ["chrf"]})
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    document = made.read_json("scores.json")
+    judged = document["verdicts"]["directions"]["de-en"]
+    english = read_lines(corpus, "test", "de-en", "en")
+    assert judged["perfect"] == {
+        "bleu": pytest.approx(100.0),
+        "distinct": 100.0,
+        "translates": True,
+    }
+    copies = [text.upper() for text in read_lines(corpus, "test", "de-en", "de")]
+    assert judged["copied"]["bleu"] == sacrebleu.corpus_bleu(copies, [english]).score < 5
+    assert document["significance"]["directions"]["de-en"]["chrf"]["best"] is None
+    assert document["baseline_tests"]["undecided"] == ["de-en", "en-de"]
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "**" not in text
+    assert "Not decided: copied does not translate in any direction." in text
+    named = EvaluationConfig.model_validate({"scores": ["chrf"], "baseline": "perfect"})
+    other = evaluated(stage_call(tmp_path / "other", corpus, systems, settings=named))
+    assert "| copied | 0 / 0 | 2 / 2 | 0 / 0 | 0 |" in other.file("report.md").read_text("utf-8")
 
-    def recording(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
-        read.append(f"{pair} {language}")
-        return read_lines(corpus, split, pair, language)
 
-    systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
-    monkeypatch.setattr(scoring, "read_lines", recording)
-    evaluated(stage_call(tmp_path / "out", corpus, systems))
-    targets = [f"{one.pair} {one.target}" for one in directions(corpus, "test")]
-    assert sorted(read) == sorted(2 * targets), "for the system, and for the references' own score"
+def shouted(_: Direction, sources: list[str], __: list[str]) -> list[Hypothesis]:
+    return [Hypothesis(text.upper()) for text in sources]
 
 
 @pytest.mark.parametrize(
@@ -683,6 +699,35 @@ def test_intervals_are_a_function_of_lines_and_seed_and_bold_follows_them(
     assert other.read_json("scores.json")["significance"] != significance
 
 
+def test_differences_are_drawn_as_often_as_their_number_needs(tmp_path: Path) -> None:
+    """Six tests need 120 resamples: of 100 none could be significant, however far apart."""
+
+    def fill(writer: ArtifactWriter) -> None:
+        for pair in TEST_LINES:
+            for code in pair.split("-"):
+                lines = "".join(
+                    f"line {one} {code} is number {one * 7 % 31}\n" for one in range(40)
+                )
+                writer.path(text_name("test", pair, code)).write_text(lines, encoding="utf-8")
+        writer.statistics["pairs"] = {pair: {"train": 50, "test": 40} for pair in TEST_LINES}
+
+    corpus = artifact(tmp_path / "corpus", "corpus", "clean", fill)
+    systems = {
+        "perfect": translations(tmp_path / "a", corpus, perfect),
+        "shuffled": translations(tmp_path / "b", corpus, shuffled),
+    }
+    settings = EvaluationConfig(resamples=100)
+    made = evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
+    tests = made.read_json("scores.json")["baseline_tests"]
+    assert (tests["tests"], tests["resamples"]) == (6, 120)
+    found = tests["directions"]["de-fr"]["bleu"]["shuffled"]
+    assert found["bootstrap"] == found["randomisation"] == 1 / 121
+    assert found["bootstrap_holm"] == found["randomisation_holm"] == pytest.approx(6 / 121)
+    text = made.file("report.md").read_text(encoding="utf-8")
+    assert "of 100 resamples, 120 where fewer than 10 of these were as far apart" in text
+    assert "| shuffled | 0 / 0 | 6 / 6 | 0 / 0 | 0 |" in text
+
+
 def write_many_lines(writer: ArtifactWriter) -> None:
     for code in ("de", "en"):
         lines = [f"line {number} {code} is number {number * 7 % 31}\n" for number in range(40)]
@@ -795,7 +840,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
     for key, directions_of_set in means.items():
         every = [scores[name]["scores"]["chrf"] for name in directions_of_set]
         assert found[key]["systems"]["shuffled"]["chrf"] == pytest.approx(np.mean(every))
-    assert "By set" in made.file("report.md").read_text("utf-8")
+    assert "BLEU by set" in made.file("report.md").read_text("utf-8")
 
 
 def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:

@@ -7,7 +7,8 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import listed_names
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.score_slot import Score
-from pipeline.evaluation.scores import SystemScores
+from pipeline.evaluation.scores import SystemScores, Verdicts
+from pipeline.evaluation.verdicts import RULE
 from pipeline.stages import StageCall
 
 NAMED_DIRECTIONS = 8
@@ -75,6 +76,17 @@ def _of_lines(system: SystemScores) -> list[str]:
         f"{count:,} {verbs[what]} {what}" for what, count in counts.items() if count
     )
     return [f"{system.name}: of {lines:,} translations {findings}."]
+
+
+def undecided(verdicts: Verdicts) -> list[str]:
+    """Return a warning where the baseline of several systems does not translate."""
+    names = [name for name in verdicts.directions if not verdicts.decides(name)]
+    if not names or all(len(found) == 1 for found in verdicts.directions.values()):
+        return []
+    return [
+        f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "
+        f"{verdicts.baseline} does not translate there: {_listed(names)}. {RULE}"
+    ]
 
 
 def _of_corpora(call: StageCall) -> list[str]:

@@ -7,15 +7,20 @@ colour, dashes and markers, so that those that overlap, and print without colour
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.html_parts import escape_html, series_style
 
 WIDTH, HEIGHT = 360, 260
-LEFT, RIGHT, TOP, FLOOR = 46.0, 350.0, 10.0, 212.0
-"""The chart and, within it, the edges of the drawn area, in SVG units."""
+LEFT, RIGHT, TOP, FLOOR = 46.0, 332.0, 10.0, 212.0
+"""The chart and, within it, the edges of the drawn area, in SVG units. To the right of it there is
+room for half a tick label, to the left at least for short ones."""
+CHARACTER = 8.4
+"""Width of a digit in the widest of the page's fonts; of other letters, on average, no less."""
 
+Y_LABEL = 12.0
+"""Where the label of the vertical axis stands."""
 BAR_ROW = 17.0
 """Height of a row of a bar chart."""
 VALUE_SHARE = 0.12
@@ -71,10 +76,16 @@ class Frame:
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
+    left: float = LEFT
+    """The left edge of the drawn area."""
 
     def x(self, value: float) -> float:
         low, high = self.x_range
-        return LEFT + (value - low) / (high - low) * (RIGHT - LEFT)
+        return self.left + (value - low) / (high - low) * (RIGHT - self.left)
+
+    @property
+    def middle(self) -> float:
+        return (self.left + RIGHT) / 2
 
     def y(self, value: float) -> float:
         low, high = self.y_range
@@ -97,7 +108,8 @@ def line_chart(
     x_ticks, y_ticks = nice_ticks(0.0, max(xs), about=4), nice_ticks(min(ys), max(ys))
     # Lines end where the data ends, at the right edge; there is always a tick beyond zero.
     x_high = max(max(xs), x_ticks[1])
-    frame = Frame(x_range=(0.0, x_high), y_range=(y_ticks[0], y_ticks[-1]))
+    left = _left_edge(map(_tick_text, y_ticks), before=Y_LABEL + 6)
+    frame = Frame(x_range=(0.0, x_high), y_range=(y_ticks[0], y_ticks[-1]), left=left)
     x_ticks = [tick for tick in x_ticks if tick <= x_high]
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape_html(title)}">'
@@ -115,7 +127,8 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
     """
     ticks = nice_ticks(low, max(max(bar.value for bar in bars), low), about=4)
     high = ticks[-1] + VALUE_SHARE * (ticks[-1] - low)
-    frame = Frame(x_range=(low, high), y_range=(0.0, 1.0))
+    left = _left_edge(bar.name for bar in bars)
+    frame = Frame(x_range=(low, high), y_range=(0.0, 1.0), left=left)
     floor = TOP + BAR_ROW * len(bars)
     rows = "".join(_bar(frame, bar, y=TOP + BAR_ROW * place) for place, bar in enumerate(bars))
     axis = "".join(
@@ -124,15 +137,20 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
         if tick >= low
         for x in [frame.x(tick)]
     )
-    label = _text("label", x_label, x=(LEFT + RIGHT) / 2, y=floor + 36)
+    label = _text("label", x_label, x=frame.middle, y=floor + 36)
     return (
         f'<svg viewBox="0 0 {WIDTH} {floor + 44:.0f}" role="img" '
         f'aria-label="{escape_html(title)}">{axis}{rows}{label}</svg>'
     )
 
 
+def _left_edge(texts: Iterable[str], *, before: float = 0.0) -> float:
+    """Return the left edge of the drawn area, with room for the longest of the texts beside it."""
+    return max(LEFT, before + CHARACTER * max(map(len, texts)) + 7.0)
+
+
 def _bar(frame: Frame, bar: Bar, *, y: float) -> str:
-    x, right = LEFT, frame.x(bar.value)
+    x, right = frame.left, frame.x(bar.value)
     return (
         f'<rect class="fill {series_style(bar.place)}" x="{x:.1f}" y="{y + 2:.1f}" '
         f'width="{max(right - x, 0.5):.1f}" height="{BAR_ROW - 4:.1f}">'
@@ -194,8 +212,8 @@ def _axes(
     y_label: str,
 ) -> str:
     horizontal = "".join(
-        _rule("grid", x=(LEFT, RIGHT), y=(y, y))
-        + _text("tick", _tick_text(tick), x=LEFT - 7, y=y + 4, anchor="end")
+        _rule("grid", x=(frame.left, RIGHT), y=(y, y))
+        + _text("tick", _tick_text(tick), x=frame.left - 7, y=y + 4, anchor="end")
         for tick, y in zip(y_ticks, map(frame.y, y_ticks), strict=True)
     )
     vertical = "".join(
@@ -204,9 +222,9 @@ def _axes(
         for tick, x in zip(x_ticks, map(frame.x, x_ticks), strict=True)
     )
     return (
-        f"{horizontal}{_rule('axis', x=(LEFT, RIGHT), y=(FLOOR, FLOOR))}{vertical}"
-        f"{_text('label', x_label, x=(LEFT + RIGHT) / 2, y=HEIGHT - 8)}"
-        f'<text class="label" text-anchor="middle" transform="translate(12 '
+        f"{horizontal}{_rule('axis', x=(frame.left, RIGHT), y=(FLOOR, FLOOR))}{vertical}"
+        f"{_text('label', x_label, x=frame.middle, y=HEIGHT - 8)}"
+        f'<text class="label" text-anchor="middle" transform="translate({Y_LABEL:.0f} '
         f'{(TOP + FLOOR) / 2:.1f}) rotate(-90)">{escape_html(y_label)}</text>'
     )
 
@@ -248,7 +266,7 @@ def _lead(frame: Frame, series: Series) -> str:
         return ""
     x, y = frame.x(series.begin), frame.y(series.points[0][1])
     return (
-        f'<line class="lead {series.style}" x1="{LEFT:.1f}" x2="{x:.1f}" y1="{y:.1f}" '
+        f'<line class="lead {series.style}" x1="{frame.left:.1f}" x2="{x:.1f}" y1="{y:.1f}" '
         f'y2="{y:.1f}"/><line class="begin {series.style}" x1="{x:.1f}" x2="{x:.1f}" '
         f'y1="{y - 6:.1f}" y2="{y + 6:.1f}"/>'
     )

@@ -1,24 +1,32 @@
-"""Tables beside the averages: directions won, differences beyond chance, languages that came out.
+"""Tables beside the averages: directions won, significant differences, languages that came out.
 
 Pure functions from an evaluation to text cells; ``markdown`` and ``page`` lay them out.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.directions import Family
-from pipeline.evaluation.paired_tests import LEVEL
+from pipeline.evaluation.paired_tests import (
+    LEVEL,
+    MOST_RESAMPLES,
+    SETTLED,
+    needed_resamples,
+)
 from pipeline.evaluation.score_slot import Column
 from pipeline.evaluation.scores import Evaluation, PairedTest, SystemScores
 from pipeline.evaluation.tables import (
+    AverageColumn,
+    alone,
     average_columns,
     directions_by_family,
     family_title,
     format_score,
+    is_decided,
     measures,
 )
+from pipeline.evaluation.verdicts import RULE
 
 MATRIX_LANGUAGES = 16
 """Columns of a confusion matrix; the languages found less often are summed up in one more."""
@@ -49,6 +57,7 @@ class TableSection:
 def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
     """Those for which there is anything to show."""
     found = [
+        _distinct_outputs(evaluation),
         _against_baseline(evaluation),
         _language_averages(evaluation),
         _found_languages(evaluation),
@@ -57,39 +66,72 @@ def comparison_sections(evaluation: Evaluation) -> list[TableSection]:
     return [section for section in found if section is not None]
 
 
+def _distinct_outputs(evaluation: Evaluation) -> TableSection:
+    """The share of distinct outputs of every system, and what it lets the reports decide."""
+    averages, verdicts = average_columns(evaluation), evaluation.verdicts
+    rows = [
+        (
+            system.name,
+            *(
+                f"{verdicts.averages[one.family][one.group][system.name].distinct:.1f}"
+                for one in averages
+            ),
+        )
+        for system in evaluation.systems
+    ]
+    if not alone(evaluation):
+        decided = ["decided" if one.decided else "not decided" for one in averages]
+        rows.append((f"Against {verdicts.baseline}", *decided))
+    head = [f"{family_title(evaluation, one.family)} {one.group_title}" for one in averages]
+    return TableSection(
+        "Distinct outputs",
+        "How many different outputs a system has, in percent of the different sources, as means "
+        f"over directions. {RULE} Where the baseline does not translate, nothing is decided: no "
+        "score is bold, and no direction is won, better or worse. A system that does not translate "
+        "is never bold.",
+        (TextTable("Distinct outputs, % of distinct sources", ("System", *head), tuple(rows)),),
+    )
+
+
 def _against_baseline(evaluation: Evaluation) -> TableSection | None:
     if evaluation.wins is None:
         return None
+    title = f"Directions won against {evaluation.wins.baseline}"
+    if not any(is_decided(evaluation, one) for one in evaluation.directions):
+        lead = f"Not decided: {evaluation.wins.baseline} does not translate in any direction."
+        return TableSection(title, lead, ())
     tables = [*_win_tables(evaluation), *_test_tables(evaluation)]
     if not tables:
         return None
     return TableSection(
-        f"Directions won against {evaluation.wins.baseline}",
+        title,
         "The win ratio is the share of directions in which a system scores better than the "
-        "baseline; a tie is no win. A difference is beyond chance where its p-value, by Holm's "
-        "correction for all directions and systems, is at most "
-        f"{LEVEL}: by paired bootstrap / by approximate randomisation.{_too_few(evaluation)}",
+        "baseline, of those that are decided; a tie is no win." + _of_tests(evaluation),
         tuple(tables),
     )
 
 
-def _too_few(evaluation: Evaluation) -> str:
-    """Where resamples are so few that the smallest p-value is too large once it is corrected."""
+def _of_tests(evaluation: Evaluation) -> str:
+    """How differences were tested; where none could be significant, that they are not shown."""
     tested, drawn = evaluation.baseline_tests, evaluation.significance
     if tested is None or drawn is None:
         return ""
-    counts = Counter(
-        column
-        for columns in tested.directions.values()
-        for column, systems in columns.items()
-        for _ in systems
+    needed = needed_resamples(tested.tests)
+    if tested.resamples < needed:
+        return (
+            f" Differences are not tested: {tested.tests:,} tests need {needed:,} resamples, more "
+            f"than the {MOST_RESAMPLES:,} that are drawn at most. To test them, set "
+            "evaluation.resamples to that number, or evaluate fewer directions or systems at once."
+        )
+    more = (
+        f", {tested.resamples:,} where fewer than {SETTLED} of these were as far apart"
+        if tested.resamples > drawn.resamples
+        else ""
     )
-    tests, resamples = max(counts.values(), default=0), drawn.resamples
-    if tests <= LEVEL * (resamples + 1):
-        return ""
     return (
-        f" Of {resamples:,} resamples none can be: {tests:,} tests want "
-        f"{math.ceil(tests / LEVEL):,} or more (evaluation.resamples)."
+        f" A difference is significant where its p-value is at most {LEVEL}, corrected by Holm's "
+        f"method for {tested.tests:,} tests (directions × systems): by paired bootstrap / by "
+        f"approximate randomization, of {drawn.resamples:,} resamples{more}."
     )
 
 
@@ -99,36 +141,58 @@ def _win_tables(evaluation: Evaluation) -> list[TextTable]:
         averages = average_columns(evaluation, measured=measures(evaluation, column))
         if wins is None or column.larger_is_better is None or not averages:
             continue
-        head = [f"{family_title(evaluation, one.family)} {one.group}" for one in averages]
+        head = [f"{family_title(evaluation, one.family)} {one.group_title}" for one in averages]
         rows = [
             (
                 name,
                 *(
-                    format_score(found[one.family][one.group].get(column.name), decimals=1)
+                    _win_ratio(found.get(one.family, {}).get(one.group, {}).get(column.name))
                     for one in averages
                 ),
             )
             for name, found in wins.systems.items()
         ]
+        undecided = [_undecided(evaluation, one) for one in averages]
+        if any(undecided):
+            rows.append(("Directions not decided", *map(str, undecided)))
         title = f"{column.title}: win ratio, %"
         tables.append(TextTable(title, ("System", *head), tuple(rows)))
     return tables
 
 
+def _win_ratio(share: float | None) -> str:
+    return "not decided" if share is None else f"{share:.1f}"
+
+
+def _undecided(evaluation: Evaluation, average: AverageColumn) -> int:
+    """Return how many directions of an average are not decided."""
+    return sum(
+        not evaluation.verdicts.decides(str(one.direction))
+        for one in evaluation.directions
+        if one.family == average.family and average.group in ("all", one.resource)
+    )
+
+
 def _test_tables(evaluation: Evaluation) -> list[TextTable]:
+    """Directions by their verdict; none where no difference could have been significant."""
     tests = evaluation.baseline_tests
-    if tests is None:
+    if tests is None or tests.resamples < needed_resamples(tests.tests):
         return []
     tables = []
+    others = [one.name for one in evaluation.systems if one.name != tests.baseline]
     for column in evaluation.main_columns:
-        by_system: dict[str, list[PairedTest]] = {}
+        by_system: dict[str, list[PairedTest]] = {name: [] for name in others}
         for columns in tests.directions.values():
             for name, test in columns.get(column.name, {}).items():
-                by_system.setdefault(name, []).append(test)
-        if by_system and column.larger_is_better is not None:
-            rows = tuple((name, *_counts(column, found)) for name, found in by_system.items())
-            head = ("System", "better", "worse", "not told apart")
-            tables.append(TextTable(f"{column.title}: directions beyond chance", head, rows))
+                by_system[name].append(test)
+        if column.larger_is_better is not None and (any(by_system.values()) or tests.undecided):
+            undecided = str(len(tests.undecided))
+            rows = tuple(
+                (name, *_counts(column, found), undecided) for name, found in by_system.items()
+            )
+            head = ("System", "better", "worse", "not significant", "not decided")
+            title = f"{column.title}: directions with a significant difference"
+            tables.append(TextTable(title, head, rows))
     return tables
 
 
@@ -147,32 +211,33 @@ def _counts(column: Column, tests: Sequence[PairedTest]) -> tuple[str, str, str]
 
 
 def _language_averages(evaluation: Evaluation) -> TableSection | None:
-    """The main scores by family and by script of the language that is not the pivot."""
-    columns = evaluation.main_columns
-    tables = []
-    for trait in ("family", "script", "set"):
-        rows = [
-            (
-                one.value,
-                family_title(evaluation, one.family),
-                str(one.directions),
-                *(
-                    format_score(
-                        one.systems[system.name].get(column.name), decimals=column.decimals
-                    )
-                    for system in evaluation.systems
-                    for column in columns
-                ),
-            )
-            for one in evaluation.language_averages
-            if one.trait == trait
-        ]
-        names = [
-            f"{system.name} {column.heading}" for system in evaluation.systems for column in columns
-        ]
-        if rows and names:
-            head = (trait.capitalize(), "Kind", "Directions", *names)
-            tables.append(TextTable(f"By {trait}", head, tuple(rows)))
+    """The main scores by family and by script of the language that is not the pivot.
+
+    A table holds one score, so that all systems stand side by side on a screen.
+    """
+    names = [system.name for system in evaluation.systems]
+    tables = [
+        TextTable(
+            f"{column.heading} by {trait}",
+            (trait.capitalize(), "Kind", "Directions", *names),
+            tuple(
+                (
+                    one.value,
+                    family_title(evaluation, one.family),
+                    str(one.directions),
+                    *(
+                        format_score(one.systems[name].get(column.name), decimals=column.decimals)
+                        for name in names
+                    ),
+                )
+                for one in evaluation.language_averages
+                if one.trait == trait
+            ),
+        )
+        for trait in ("family", "script", "set")
+        for column in evaluation.main_columns
+    ]
+    tables = [table for table in tables if table.rows]
     if not tables:
         return None
     return TableSection(

@@ -12,6 +12,7 @@ from pipeline.evaluation.comparison_tables import TableSection, comparison_secti
 from pipeline.evaluation.history import History
 from pipeline.evaluation.scores import Evaluation, Interval
 from pipeline.evaluation.tables import (
+    NOT_DECIDED,
     AverageTable,
     Imprint,
     Row,
@@ -22,6 +23,7 @@ from pipeline.evaluation.tables import (
     format_duration,
     format_interval,
     format_score,
+    kind_of,
     notes,
     score_tables,
     section_tables,
@@ -104,7 +106,10 @@ def markdown_report(
 
 def _averages(evaluation: Evaluation, table: AverageTable, history: History) -> str:
     titles = [
-        escape_markdown(f"{family_title(evaluation, one.family)} {one.group} ({one.directions})")
+        escape_markdown(
+            f"{family_title(evaluation, one.family)} {one.group_title} ({one.directions}"
+            f"{'' if one.decided else NOT_DECIDED})"
+        )
         for one in table.columns
     ]
     body = [
@@ -156,11 +161,11 @@ def _directions(evaluation: Evaluation) -> str:
         for column in evaluation.main_columns
     ]
     body = []
-    for family, profiles in directions_by_family(evaluation).items():
+    for profiles in directions_by_family(evaluation).values():
         for profile in profiles:
             row = direction_row(evaluation, profile)
             name = escape_markdown(_language_names(evaluation, row.name))
-            kind = escape_markdown(family_title(evaluation, family))
+            kind = escape_markdown(kind_of(evaluation, profile))
             body.append([name, kind, f"{profile.training_lines:,}", *_scores(row)])
     header = ["Direction", "Kind", "Training lines", *map(escape_markdown, titles)]
     return _table(header, body)

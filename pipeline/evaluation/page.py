@@ -126,9 +126,8 @@ def _panel(
     evaluation: Evaluation, history: History, average: AverageColumn, columns: Sequence[Column]
 ) -> str:
     title = escape_html(family_title(evaluation, average.family))
-    directions = format_count(average.directions, "direction")
     bars = "".join(_bars(evaluation, history, average, column) for column in columns)
-    return f'<div class="panel"><h3>{title} <small>{directions}</small></h3>{bars}</div>'
+    return f'<div class="panel"><h3>{title} <small>{average.note}</small></h3>{bars}</div>'
 
 
 def _bars(evaluation: Evaluation, history: History, average: AverageColumn, column: Column) -> str:

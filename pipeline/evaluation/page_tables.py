@@ -28,11 +28,14 @@ from pipeline.evaluation.tables import (
     direction_row,
     directions_by_family,
     family_title,
-    format_count,
     format_duration,
+    is_decided,
     score_tables,
     section_tables,
 )
+
+LONGEST_FIGURE = 20
+"""Characters of a cell; longer ones are words, and may be broken into lines."""
 
 # Averages
 
@@ -46,8 +49,9 @@ def averages_section(evaluation: Evaluation, history: History) -> str:
         "Averages by resource",
         "".join(_average_table(evaluation, one, history) for one in tables),
         lead="Arithmetic means over directions, whose number stands under each group. Bold is a "
-        "score that leads every other one beyond chance; the interval below it is the middle 95 % "
-        "of resampled test lines.",
+        "score that is ahead of every other one in 95 % of the resampled test lines, where the "
+        "system and the baseline translate; the interval below is the middle 95 % of the "
+        "resamples.",
     )
 
 
@@ -80,7 +84,10 @@ def _text_table(shown: TextTable) -> str:
     head = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in shown.head)
     body = "".join(
         f'<tr><th scope="row">{escape_html(name)}</th>'
-        + "".join(f"<td>{escape_html(cell)}</td>" for cell in cells)
+        + "".join(
+            f"<td{css_class('words', len(cell) > LONGEST_FIGURE)}>{escape_html(cell)}</td>"
+            for cell in cells
+        )
         + "</tr>"
         for name, *cells in shown.rows
     )
@@ -94,7 +101,7 @@ def _average_table(evaluation: Evaluation, shown: AverageTable, history: History
     )
     groups = "".join(
         f'<th scope="col"{css_class("start", one.group == "all")}>{one.group}'
-        f"<small>{format_count(one.directions, 'direction')}</small></th>"
+        f"<small>{one.note}</small></th>"
         for one in shown.columns
     )
     head = (
@@ -187,8 +194,9 @@ def _direction_row(evaluation: Evaluation, profile: DirectionProfile) -> str:
     ]
     cells = score_cells(direction_row(evaluation, profile), starts=starts)
     lines = f"{profile.training_lines:,}" if profile.training_lines else NO_VALUE
+    undecided = "" if is_decided(evaluation, profile) else "<small>not decided</small>"
     return (
-        f'<tr><th scope="row">{direction_label(evaluation, profile.direction)}</th>'
+        f'<tr><th scope="row">{direction_label(evaluation, profile.direction)}{undecided}</th>'
         f"<td>{lines}</td>{cells}</tr>"
     )
 

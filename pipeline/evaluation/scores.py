@@ -12,6 +12,18 @@ Scores = Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class Quality:
+    """Whether a system translates, in one direction or on average over several."""
+
+    bleu: float
+    """By the recipe's tokenizers; where BLEU is not among its scores, by those of the languages."""
+    distinct: float
+    """Distinct outputs, in percent of the distinct sources."""
+    translates: bool
+    """By the rule of ``verdicts``."""
+
+
+@dataclass(frozen=True)
 class DirectionScores:
     """What one system reached in one direction."""
 
@@ -23,6 +35,7 @@ class DirectionScores:
     """Hypotheses cut at the maximum length."""
     signatures: Mapping[str, str]
     """Name of a column → signature, of the scores that have one."""
+    quality: Quality
     outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Name of a column → what lines turned out to be → number of lines: by ``language``, the row
     of the confusion matrix of languages."""
@@ -50,6 +63,24 @@ class ReferenceScores:
 
 
 @dataclass(frozen=True)
+class Verdicts:
+    """Which systems translate: where the baseline does not, nothing is decided."""
+
+    baseline: str
+    directions: Mapping[str, Mapping[str, Quality]]
+    """Direction → system."""
+    averages: Mapping[Family, Mapping[Group, Mapping[str, Quality]]]
+
+    def decides(self, direction: str) -> bool:
+        """Return whether a direction (``de-en``) has a baseline that translates."""
+        return self.directions[direction][self.baseline].translates
+
+    def decides_average(self, family: Family, group: Group) -> bool:
+        """Return whether the baseline translates on average over a group of directions."""
+        return self.averages[family][group][self.baseline].translates
+
+
+@dataclass(frozen=True)
 class Interval:
     """The middle 95 % of a score over resampled test lines."""
 
@@ -64,7 +95,8 @@ class Comparison:
     intervals: Mapping[str, Interval]
     """By system."""
     best: str | None
-    """The system that is better than every other one in 97.5 % of the resamples; None if none."""
+    """The system that is better than every other one in 97.5 % of the resamples; None if none, if
+    it does not translate, and if the baseline does not."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +129,18 @@ class BaselineTests:
     baseline: str
     directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
     """Direction → name of a column → system."""
+    tests: int
+    """The number that the p-values of a column are corrected for."""
+    resamples: int
+    """Of the tests whose p-values the first resamples left small."""
+    undecided: tuple[str, ...] = ()
+    """Directions that are not tested, since the baseline does not translate in them."""
 
 
 @dataclass(frozen=True)
 class Wins:
-    """Percent of directions in which systems score better than the baseline."""
+    """Percent of directions in which systems score better than the baseline, of those in which
+    the baseline translates."""
 
     baseline: str
     systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
@@ -177,6 +216,7 @@ class Evaluation:
     undetectable: tuple[str, ...]
     """Target languages langdetect does not know; left out of language accuracy."""
     warnings: tuple[str, ...]
+    verdicts: Verdicts
     significance: Significance | None = None
     baseline_tests: BaselineTests | None = None
     wins: Wins | None = None

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, read_hypotheses, read_lines
+from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.score_slot import LineStatistics, Rows, Score, TranslatedLines
 from pipeline.evaluation.scores import DirectionScores, Scores
+from pipeline.evaluation.verdicts import distinct_share, quality
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,8 @@ class ScoringTask:
     translations: Artifact
     direction: Direction
     scores: tuple[Score, ...]
+    bleu: Bleu
+    """Judges whether the system translates, be it among the scores or not."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,21 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
     lines = _beside_references(task.system, task.corpus, hypotheses, task.direction)
     texts = lines.hypotheses
     found = _statistics(task.scores, lines)
+    values = _values(task.scores, found)
     scores = DirectionScores(
-        scores=_values(task.scores, found),
+        scores=values,
         lines=len(texts),
         empty=sum(not text.strip() for text in texts),
         truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
         invalid=sum(hypothesis.invalid > 0 for hypothesis in hypotheses),
         invalid_sequences=sum(hypothesis.invalid for hypothesis in hypotheses),
         signatures={name: one.signature for name, one in found.items() if one.signature},
+        quality=quality(
+            bleu=values[Bleu.column.name]
+            if task.bleu in task.scores
+            else task.bleu.of_corpus(task.bleu.line_statistics(lines).rows),
+            distinct=distinct_share(texts, lines.sources),
+        ),
         outcomes={name: one.outcomes for name, one in found.items() if one.outcomes},
     )
     return ScoredDirection(scores, {name: one.rows for name, one in found.items()})

@@ -5,13 +5,13 @@
 - Both directions of a pair have the same lines and share their draws; pairs are drawn
   independently. The draws of an average are the means of its directions' draws.
 - A system is the best one only where its lead over each of the others is above zero in the middle
-  95 % of the draws.
+  95 % of the draws, and where both it and the baseline translate (``verdicts``).
 - A draw is a row of counts, how often it holds each line: the sums of all draws are then one
   matrix product, in blocks that bound memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.evaluation.averages import by_group
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Interval, Significance
+from pipeline.evaluation.scores import Comparison, Interval, Quality, Significance, Verdicts
 
 RESAMPLES = 1000
 MIN_LINES = 20
@@ -125,6 +125,7 @@ def compare_all(
     columns: Sequence[Column],
     systems: Sequence[str],
     profiles: Sequence[DirectionProfile],
+    verdicts: Verdicts,
     resamples: int = RESAMPLES,
 ) -> Significance:
     """Compare the systems in every direction, and in every average whose directions all have draws.
@@ -132,27 +133,36 @@ def compare_all(
     Args:
         scores: direction → name of a column → one score per system, of all directions.
         draws: direction → name of a column → (systems, resamples), of those with enough lines.
+        verdicts: who translates in each of the directions and averages.
     """
 
-    def joined(directions: Sequence[str]) -> dict[str, Comparison]:
+    def joined(
+        directions: Sequence[str], qualities: Mapping[str, Quality]
+    ) -> dict[str, Comparison]:
         found: dict[str, Comparison] = {}
         for column in columns:
             measured = [name for name in directions if column.name in scores[name]]
             if measured and all(name in draws for name in measured):
-                found[column.name] = compare(
+                compared = compare(
                     systems,
                     np.mean([scores[name][column.name] for name in measured], axis=0).tolist(),
                     np.mean([draws[name][column.name] for name in measured], axis=0),
                     larger_is_better=column.larger_is_better,
                 )
+                best = compared.best
+                sound = best and all(qualities[one].translates for one in (best, verdicts.baseline))
+                found[column.name] = compared if sound else replace(compared, best=None)
         return found
 
     members = by_group({name: name for name in scores}, profiles=profiles)
     return Significance(
         resamples=resamples,
-        directions={name: joined([name]) for name in scores},
+        directions={name: joined([name], verdicts.directions[name]) for name in scores},
         averages={
-            family: {group: joined(names) for group, names in groups.items()}
+            family: {
+                group: joined(names, verdicts.averages[family][group])
+                for group, names in groups.items()
+            }
             for family, groups in members.items()
         },
     )

@@ -11,8 +11,10 @@ from pipeline.evaluation.directions import FAMILIES, GROUPS, DirectionProfile, F
 from pipeline.evaluation.score_slot import Column, Section
 from pipeline.evaluation.scores import Comparison, Evaluation, Interval, Scores
 from pipeline.evaluation.significance import MIN_LINES
+from pipeline.evaluation.verdicts import RULE
 
 NO_VALUE = "–"
+NOT_DECIDED = ", not decided"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,18 @@ class AverageColumn:
     family: Family
     group: Group
     directions: int
+    decided: bool = True
+    """Whether there can be a verdict: the baseline of several systems translates."""
+
+    @property
+    def group_title(self) -> str:
+        """What the resource group is called."""
+        return self.group.replace("_", " ")
+
+    @property
+    def note(self) -> str:
+        """The number of directions, and that nothing is decided where that is so."""
+        return f"{format_count(self.directions, 'direction')}{'' if self.decided else NOT_DECIDED}"
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,26 @@ def average_columns(
         for group in GROUPS:
             count = sum(group in ("all", one.resource) for one in members if measured(one))
             if count:
-                found.append(AverageColumn(family=family, group=group, directions=count))
+                verdicts = evaluation.verdicts
+                decided = alone(evaluation) or verdicts.decides_average(family, group)
+                found.append(AverageColumn(family, group, count, decided=decided))
     return tuple(found)
+
+
+def alone(evaluation: Evaluation) -> bool:
+    """Return whether there is but one system, so that there is no verdict to be had."""
+    return len(evaluation.systems) == 1
+
+
+def is_decided(evaluation: Evaluation, profile: DirectionProfile) -> bool:
+    """Return whether there can be a verdict on a direction; of one system there is none to miss."""
+    return alone(evaluation) or evaluation.verdicts.decides(str(profile.direction))
+
+
+def kind_of(evaluation: Evaluation, profile: DirectionProfile) -> str:
+    """Return the title of a direction's family, and that nothing is decided where that is so."""
+    note = "" if is_decided(evaluation, profile) else NOT_DECIDED
+    return f"{family_title(evaluation, profile.family)}{note}"
 
 
 def score_tables(evaluation: Evaluation) -> list[AverageTable]:
@@ -286,7 +318,8 @@ def significance_note(resamples: int) -> str:
     return (
         f"Behind a score stands the middle 95 % of {resamples:,} bootstrap resamples of the test "
         "lines, the same ones for all systems; a score is bold only if its lead over every other "
-        "system is above zero in the middle 95 % of them. The two directions of a pair are "
+        f"system is above zero in the middle 95 % of them, and if the system and the baseline "
+        f"translate. {RULE} The two directions of a pair are "
         "resampled together and pairs independently of each other. Where a test set has fewer "
         f"than {MIN_LINES} lines there is neither."
     )

@@ -1,7 +1,9 @@
 """Paired tests against a baseline: sacreBLEU's p-values, exact ones, Holm's own example."""
 
 import itertools
+import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,20 @@ from support.damaged_lines import (
 
 from pipeline.evaluation.language_accuracy import PLAIN, LanguageAccuracy
 from pipeline.evaluation.paired_tests import (
+    LEVEL,
+    MOST_RESAMPLES,
+    SETTLED,
+    PairedBootstrapTask,
+    PValues,
     RandomisationTask,
     bootstrap_p_value,
+    bootstrap_p_values,
     compare_with_baseline,
     holm,
+    in_two_rounds,
+    p_values_of_draws,
     randomisation_p_values,
+    second_round,
 )
 from pipeline.evaluation.significance import BootstrapTask, resampled_scores
 
@@ -102,21 +113,148 @@ def test_holms_correction_is_that_of_its_definition() -> None:
     assert holm([]) == []
 
 
-def test_of_many_directions_alike_hardly_any_is_beyond_chance_once_corrected() -> None:
+def test_tests_that_are_missing_count_in_holms_correction_as_ones() -> None:
+    assert holm([0.01, 0.02], tests=5) == pytest.approx(holm([0.01, 0.02, 1.0, 1.0, 1.0])[:2])
+
+
+def test_of_many_directions_alike_hardly_any_is_significant_once_corrected() -> None:
     """Without correction one in twenty of them is."""
     generator = np.random.default_rng(1)
     names = [f"d{number}-en" for number in range(200)]
-    scores, draws, swapped = {}, {}, {}
+    scores, of_draws, swapped = {}, {}, {}
     for name in names:
         difference = generator.normal()
         noise = generator.normal(size=(2, 1000)) / np.sqrt(2)
         scores[name] = {"bleu": [30.0, 30.0 + difference]}
-        draws[name] = {"bleu": noise + np.array([[30.0], [30.0 + difference]])}
+        of_draws[name] = p_values_of_draws(
+            {"bleu": noise + np.array([[30.0], [30.0 + difference]])},
+            baseline=0,
+            differences={"bleu": [0.0, difference]},
+        )
         swapped[name] = {"bleu": [1.0, 0.5]}
     found = compare_with_baseline(
-        scores, draws, swapped, columns=[BLEU_INTO.column], systems=["base", "ours"], baseline=0
+        scores, of_draws, swapped, systems=["base", "ours"], baseline=0, resamples=1000
     )
     tests = [found.directions[name]["bleu"]["ours"] for name in names]
+    assert found.tests == 200
     assert sum(one.bootstrap <= 0.05 for one in tests) >= 3
     assert sum(one.bootstrap_holm <= 0.05 for one in tests) <= 1
     assert {one.randomisation_holm for one in tests} == {1.0}
+
+
+def test_directions_that_are_not_decided_are_corrected_for_and_not_tested() -> None:
+    values = {"de-en": {"bleu": [1.0, 0.02]}}
+    found = compare_with_baseline(
+        {"de-en": {"bleu": [30.0, 31.0]}},
+        values,
+        values,
+        systems=["base", "ours"],
+        baseline=0,
+        resamples=1000,
+        undecided=["fr-en", "ja-en"],
+    )
+    assert found.directions.keys() == {"de-en"}
+    assert found.directions["de-en"]["bleu"]["ours"].bootstrap_holm == pytest.approx(3 * 0.02)
+
+
+# As many trials as the tests need
+
+
+@pytest.mark.parametrize("tests", [1, 21, 140, 141, 564, 2499])
+def test_with_the_second_round_every_number_of_tests_can_be_significant(tests: int) -> None:
+    """140 are the demo's: 1,000 resamples could tell none of its systems apart."""
+    resamples = second_round(tests, resamples=1000) or 1000
+    assert tests * 1 / (resamples + 1) <= LEVEL
+    if resamples > 1000:
+        assert tests * 1 / (resamples - 1) > LEVEL, "no more than they need"
+    assert second_round(tests, resamples=resamples) is None
+
+
+def test_tests_that_need_more_than_are_drawn_at_most_have_no_second_round() -> None:
+    assert second_round(int(LEVEL * MOST_RESAMPLES) + 1, resamples=1000) is None
+
+
+def test_only_p_values_that_the_first_round_left_small_are_those_of_the_second() -> None:
+    settled, small = (SETTLED + 1) / 101, SETTLED / 101
+    first = {
+        "a": {"bleu": [1.0, small, settled], "chrf": [1.0, 0.5, 0.5]},
+        "b": {"bleu": [1.0, settled, settled]},
+    }
+    asked: dict[str, Sequence[str]] = {}
+
+    def again(columns: Mapping[str, Sequence[str]]) -> Mapping[str, PValues]:
+        asked.update(columns)
+        return {"a": {"bleu": [1.0, 0.25, 0.0]}}
+
+    found = in_two_rounds(first, again, resamples=100)
+    assert asked == {"a": ["bleu"]}
+    assert found == {**first, "a": {**first["a"], "bleu": [1.0, 0.25, settled]}}
+
+
+def answering(
+    found: Mapping[str, PValues],
+) -> Callable[[Mapping[str, Sequence[str]]], Mapping[str, PValues]]:
+    """A second round that gives the same to whatever is asked."""
+    return lambda _: found
+
+
+@pytest.mark.parametrize(("first_round", "second"), [(99, 399), (200, 333)])
+def test_two_rounds_are_as_honest_as_one(first_round: int, second: int) -> None:
+    """Under the null hypothesis a p-value is at most a with a probability of at most a.
+
+    The number of trials as far apart as the systems is then uniform over what it can be, and that
+    of the first round is hypergeometric given that of the second: summed over all of both.
+    """
+    chance: dict[float, float] = {}
+    for beyond in range(second + 1):
+        for of_first in range(min(beyond, first_round) + 1):
+            if first_round - of_first > second - beyond:
+                continue
+            ways = math.comb(beyond, of_first) * math.comb(second - beyond, first_round - of_first)
+            share = ways / math.comb(second, first_round) / (second + 1)
+            one, two = (of_first + 1) / (first_round + 1), (beyond + 1) / (second + 1)
+            found = in_two_rounds(
+                {"d": {"bleu": [one]}},
+                answering({"d": {"bleu": [two]}}),
+                resamples=first_round,
+            )["d"]["bleu"][0]
+            chance[found] = chance.get(found, 0.0) + share
+    assert sum(chance.values()) == pytest.approx(1.0)
+    total = 0.0
+    for p_value, share in sorted(chance.items()):
+        total += share
+        assert total <= p_value + 1e-9
+    smallest = min(chance)
+    assert smallest == 1 / (second + 1)
+
+
+def test_a_second_round_finds_what_the_first_could_not(tmp_path: Path) -> None:
+    """Of 140 tests, with systems as far apart as 0.8 and 59.7 BLEU."""
+    references = sentences(50, seed=1)
+    rows = {
+        "base": line_statistics(damaged(references, share=0.2, seed=2), references),
+        "poor": line_statistics(damaged(references, share=0.9, seed=3), references),
+    }
+    paths = [stored(tmp_path / name, one) for name, one in rows.items()]
+    points = [BLEU_INTO.of_corpus(one["bleu"]) for one in rows.values()]
+    differences = {"bleu": [one - points[0] for one in points]}
+    draws = BootstrapTask(paths, (BLEU_INTO, CHRF_PLUS), seed=7, resamples=1000)
+    bootstrap = PairedBootstrapTask(draws, 0, differences)
+    tosses = RandomisationTask(paths, 0, (BLEU_INTO, CHRF_PLUS), seed=7, trials=1000)
+    more = second_round(140, resamples=1000)
+    assert more is not None
+    for first, again in (
+        (
+            {"bleu": bootstrap_p_values(bootstrap.again(["bleu"], resamples=1000))["bleu"]},
+            bootstrap_p_values(bootstrap.again(["bleu"], resamples=more)),
+        ),
+        (
+            {"bleu": randomisation_p_values(tosses)["bleu"]},
+            randomisation_p_values(tosses.again(["bleu"], trials=more)),
+        ),
+    ):
+        assert again.keys() == {"bleu"}
+        alone = holm([first["bleu"][1]], tests=140)
+        assert alone[0] > LEVEL
+        found = in_two_rounds({"de-en": first}, answering({"de-en": again}), resamples=1000)
+        assert holm([found["de-en"]["bleu"][1]], tests=140)[0] <= LEVEL

@@ -26,6 +26,7 @@ from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAccuracy
 from pipeline.evaluation.score_slot import Score
+from pipeline.evaluation.scores import Quality, Significance, Verdicts
 from pipeline.evaluation.significance import (
     BootstrapTask,
     compare,
@@ -135,21 +136,65 @@ def profile(source: str, target: str) -> DirectionProfile:
     return DirectionProfile(Direction(source, target), "zero_shot", None, 0, 30)
 
 
+def verdicts(profiles: list[DirectionProfile], **translating: bool) -> Verdicts:
+    """Of systems that do or do not translate, wherever they are asked; the first: the baseline."""
+    judged = {name: Quality(30.0, 99.0, one) for name, one in translating.items()}
+    return Verdicts(
+        baseline=next(iter(translating)),
+        directions={str(one.direction): judged for one in profiles},
+        averages={"zero_shot": {"all": judged}},
+    )
+
+
 def test_an_average_is_resampled_within_its_directions_and_needs_all_of_them() -> None:
     profiles = [profile("de", "fr"), profile("fr", "de")]
+    judged = verdicts(profiles, a=True, b=True)
     generator = np.random.default_rng(1)
     draws = {str(one.direction): {"bleu": generator.normal(30, 1, (2, 1000))} for one in profiles}
     scores = {name: {"bleu": [30.0, 30.0]} for name in draws}
-    found = compare_all(scores, draws, columns=[Bleu.column], systems=["a", "b"], profiles=profiles)
+
+    def compared() -> Significance:
+        columns, systems = [Bleu.column], ["a", "b"]
+        return compare_all(
+            scores, draws, columns=columns, systems=systems, profiles=profiles, verdicts=judged
+        )
+
+    found = compared()
     interval = found.averages["zero_shot"]["all"]["bleu"].intervals["a"]
     mean = (draws["de-fr"]["bleu"][0] + draws["fr-de"]["bleu"][0]) / 2
     assert (interval.low, interval.high) == middle_95(mean)
     assert interval.high - interval.low == pytest.approx(2 * 1.96 / np.sqrt(2), rel=0.1)
     del draws["fr-de"]
-    found = compare_all(scores, draws, columns=[Bleu.column], systems=["a", "b"], profiles=profiles)
+    found = compared()
     assert found.averages["zero_shot"]["all"] == {}
     assert list(found.directions["de-fr"]) == ["bleu"]
     assert found.directions["fr-de"] == {}
+
+
+@pytest.mark.parametrize(
+    ("translating", "best"),
+    [
+        ({"base": True, "better": True, "worse": False}, "better"),
+        ({"base": True, "better": False, "worse": True}, None),
+        ({"base": False, "better": True, "worse": True}, None),
+    ],
+)
+def test_the_best_system_and_the_baseline_must_translate(
+    translating: dict[str, bool], best: str | None
+) -> None:
+    profiles = [profile("de", "fr")]
+    draws = {"de-fr": {"bleu": np.array([[30.0], [40.0], [20.0]]) + np.zeros((3, 1000))}}
+    found = compare_all(
+        {"de-fr": {"bleu": [30.0, 40.0, 20.0]}},
+        draws,
+        columns=[Bleu.column],
+        systems=list(translating),
+        profiles=profiles,
+        verdicts=verdicts(profiles, **translating),
+    )
+    assert found.directions["de-fr"]["bleu"].best == best
+    assert found.averages["zero_shot"]["all"]["bleu"].best == best
+    assert found.directions["de-fr"]["bleu"].intervals.keys() == translating.keys()
 
 
 def test_language_accuracies_are_resampled_where_they_were_measured(tmp_path: Path) -> None:

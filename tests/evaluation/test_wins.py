@@ -1,5 +1,6 @@
 """Win ratios, corrected tests and languages found: counted by hand, and shown in both reports."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,14 @@ from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.markdown import markdown_report
 from pipeline.evaluation.page import html_report
 from pipeline.evaluation.paired_tests import LEVEL, holm
-from pipeline.evaluation.scores import BaselineTests, Evaluation, PairedTest, scores_document
+from pipeline.evaluation.score_slot import Column
+from pipeline.evaluation.scores import (
+    BaselineTests,
+    Evaluation,
+    PairedTest,
+    Wins,
+    scores_document,
+)
 from pipeline.evaluation.wins import win_ratios
 
 FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}
@@ -46,9 +54,21 @@ def whole_evaluation() -> Evaluation:
     return replace(
         found,
         systems=systems,
-        baseline_tests=BaselineTests("dense", tests),
+        baseline_tests=BaselineTests("dense", tests, 8, 1000, ("de-mg",)),
         language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
-        wins=win_ratios(systems, baseline="dense", columns=found.columns, profiles=PROFILES),
+        wins=won(found.columns),
+    )
+
+
+def won(columns: Sequence[Column]) -> Wins | None:
+    """Of the example, against its dense system."""
+    found = evaluation()
+    return win_ratios(
+        found.systems,
+        baseline="dense",
+        columns=columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
     )
 
 
@@ -71,13 +91,12 @@ def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
 
 
 def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:
-    found = evaluation()
-    wins = win_ratios(found.systems, baseline="dense", columns=found.columns, profiles=PROFILES)
+    wins = won(evaluation().columns)
     assert wins is not None
     assert wins.systems.keys() == {"experts", "baseline"}
-    zero_shot = [BLEU["second"][name] > BLEU["dense"][name] for name in ("de-fr", "de-mg")]
     ours = wins.systems["experts"]
-    assert ours["zero_shot"]["all"]["bleu"] == 100 * sum(zero_shot) / 2 == 50.0
+    won_out = [BLEU["second"][name] > BLEU["dense"][name] for name in ("en-de", "en-fr")]
+    assert ours["out_of_pivot"]["all"]["bleu"] == 100 * sum(won_out) / 2 == 100.0
     assert ours["out_of_pivot"]["high"]["chrf"] == 100.0
     assert ours["zero_shot"]["all"]["language"] == 0.0, "equal"
     assert wins.systems["baseline"]["into_pivot"]["all"]["bleu"] == 0.0
@@ -86,31 +105,54 @@ def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:
 def test_a_score_with_less_is_better_is_won_by_the_lower_and_one_without_ends_by_none() -> None:
     found = evaluation()
     columns = [replace(Bleu.column, larger_is_better=False), replace(Chrf.column)]
-    wins = win_ratios(found.systems, baseline="dense", columns=columns, profiles=PROFILES)
+    wins = won(columns)
     assert wins is not None
     assert wins.systems["baseline"]["zero_shot"]["all"] == {"bleu": 100.0, "chrf": 0.0}
-    endless = win_ratios(
-        found.systems, baseline="dense", columns=[LengthRatio.column], profiles=PROFILES
-    )
+    endless = won([LengthRatio.column])
     assert endless is not None
     assert endless.systems["experts"]["zero_shot"]["all"] == {}
-    alone = win_ratios(found.systems[:1], baseline="dense", columns=columns, profiles=PROFILES)
+    alone = win_ratios(
+        found.systems[:1],
+        baseline="dense",
+        columns=columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
+    )
     assert alone is None
 
 
-def test_tests_are_counted_by_what_is_beyond_chance_and_languages_by_lines() -> None:
-    baseline, averages, languages = comparison_sections(whole_evaluation())
-    by_family, by_script = averages.tables
-    assert by_family.rows[1][:5] == ("Germanic", "En → Any", "1", "20.0", "40.0")
+def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
+    """Into Malagasy the baseline has 1 BLEU: of both zero-shot directions, de-fr alone counts."""
+    wins = won(evaluation().columns)
+    assert wins is not None
+    assert BLEU["second"]["de-mg"] > BLEU["dense"]["de-mg"]
+    assert BLEU["second"]["de-fr"] < BLEU["dense"]["de-fr"]
+    assert wins.systems["experts"]["zero_shot"]["all"]["bleu"] == 0.0
+    (table,) = [
+        one
+        for one in comparison_sections(whole_evaluation())[1].tables
+        if one.title == "BLEU: win ratio, %"
+    ]
+    assert table.rows[-1] == ("Directions not decided", *("0" for _ in range(5)), "1")
+
+
+def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
+    _, baseline, averages, languages = comparison_sections(whole_evaluation())
+    by_family, _, by_script, _ = averages.tables
+    assert [table.title for table in averages.tables] == [
+        *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
+    ]
+    assert by_family.head == ("Family", "Kind", "Directions", "dense", "experts", "baseline")
+    assert by_family.rows[1] == ("Germanic", "En → Any", "1", "20.0", "22.0", "2.0")
     assert {row[:3] for row in by_script.rows} == {
         ("Latn", "Any → En", "1"),
         ("Latn", "En → Any", "2"),
         ("Latn", "Zero-shot", "2"),
     }
     tables = {table.title: {row[0]: row[1:] for row in table.rows} for table in baseline.tables}
-    assert tables["BLEU: directions beyond chance"] == {
-        "experts": ("1 / 0", "1 / 1", "0 / 1"),
-        "baseline": ("0 / 0", "1 / 1", "1 / 1"),
+    assert tables["BLEU: directions with a significant difference"] == {
+        "experts": ("1 / 0", "1 / 1", "0 / 1", "1"),
+        "baseline": ("0 / 0", "1 / 1", "1 / 1", "1"),
     }
     assert tables["BLEU: win ratio, %"]["experts"][0] == "100.0"
     table = languages.tables[0]
@@ -118,18 +160,19 @@ def test_tests_are_counted_by_what_is_beyond_chance_and_languages_by_lines() -> 
     assert table.rows[1][:3] == ("French (fr)", "Zero-shot", "33.3 %; en 50.0, de 13.3, none 3.3")
 
 
-@pytest.mark.parametrize(("resamples", "said"), [(78, True), (79, False)])
-def test_where_resamples_are_too_few_for_so_many_tests_that_is_said(
-    resamples: int, said: bool
+@pytest.mark.parametrize(("resamples", "shown"), [(158, False), (160, True)])
+def test_a_table_of_differences_is_shown_only_where_one_could_be_significant(
+    resamples: int, shown: bool
 ) -> None:
-    """Four tests: the smallest p-value there can be, 1 / (n + 1), is corrected to 4 times that."""
-    smallest = holm([1 / (resamples + 1), 1.0, 1.0, 1.0])[0]
-    assert (smallest > LEVEL) == said
+    """Eight tests: the smallest p-value there can be, 1 / (n + 1), is corrected to 8 times that."""
+    smallest = holm([1 / (resamples + 1), *[1.0] * 7])[0]
+    assert (smallest <= LEVEL) == shown
     found = whole_evaluation()
-    assert found.significance is not None
-    fewer = replace(found.significance, resamples=resamples)
-    lead = comparison_sections(replace(found, significance=fewer))[0].lead
-    assert lead.endswith("4 tests want 80 or more (evaluation.resamples).") == said
+    assert found.baseline_tests is not None
+    tests = replace(found.baseline_tests, resamples=resamples)
+    section = comparison_sections(replace(found, baseline_tests=tests))[1]
+    assert any("significant" in table.title for table in section.tables) == shown
+    assert ("8 tests need 160 resamples" in section.lead) == (not shown)
 
 
 def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:

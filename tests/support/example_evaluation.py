@@ -26,6 +26,7 @@ from pipeline.evaluation.scores import (
     SystemScores,
 )
 from pipeline.evaluation.tables import Imprint, Sample
+from pipeline.evaluation.verdicts import judge, quality
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")
@@ -44,6 +45,8 @@ BLEU: Mapping[str, Mapping[str, float]] = {
     "second": {"de-en": 31.0, "de-fr": 4.0, "de-mg": 2.0, "en-de": 22.0, "en-fr": 11.04},
     "baseline": {"de-en": 3.0, "de-fr": 1.0, "de-mg": 0.5, "en-de": 2.0, "en-fr": 1.04},
 }
+DISTINCT = {"dense": 97.0, "baseline": 20.0}
+"""Of every direction; of the second system, 90."""
 SEPARATED = {"de-en", "en-de"}
 """Directions where the second system leads beyond chance; so do the averages over these alone."""
 
@@ -67,7 +70,12 @@ def system(name: str, bleu: Mapping[str, float]) -> SystemScores:
         name=name,
         directions={
             direction: DirectionScores(
-                one, 30, 0, 0, {"bleu": "tok:13a|version:x", "chrf": "nc:6|nw:2"}
+                one,
+                30,
+                0,
+                0,
+                {"bleu": "tok:13a|version:x", "chrf": "nc:6|nw:2"},
+                quality(bleu=bleu[direction], distinct=DISTINCT.get(name, 90.0)),
             )
             for direction, one in scores.items()
         },
@@ -115,6 +123,7 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         for one in PROFILES
         if one.direction.target != "mg"
     }
+    systems = [system(names[key], bleu) for key, bleu in BLEU.items()]
     return Evaluation(
         columns=(Bleu.column, Chrf.column, PLAIN, RESTRICTED),
         pivot="en",
@@ -122,10 +131,11 @@ def evaluation(*, second: str = "experts") -> Evaluation:
         directions=PROFILES,
         language_names=NAMES,
         tokenizers=dict.fromkeys(NAMES, "13a"),
-        systems=tuple(system(names[key], bleu) for key, bleu in BLEU.items()),
+        systems=tuple(systems),
         references=ReferenceScores(references, average_scores(references, profiles=PROFILES)),
         undetectable=("mg",),
         warnings=(f"{second}: 3 translations are empty.",),
+        verdicts=judge(systems, baseline="dense", profiles=PROFILES),
         significance=significance(names),
     )
 
