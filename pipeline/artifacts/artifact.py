@@ -41,6 +41,7 @@ from pipeline.artifacts.manifest import (
     json_digest,
     read_manifest,
     to_json,
+    with_article,
 )
 from pipeline.artifacts.places import (
     discard_working,
@@ -259,8 +260,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {_a(manifest.kind)} where {_a(kind)} is wanted: name the folder of "
-            f"{_a(kind)}."
+            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name the folder of "
+            f"{with_article(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(
@@ -268,11 +269,6 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
             f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
         )
     return Artifact(directory=path, manifest=manifest)
-
-
-def _a(kind: Kind) -> str:
-    """``a checkpoint``, ``an export``."""
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def refuse_changed(directory: Path) -> None:
@@ -309,7 +305,7 @@ def new_artifact(
         wall_seconds: how long the work took, where a clock of this process cannot tell.
     """
     restore(out_dir)
-    refuse_to_overwrite(out_dir, overwrite=overwrite)
+    refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
     paths = {name: Path(record.path) for name, record in inputs.items()}
     refuse_inputs(out_dir, inputs=paths, run_folder=False)
     clock = time.monotonic() if clock is None else clock

@@ -17,11 +17,14 @@ from pipeline.artifacts.artifact import (
     refuse_to_overwrite,
 )
 from pipeline.artifacts.places import (
+    is_trained,
     refuse_inputs,
+    refuse_other_kind,
     refuse_run_folder,
     replaced_dir,
     restore,
     run_dir,
+    set_aside,
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
@@ -38,6 +41,7 @@ from pipeline.entry import prepare_process
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
+from pipeline.jobs.training_at_stake import training_done, why_anew
 from pipeline.stages import STAGES, Stage, StageCall, stage_config
 
 
@@ -70,7 +74,9 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
         say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         _finish_removal(call)
         return 0
-    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
+    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
+    if call.overwrite and own_rank() == 0:
+        _set_training_aside(call)
     _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(
@@ -83,6 +89,17 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     if own_rank() == 0:
         _say_summary(call)
     return 0
+
+
+def _set_training_aside(call: StageCall) -> None:
+    """Where ``--overwrite`` has training begin anew, keep what was trained before, as plans do."""
+    digests = {name: record.digest for name, record in call.records.items()}
+    cause = why_anew(call, digests=digests)
+    if cause is None:
+        return
+    with sole_writer(call.out_dir):
+        done, place = training_done(call), set_aside(call.out_dir)
+    say_once(f"mmnmt {call.stage.name}: {done} set aside as {place} ({cause})")
 
 
 def _finish_removal(call: StageCall) -> None:
@@ -191,16 +208,19 @@ def _already_done(call: StageCall) -> bool:
     Raises:
         ArtifactError: it holds something finished that this call would not make.
     """
-    if read_manifest(call.out_dir) is None:
+    manifest = read_manifest(call.out_dir)
+    if manifest is None:
         return False
+    refuse_other_kind(call.out_dir, kind=call.stage.makes)
     digests = {name: record.digest for name, record in call.records.items()}
     reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
     if reason is None:
         refuse_changed(call.out_dir)
         return True
+    kept = ", which keeps that one beside it" if is_trained(manifest) else ""
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
-        "to replace it."
+        f"to replace it{kept}."
     )
 
 

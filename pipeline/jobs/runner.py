@@ -15,6 +15,7 @@ from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.places import (
     files_below,
     plan_lock_path,
+    refuse_other_kind,
     restore,
     run_dir,
     set_aside,
@@ -127,9 +128,11 @@ class _Run:
         """Before any stage runs, as far as settings tell: inputs may change yet.
 
         Raises:
-            ArtifactError: training would be thrown away, and that is not asked for.
+            ArtifactError: training would be thrown away, and that is not asked for; or a stage
+                would replace an artifact of another kind.
         """
         for task in self._placed.tasks:
+            refuse_other_kind(task.out_dir, kind=task.stage.makes)
             self._refuse_loss(task, why_lost(task))
 
     def _refuse_loss(self, task: Task, cause: str | None) -> None:
