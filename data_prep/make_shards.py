@@ -32,8 +32,10 @@ from pipeline.artifacts.corpus import (
     imported_statistics,
     languages,
     line_counts,
+    listed_names,
     pair_counts,
 )
+from pipeline.artifacts.parts import OTHER_LANGUAGES
 from pipeline.artifacts.places import link_or_copy, run_dir
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
@@ -182,6 +184,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "unknown_share": unknown_shares(results),
         "emptied": sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)),
         "imported": imported_statistics(corpus),
+        OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
 
 

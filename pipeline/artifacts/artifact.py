@@ -8,7 +8,7 @@ digests the manifest says when its path is given out (``digests``).
 
 import errno
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -43,6 +43,7 @@ from pipeline.artifacts.manifest import (
     to_json,
     with_article,
 )
+from pipeline.artifacts.parts import digest_of_part, part_of
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -97,10 +98,26 @@ class Artifact:
 
     directory: Path
     manifest: Manifest
+    splits: tuple[str, ...] = ()
+    """What of a corpus this is; none: all of it."""
+    whole: Manifest | None = None
+    """The manifest as it is stored, where that of a part stands in its place."""
 
     @cached_property
     def digest(self) -> str:
-        return self.manifest.digest
+        """Of all of the artifact."""
+        return (self.whole or self.manifest).digest
+
+    def digest_of(self, splits: Sequence[str]) -> str:
+        """Of what some splits of a corpus hold; of all of the artifact where none are named."""
+        return digest_of_part(self.whole or self.manifest, splits) if splits else self.digest
+
+    def part(self, splits: Sequence[str]) -> "Artifact":
+        """A corpus with the files and statistics of these splits alone; itself without any."""
+        if not splits:
+            return self
+        manifest = part_of(self.manifest, splits)
+        return Artifact(self.directory, manifest, splits=tuple(splits), whole=self.manifest)
 
     @property
     def statistics(self) -> dict[str, Any]:
@@ -110,7 +127,12 @@ class Artifact:
     def as_input(self) -> InputRecord:
         """What the manifest of an artifact made from this one says of it."""
         path = str(self.directory.absolute())
-        return InputRecord(kind=self.manifest.kind, path=path, digest=self.digest)
+        return InputRecord(
+            kind=self.manifest.kind,
+            path=path,
+            digest=self.digest_of(self.splits),
+            splits=self.splits,
+        )
 
     def file(self, name: str) -> Path:
         """Path of a file the manifest lists, which is as the manifest says.
@@ -260,8 +282,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name the folder of "
-            f"{with_article(kind)}."
+            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name "
+            f"the folder of {with_article(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(

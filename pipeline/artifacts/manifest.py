@@ -12,7 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from pipeline.documents import read_bytes
 from pipeline.errors import ArtifactError
@@ -75,6 +81,12 @@ class InputRecord(_Frozen):
     kind: str
     path: str
     digest: str
+    splits: tuple[str, ...] = ()
+    """Of a corpus, what the digest is of (``parts``); none: of all of it."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_splits(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name != "splits" or value}
 
 
 class RunRecord(_Frozen):

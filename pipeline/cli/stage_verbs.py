@@ -41,6 +41,7 @@ from pipeline.entry import prepare_process
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
+from pipeline.jobs.plan import splits_to_compare
 from pipeline.jobs.training_at_stake import training_done, why_anew
 from pipeline.stages import STAGES, Stage, StageCall, stage_config
 
@@ -166,7 +167,10 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             continue
         paths = _named_inputs(name, given[name])
         _refuse_inputs(paths, stage, options)
-        artifacts |= {key: open_artifact(path, kind=wanted.kind) for key, path in paths.items()}
+        artifacts |= {
+            key: open_artifact(path, kind=wanted.kind).part(wanted.splits)
+            for key, path in paths.items()
+        }
     return StageCall(
         stage=stage,
         recipe=recipe,
@@ -213,6 +217,10 @@ def _already_done(call: StageCall) -> bool:
         return False
     refuse_other_kind(call.out_dir, kind=call.stage.makes)
     digests = {name: record.digest for name, record in call.records.items()}
+    digests |= {
+        name: artifact.digest_of(splits_to_compare(manifest, name, artifact.splits))
+        for name, artifact in call.artifacts.items()
+    }
     reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
     if reason is None:
         refuse_changed(call.out_dir)

@@ -101,7 +101,11 @@ def _seconds(metrics_path: Path) -> float:
 
 
 def _changes(
-    finished: Manifest, task: Placed, *, config: Mapping[str, Any], digests: Mapping[str, str] | None
+    finished: Manifest,
+    task: Placed,
+    *,
+    config: Mapping[str, Any],
+    digests: Mapping[str, str] | None,
 ) -> list[str]:
     if digests is None:
         digests = {name: record.digest for name, record in finished.inputs.items()}
