@@ -57,7 +57,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
 )
 from pipeline.documents import read_json
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, to_write
 
 __all__ = [
     "FORMAT_VERSION",
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 UNWRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
 )
 """What the user can mend where something cannot be written."""
@@ -371,8 +371,8 @@ def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Pat
 def describe_unwritable(error: OSError, *, place: Path) -> str:
     """What to say where something could not be written."""
     return (
-        f"{place} could not be written ({error.strerror or error}): nothing was changed; make "
-        "room or choose another --out and run again."
+        f"{place} could not be written ({error.strerror or error}), nothing was changed: "
+        f"{to_write(error)}, or choose another --out, and run again."
     )
 
 

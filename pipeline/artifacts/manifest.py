@@ -7,6 +7,7 @@ relative, with ``/``, and stay within the artifact.
 
 import hashlib
 import json
+import os
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -173,6 +174,16 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 # ---------------------------------------------------------------- names of files
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is UTF-8: Python holds other bytes in half surrogate pairs."""
+    return not any(unicodedata.category(character) == "Cs" for character in name)
+
+
+def as_text(path: Path) -> str:
+    """A path as it can be printed, bytes that are not UTF-8 as escapes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def describe_names(names: Iterable[str]) -> str | None:

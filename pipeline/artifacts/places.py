@@ -30,10 +30,13 @@ from typing import Literal
 
 from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import (
+    LONGEST_PART,
     MANIFEST_NAME,
     MARKER_NAME,
     Kind,
     Manifest,
+    as_text,
+    is_text,
     read_manifest,
     with_article,
 )
@@ -51,6 +54,43 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 """What tells the run folder of one kind of stage from the other's."""
 
 # ---------------------------------------------------------------- names
+
+
+def refuse_path(path: Path, *, is_output: bool = False) -> None:
+    """Refuse a path that a manifest or the file system cannot hold, before any work is done.
+
+    Args:
+        path: as the user gave it.
+        is_output: whether a stage writes there, and so beside it, under longer names.
+
+    Raises:
+        ConfigError: the path, or a folder above it, is not UTF-8; or a part of it is too long.
+    """
+    absolute = path.absolute()
+    if not is_text(str(absolute)):
+        raise ConfigError(
+            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text: "
+            "rename it, or name another."
+        )
+    *folders, last = map(_num_bytes, absolute.parts)
+    most = LONGEST_PART - (_longest_addition() if is_output else 0)
+    if last > most or max(folders, default=0) > LONGEST_PART:
+        raise ConfigError(
+            f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
+            f"{most if last > most else LONGEST_PART} fit: choose a shorter one."
+        )
+
+
+def _num_bytes(name: str) -> int:
+    return len(os.fsencode(name))
+
+
+def _longest_addition() -> int:
+    """Bytes that the names of what lies beside an output have more than its own."""
+    out_dir = Path("x")
+    beside = [of(out_dir) for of in (unfinished_dir, replaced_dir, lock_path, verified_path)]
+    beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
+    return max(_num_bytes(place.name) for place in beside) - 1
 
 
 def link_or_copy(source: Path, target: Path) -> bool:

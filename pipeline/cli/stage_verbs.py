@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from pipeline.artifacts.artifact import (
@@ -32,7 +33,7 @@ from pipeline.artifacts.run_removal import finish_removal
 from pipeline.cli.assembly_command import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
-from pipeline.cli.option_types import named_paths, whole_number
+from pipeline.cli.option_types import named_paths, refuse_paths, whole_number
 from pipeline.cli.stage_options import check_required, is_declared, is_filter, stage_parser
 from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.signals import interruptible
@@ -60,11 +61,18 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     parser = stage_parser(stage)
     options = parser.parse_args(arguments)
     if name == "translate" and is_filter(options, parser):
-        return guarded(name, lambda: filter_command(options))
-    if name == "upcycle" and is_declared(stage, options, parser):
-        return guarded(name, lambda: declared_command(options))
-    check_required(stage, options, parser)
-    return guarded(name, lambda: _stage_command(stage, options, arguments))
+        action = partial(filter_command, options)
+    elif name == "upcycle" and is_declared(stage, options, parser):
+        action = partial(declared_command, options)
+    else:
+        check_required(stage, options, parser)
+        action = partial(_stage_command, stage, options, arguments)
+
+    def act() -> int:
+        refuse_paths(options)
+        return action()
+
+    return guarded(name, act)
 
 
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:

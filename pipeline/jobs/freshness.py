@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
+    Artifact,
     Manifest,
     read_manifest,
     stage_key,
@@ -81,13 +82,24 @@ def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
 
 
 def change_of_files(task: Task) -> str | None:
-    """Which file of its finished artifact is not as it was made, by its status alone."""
+    """Which file of its finished artifact is not as it was made, and what happened to it.
+
+    A copy has other times and inodes: a file that looks changed is compared with its digest, which
+    is then remembered.
+    """
     try:
         manifest = read_manifest(task.out_dir)
-        changes = changed_files(task.out_dir, manifest) if manifest else {}
+        if manifest is None:
+            return None
+        changes = changed_files(task.out_dir, manifest)
     except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
         return None
-    return next((f"its file {name} {change}" for name, change in changes.items()), None)
+    for name, change in changes.items():
+        try:
+            Artifact(task.out_dir, manifest).check([name])
+        except ArtifactError:
+            return f"its file {name} {change}"
+    return None
 
 
 def forecast(placed: PlacedPlan) -> dict[str, str | None]:

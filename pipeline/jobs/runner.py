@@ -302,7 +302,7 @@ def dry_run(
             training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
             say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change, training)))})")
         else:
-            say(f"{task.name}: would be checked ({change})" if change else f"{task.name}: done")
+            say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
 def _fate_of_training(
