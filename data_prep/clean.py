@@ -13,12 +13,10 @@ that repeats another, and a block of lines: import has bounded their length.
 
 import hashlib
 import json
-import multiprocessing
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from data_prep.clean_pair import PairResult, PairTask, clean_pair
@@ -38,6 +36,7 @@ from pipeline.artifacts.corpus import (
     text_name,
 )
 from pipeline.config import CleanConfig
+from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
 from pipeline.languages import usual_script
 from pipeline.scripts import letters_of
@@ -126,9 +125,8 @@ def clean_all(tasks: list[PairTask], processes: int) -> Iterator[PairResult]:
     if processes == 1 or len(tasks) < 2:
         yield from map(clean_pair, tasks)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(tasks)), mp_context=context) as pool:
-        yield from pool.map(clean_pair, tasks)
+    with WorkerPool(min(processes, len(tasks))) as pool:
+        yield from pool.in_order(clean_pair, tasks)
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:

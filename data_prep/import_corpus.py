@@ -13,9 +13,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TextIO
 
@@ -34,6 +32,7 @@ from data_prep.side_languages import EvenSample, are_swapped, code_warning, scri
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.config import CorpusConfig
+from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
 from pipeline.scripts import count_scripts
 from pipeline.stages import StageCall
@@ -173,21 +172,15 @@ def import_spread(
     """Import pairs of files over worker processes, the quarantine in the order of the sections."""
     groups = section_groups(raw.sections, writer, config=config)
     tally = Tally()
-    with ProcessPoolExecutor(
-        min(processes, max(len(groups), 1)), mp_context=get_context("spawn")
-    ) as pool:
+    with WorkerPool(min(processes, max(len(groups), 1))) as pool:
         found = [pool.submit(import_group, group) for group in groups]
-        try:
-            for group, future in track(
-                zip(groups, found, strict=True), label="import", total=len(groups)
-            ):
-                tally.include(future.result())
-                with group.quarantine_path.open(encoding="utf-8") as part:
-                    shutil.copyfileobj(part, quarantine)
-                group.quarantine_path.unlink()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for group, future in track(
+            zip(groups, found, strict=True), label="import", total=len(groups)
+        ):
+            tally.include(future.result())
+            with group.quarantine_path.open(encoding="utf-8") as part:
+                shutil.copyfileobj(part, quarantine)
+            group.quarantine_path.unlink()
     return tally
 
 

@@ -11,8 +11,7 @@ without training data, which the statistics say (``emptied``).
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import Executor, as_completed
 from pathlib import Path
 
 from data_prep.pair_shards import (
@@ -32,13 +31,16 @@ from pipeline.artifacts.corpus import (
     imported_statistics,
     languages,
     line_counts,
+    listed_names,
     pair_counts,
 )
+from pipeline.artifacts.parts import OTHER_LANGUAGES
 from pipeline.artifacts.places import link_or_copy, run_dir
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.config import ShardsConfig
+from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import ConfigError, DataError
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed
@@ -149,7 +151,8 @@ def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[Fini
             for future in track(as_completed(futures), label="pairs", total=len(jobs)):
                 yield future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            if mpi:
+                pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
@@ -160,7 +163,7 @@ def _executor(processes: int, *, mpi: bool) -> Executor:
         ConfigError: there are no such ranks.
     """
     if not mpi:
-        return ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+        return WorkerPool(processes)
     if "mpi4py.futures" not in sys.orig_argv:
         raise ConfigError(f"--mpi is for the ranks of a launcher: start {MPI_COMMAND}.")
     from mpi4py import MPI
@@ -182,6 +185,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
         "unknown_share": unknown_shares(results),
         "emptied": sorted(emptied_pairs(corpus) | newly_emptied(corpus, results)),
         "imported": imported_statistics(corpus),
+        OTHER_LANGUAGES: sorted(listed_names(corpus, OTHER_LANGUAGES)),
     }
 
 

@@ -4,7 +4,9 @@ Entry points are the command, the stages as modules of their own, and the benchm
 calls this, so that whoever imports the package keeps a process as it was.
 """
 
+import io
 import os
+import sys
 
 from pipeline.kernels.allocator import keep_freed_memory
 
@@ -19,8 +21,13 @@ cores from whatever else the machine does.
 def prepare_process() -> None:
     """Say how memory is kept and how threads wait, unless the environment does.
 
-    Threads are libgomp's, which reads its variables when torch loads it: to be called before.
+    Standard output and standard error write characters that their encoding lacks as escapes: a
+    table is not lost to one arrow in it. Threads are libgomp's, which reads its variables when
+    torch loads it: to be called before.
     """
     keep_freed_memory()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -1,8 +1,23 @@
 """The errors a user can meet: each message is one sentence that says what, where and what to do."""
 
+import errno
+
 EXIT_USER_ERROR = 2
 EXIT_RUN_AGAIN = 75
 """The stage was asked to stop and saved what it had: run the same command again."""
+
+
+def to_write(error: OSError) -> str:
+    """What a user can do where something cannot be written, to be put behind a colon."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            return "make room"
+        case errno.EROFS:
+            return "mount that disk for writing"
+        case errno.ENAMETOOLONG:
+            return "shorten the path"
+        case _:
+            return "see to it that it can be"
 
 
 class UserError(Exception):

@@ -15,11 +15,9 @@ test lines alone, the corpus that the systems were trained on. Makes an evaluati
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -35,6 +33,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
     pair_name,
 )
+from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation.averages import average_scores
 from pipeline.evaluation.bleu import Bleu
@@ -641,8 +640,8 @@ def in_parallel(
     if workers <= 1:
         yield from track((function(task) for task in tasks), label=label, total=len(tasks))
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield from track(pool.map(function, tasks), label=label, total=len(tasks))
+    with WorkerPool(workers) as pool:
+        yield from track(pool.in_order(function, tasks), label=label, total=len(tasks))
 
 
 def _lines_name(system: str, direction: str) -> str:

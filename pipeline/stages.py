@@ -20,6 +20,7 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     stage_key,
 )
+from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings_diff import DECIDE_NOTHING, undeciding, without_settings
@@ -36,6 +37,8 @@ class Input:
     required: bool = True
     many: bool = False
     """Takes several named artifacts, NAME=DIR each."""
+    splits: tuple[Split, ...] = ()
+    """Of a corpus, all that the stage is given, and that makes its result stale; none: all."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ STAGES: dict[str, Stage] = {
             makes="tokenizer",
             help="a vocabulary from a temperature-balanced sample, and language tokens",
             sections=("tokenizer",),
-            inputs={"corpus": Input("corpus", "clean corpus")},
+            inputs={"corpus": Input("corpus", "clean corpus", splits=("train",))},
         ),
         Stage(
             name="make_shards",
@@ -222,7 +225,7 @@ STAGES: dict[str, Stage] = {
             help="text into memory-mapped token ids",
             sections=("shards",),
             inputs={
-                "corpus": Input("corpus", "clean corpus"),
+                "corpus": Input("corpus", "clean corpus", splits=("train", "valid")),
                 "tokenizer": Input("tokenizer", "vocabulary"),
             },
             parallel="workers",

@@ -8,7 +8,7 @@ digests the manifest says when its path is given out (``digests``).
 
 import errno
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -41,7 +41,9 @@ from pipeline.artifacts.manifest import (
     json_digest,
     read_manifest,
     to_json,
+    with_article,
 )
+from pipeline.artifacts.parts import digest_of_part, part_of
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -55,7 +57,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
 )
 from pipeline.documents import read_json
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, to_write
 
 __all__ = [
     "FORMAT_VERSION",
@@ -84,7 +86,7 @@ __all__ = [
 ]
 
 UNWRITABLE = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
 )
 """What the user can mend where something cannot be written."""
@@ -96,10 +98,26 @@ class Artifact:
 
     directory: Path
     manifest: Manifest
+    splits: tuple[str, ...] = ()
+    """What of a corpus this is; none: all of it."""
+    whole: Manifest | None = None
+    """The manifest as it is stored, where that of a part stands in its place."""
 
     @cached_property
     def digest(self) -> str:
-        return self.manifest.digest
+        """Of all of the artifact."""
+        return (self.whole or self.manifest).digest
+
+    def digest_of(self, splits: Sequence[str]) -> str:
+        """Of what some splits of a corpus hold; of all of the artifact where none are named."""
+        return digest_of_part(self.whole or self.manifest, splits) if splits else self.digest
+
+    def part(self, splits: Sequence[str]) -> "Artifact":
+        """A corpus with the files and statistics of these splits alone; itself without any."""
+        if not splits:
+            return self
+        manifest = part_of(self.manifest, splits)
+        return Artifact(self.directory, manifest, splits=tuple(splits), whole=self.manifest)
 
     @property
     def statistics(self) -> dict[str, Any]:
@@ -109,7 +127,12 @@ class Artifact:
     def as_input(self) -> InputRecord:
         """What the manifest of an artifact made from this one says of it."""
         path = str(self.directory.absolute())
-        return InputRecord(kind=self.manifest.kind, path=path, digest=self.digest)
+        return InputRecord(
+            kind=self.manifest.kind,
+            path=path,
+            digest=self.digest_of(self.splits),
+            splits=self.splits,
+        )
 
     def file(self, name: str) -> Path:
         """Path of a file the manifest lists, which is as the manifest says.
@@ -259,8 +282,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {_a(manifest.kind)} where {_a(kind)} is wanted: name the folder of "
-            f"{_a(kind)}."
+            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name "
+            f"the folder of {with_article(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(
@@ -268,11 +291,6 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
             f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
         )
     return Artifact(directory=path, manifest=manifest)
-
-
-def _a(kind: Kind) -> str:
-    """``a checkpoint``, ``an export``."""
-    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def refuse_changed(directory: Path) -> None:
@@ -309,7 +327,7 @@ def new_artifact(
         wall_seconds: how long the work took, where a clock of this process cannot tell.
     """
     restore(out_dir)
-    refuse_to_overwrite(out_dir, overwrite=overwrite)
+    refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
     paths = {name: Path(record.path) for name, record in inputs.items()}
     refuse_inputs(out_dir, inputs=paths, run_folder=False)
     clock = time.monotonic() if clock is None else clock
@@ -353,8 +371,8 @@ def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Pat
 def describe_unwritable(error: OSError, *, place: Path) -> str:
     """What to say where something could not be written."""
     return (
-        f"{place} could not be written ({error.strerror or error}): nothing was changed; make "
-        "room or choose another --out and run again."
+        f"{place} could not be written ({error.strerror or error}), nothing was changed: "
+        f"{to_write(error)}, or choose another --out, and run again."
     )
 
 

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.details import Details
 from pipeline.artifacts.manifest import describe_name
+from pipeline.artifacts.parts import OTHER_LANGUAGES
 from pipeline.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
 from pipeline.settings import shown
@@ -182,8 +183,9 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 
 def languages(artifact: Artifact) -> list[str]:
-    """All languages of a corpus or shards artifact, sorted."""
-    return sorted({code for name in pair_counts(artifact) for code in name.split("-")})
+    """All languages of a corpus or shards artifact, sorted; of a part too, those of the whole."""
+    found = {code for name in pair_counts(artifact) for code in name.split("-")}
+    return sorted(found | listed_names(artifact, OTHER_LANGUAGES))
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:

@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.artifacts.manifest import MANIFEST_NAME, FileRecord, Manifest, json_digest
+from pipeline.artifacts.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    as_text,
+    is_text,
+    json_digest,
+)
 from pipeline.artifacts.places import is_verified_file, verified_path
 from pipeline.errors import ArtifactError
 
@@ -106,6 +113,11 @@ def raw_digest(path: Path) -> str:
     if not path.is_dir():
         raise ArtifactError(f"{path} does not exist: name an existing file or folder.")
     files = sorted(_files_below(path))
+    for entry in files:
+        if not is_text(str(entry)):
+            raise ArtifactError(
+                f"{as_text(entry)} has a name that is not UTF-8: rename it, or move it away."
+            )
     records = file_records(files)
     return json_digest(
         {str(entry.relative_to(path)): records[entry].model_dump() for entry in files}

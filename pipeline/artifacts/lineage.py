@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, read_manifest
+from pipeline.artifacts.parts import digest_of_part
 from pipeline.errors import ArtifactError
 
 Follow = Callable[[InputRecord], bool]
@@ -42,6 +43,6 @@ def open_recorded(record: InputRecord) -> Artifact | None:
         manifest = read_manifest(path)
     except (ArtifactError, ValueError):  # a NUL in the path
         return None
-    if manifest is None or manifest.digest != record.digest:
+    if manifest is None or digest_of_part(manifest, record.splits) != record.digest:
         return None
     return Artifact(directory=path, manifest=manifest)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pipeline.errors import ArtifactError
+from pipeline.errors import ArtifactError, to_write
 
 SIGNATURE = "process "
 """How the contents of every lock file begin, which say who holds it."""
@@ -61,8 +61,8 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
         if descriptor is not None:
             _release(path, descriptor)
         raise ArtifactError(
-            f"{what} cannot be written ({error.strerror or error}): make room, or choose another "
-            "folder."
+            f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or choose "
+            "another folder."
         ) from error
     try:
         yield Lock(path, signature, what)

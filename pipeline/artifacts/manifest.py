@@ -7,12 +7,19 @@ relative, with ``/``, and stay within the artifact.
 
 import hashlib
 import json
+import os
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from pipeline.documents import read_bytes
 from pipeline.errors import ArtifactError
@@ -75,6 +82,12 @@ class InputRecord(_Frozen):
     kind: str
     path: str
     digest: str
+    splits: tuple[str, ...] = ()
+    """Of a corpus, what the digest is of (``parts``); none: of all of it."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_splits(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name != "splits" or value}
 
 
 class RunRecord(_Frozen):
@@ -110,6 +123,11 @@ class Manifest(_Frozen):
             "files": {name: record.model_dump() for name, record in self.files.items()},
         }
         return json_digest(identity)
+
+
+def with_article(kind: Kind) -> str:
+    """``a checkpoint``, ``an export``."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def to_json(value: Any) -> str:
@@ -156,6 +174,16 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 # ---------------------------------------------------------------- names of files
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is UTF-8: Python holds other bytes in half surrogate pairs."""
+    return not any(unicodedata.category(character) == "Cs" for character in name)
+
+
+def as_text(path: Path) -> str:
+    """A path as it can be printed, bytes that are not UTF-8 as escapes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def describe_names(names: Iterable[str]) -> str | None:

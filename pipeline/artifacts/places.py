@@ -6,28 +6,40 @@ Beside an output ``NAME`` there may be
 - ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
 - ``NAME.run``: what a stage that can be interrupted keeps for its next run, until it is done
   (``run_removal``);
-- ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier ``NAME`` with its run
-  folder, set aside when the user had it trained anew; nothing here reads them, so they can be
-  removed, or renamed to be what they were;
+- ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier, trained ``NAME`` with
+  its run folder, set aside when the user had it trained anew or put something else in its place;
+  nothing here reads them, so they can be removed, or renamed to be what they were;
 - ``.NAME.lock``: one writer at a time;
 - ``.NAME.verified.jsonl``: which files were found to be as the manifest says (``digests``).
 
 Nothing else in this project removes or renames anything there. A folder is replaced or removed
 only where all of it is ours: it is empty, or it has a manifest and nothing but the files listed
-there, or it is a working folder with our marker in it. Links are never followed.
+there, or it is a working folder with our marker in it. An artifact is replaced only by one of its
+own kind, and a trained one is then kept beside it. Links are never followed.
 """
 
 import contextlib
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts.locks import Lock, exclusive
-from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME, read_manifest
+from pipeline.artifacts.manifest import (
+    LONGEST_PART,
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Kind,
+    Manifest,
+    as_text,
+    is_text,
+    read_manifest,
+    with_article,
+)
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
 
@@ -42,6 +54,43 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
 """What tells the run folder of one kind of stage from the other's."""
 
 # ---------------------------------------------------------------- names
+
+
+def refuse_path(path: Path, *, is_output: bool = False) -> None:
+    """Refuse a path that a manifest or the file system cannot hold, before any work is done.
+
+    Args:
+        path: as the user gave it.
+        is_output: whether a stage writes there, and so beside it, under longer names.
+
+    Raises:
+        ConfigError: the path, or a folder above it, is not UTF-8; or a part of it is too long.
+    """
+    absolute = path.absolute()
+    if not is_text(str(absolute)):
+        raise ConfigError(
+            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text: "
+            "rename it, or name another."
+        )
+    *folders, last = map(_num_bytes, absolute.parts)
+    most = LONGEST_PART - (_longest_addition() if is_output else 0)
+    if last > most or max(folders, default=0) > LONGEST_PART:
+        raise ConfigError(
+            f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
+            f"{most if last > most else LONGEST_PART} fit: choose a shorter one."
+        )
+
+
+def _num_bytes(name: str) -> int:
+    return len(os.fsencode(name))
+
+
+def _longest_addition() -> int:
+    """Bytes that the names of what lies beside an output have more than its own."""
+    out_dir = Path("x")
+    beside = [of(out_dir) for of in (unfinished_dir, replaced_dir, lock_path, verified_path)]
+    beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
+    return max(_num_bytes(place.name) for place in beside) - 1
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
@@ -140,8 +189,28 @@ def is_working(directory: Path) -> bool:
     return _is_plain(directory / MARKER_NAME) or not any(entries(directory))
 
 
-def refuse_to_overwrite(out_dir: Path, *, overwrite: bool) -> None:
+def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
+    """Refuse an output where a finished artifact of another kind lies, which is never replaced.
+
+    Raises:
+        ArtifactError: names both kinds.
+    """
+    try:
+        manifest = read_manifest(out_dir)
+    except ArtifactError:
+        return  # not a finished artifact: why_not_ours has a sentence for it
+    if manifest is not None and manifest.kind != kind:
+        raise ArtifactError(
+            f"{out_dir} holds {with_article(manifest.kind)} made by {manifest.stage}, which "
+            f"{with_article(kind)} never replaces: name another --out, or move it away."
+        )
+
+
+def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = None) -> None:
     """Refuse an output where something lies that is not ours, or was not asked to be replaced.
+
+    Args:
+        kind: of the new artifact; None: whatever lies there is of the right kind.
 
     Raises:
         ArtifactError: ``out_dir``, or a working folder beside it, holds what would be lost.
@@ -155,7 +224,11 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool) -> None:
             _refuse_foreign(working)
     if not os.path.lexists(out_dir):
         return
+    if kind is not None:
+        refuse_other_kind(out_dir, kind=kind)
     reason = why_not_ours(out_dir)
+    if not os.path.lexists(out_dir):
+        return  # rank 0 of this stage has just set it aside
     if reason is not None:
         raise ArtifactError(
             f"{out_dir} exists already and {reason}: it is never replaced; name another --out, or "
@@ -263,13 +336,17 @@ def restore(out_dir: Path) -> None:
 def replace_directory(new_dir: Path, out_dir: Path) -> None:
     """Rename ``new_dir`` to ``out_dir``; what was there is set aside first and removed after.
 
+    A trained model that something else than training replaces stays where it is set aside.
+
     Raises:
-        ArtifactError: what is there, or set aside already, is not ours.
+        ArtifactError: what is there, or set aside already, is not ours, or of another kind.
     """
     restore(out_dir)
-    refuse_to_overwrite(out_dir, overwrite=True)
-    aside = replaced_dir(out_dir)
-    remove_artifact(aside)
+    new = read_manifest(new_dir)
+    refuse_to_overwrite(out_dir, overwrite=True, kind=new.kind if new else None)
+    remove_artifact(replaced_dir(out_dir))
+    kept = is_trained(read_manifest(out_dir)) and not is_trained(new)
+    aside = free_place_aside(out_dir) if kept else replaced_dir(out_dir)
     if out_dir.exists():
         out_dir.rename(aside)
     try:
@@ -279,8 +356,12 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     except OSError:
         if not new_dir.exists():
             out_dir.rename(new_dir)
-        restore(out_dir)
+        if aside.exists():
+            aside.rename(out_dir)
         raise
+    if kept:
+        print(f"{out_dir}: the model trained before is kept as {aside}", file=sys.stderr)
+        return
     with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
         remove_artifact(aside)
 
@@ -295,6 +376,15 @@ def sync(path: Path) -> None:
 
 
 # ---------------------------------------------------------------- setting aside
+
+
+def is_trained(manifest: Manifest | None) -> bool:
+    """Whether an artifact is a model that a training stage made, and not one made of others."""
+    return (
+        manifest is not None
+        and manifest.kind in ("checkpoint", "task_model")
+        and "ds_config" in manifest.config
+    )
 
 
 def free_place_aside(out_dir: Path) -> Path:
@@ -344,6 +434,8 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
         problem = f"holds {other} of another kind of stage"
     else:
         return
+    if not os.path.lexists(directory):
+        return  # rank 0 of this stage has just set it aside
     raise ArtifactError(
         f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
         "nothing there is touched; name another --out, or move the folder away."

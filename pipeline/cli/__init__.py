@@ -14,6 +14,7 @@ from typing import NoReturn
 from pipeline.cli.checkpoint_verbs import add_checkpoint_verbs
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.export_verb import EXPORT_VERBS
+from pipeline.cli.option_types import refuse_paths
 from pipeline.cli.plan_verbs import PLAN_VERBS
 from pipeline.cli.recipe_verbs import RECIPE_VERBS
 from pipeline.cli.stage_verbs import stage_main
@@ -44,7 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # one process does it, however many a launcher started
     options = _parser().parse_args(arguments)
     verb: Verb = options.chosen
-    return guarded(verb.command, lambda: verb.action(options))
+
+    def act() -> int:
+        refuse_paths(options)
+        return verb.action(options)
+
+    return guarded(verb.command, act)
 
 
 def _parser() -> argparse.ArgumentParser:

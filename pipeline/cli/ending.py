@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from pipeline.artifacts.artifact import UNWRITABLE
+from pipeline.distributed.signals import let_ctrl_c_in
 from pipeline.distributed.world import rank_of
 from pipeline.errors import (
     EXIT_RUN_AGAIN,
@@ -13,6 +14,7 @@ from pipeline.errors import (
     ConfigError,
     Interrupted,
     UserError,
+    to_write,
 )
 
 EXIT_KEYBOARD = 130
@@ -30,6 +32,7 @@ _SIZE_NAMES = {
 def guarded(name: str, action: Callable[[], int]) -> int:
     """Run a command; errors that a user can mend become one line and an exit code."""
     try:
+        let_ctrl_c_in()
         code = action()
         sys.stdout.flush()
         return code
@@ -58,7 +61,7 @@ def _describe_os_error(error: OSError) -> ArtifactError:
     """What no stage had a sentence of its own for: a full disk, a folder that is not the user's."""
     return ArtifactError(
         f"{error.filename or 'A file'} could not be read or written "
-        f"({error.strerror or error}): make room, or see to it that it can be; then run the same "
+        f"({error.strerror or error}): {to_write(error)}, or name another place; then run the "
         "command again."
     )
 

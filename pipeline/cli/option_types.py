@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.artifacts.manifest import as_text, is_text
+from pipeline.artifacts.places import refuse_path
 from pipeline.ds_config import AUTO, ds_config_names
 from pipeline.errors import ConfigError
 from pipeline.settings import shown
@@ -55,6 +57,23 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
             raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
         paths[name] = Path(path)
     return paths
+
+
+def refuse_paths(options: argparse.Namespace) -> None:
+    """Refuse paths among the options that no stage can use, whatever the option is.
+
+    Raises:
+        ConfigError: names the path.
+    """
+    for name, value in vars(options).items():
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, Path):
+                refuse_path(entry, is_output=name == "out")
+            elif isinstance(entry, str) and not is_text(entry):
+                raise ConfigError(
+                    f"{as_text(Path(entry))} is not UTF-8: rename what it names, or name something "
+                    "else."
+                )
 
 
 def add_ds_config_option(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ def _run(options: argparse.Namespace) -> int:
         overlay=options.overlay,
         given=_given(options.input),
         processes=options.processes,
-    )
+    ).chosen(only=options.only, until=options.until)
     if options.dry_run:
         dry_run(placed, rebuild=options.rebuild)
         return 0
@@ -45,7 +45,7 @@ def _status(options: argparse.Namespace) -> int:
         out_dir=options.out,
         overlay=options.overlay,
         given=_given(options.input),
-    )
+    ).chosen(only=options.only, until=options.until)
     show_status(placed)
     return 0
 
@@ -86,6 +86,20 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=PATH",
         help="data from outside that the plan wants",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="STAGE and no other; it reads what others made, as it is (may be repeated)",
+    )
+    parser.add_argument(
+        "--until",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="STAGE and all that it needs, and no other (may be repeated)",
     )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from pipeline.artifacts.artifact import (
@@ -17,11 +18,14 @@ from pipeline.artifacts.artifact import (
     refuse_to_overwrite,
 )
 from pipeline.artifacts.places import (
+    is_trained,
     refuse_inputs,
+    refuse_other_kind,
     refuse_run_folder,
     replaced_dir,
     restore,
     run_dir,
+    set_aside,
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
@@ -29,7 +33,7 @@ from pipeline.artifacts.run_removal import finish_removal
 from pipeline.cli.assembly_command import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
-from pipeline.cli.option_types import named_paths, whole_number
+from pipeline.cli.option_types import named_paths, refuse_paths, whole_number
 from pipeline.cli.stage_options import check_required, is_declared, is_filter, stage_parser
 from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.signals import interruptible
@@ -38,6 +42,8 @@ from pipeline.entry import prepare_process
 from pipeline.errors import ArtifactError
 from pipeline.jobs.freshness import why_not_done
 from pipeline.jobs.launch import MAX_PROCESSES, launch
+from pipeline.jobs.plan import splits_to_compare
+from pipeline.jobs.training_at_stake import training_done, why_anew
 from pipeline.stages import STAGES, Stage, StageCall, stage_config
 
 
@@ -55,11 +61,18 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     parser = stage_parser(stage)
     options = parser.parse_args(arguments)
     if name == "translate" and is_filter(options, parser):
-        return guarded(name, lambda: filter_command(options))
-    if name == "upcycle" and is_declared(stage, options, parser):
-        return guarded(name, lambda: declared_command(options))
-    check_required(stage, options, parser)
-    return guarded(name, lambda: _stage_command(stage, options, arguments))
+        action = partial(filter_command, options)
+    elif name == "upcycle" and is_declared(stage, options, parser):
+        action = partial(declared_command, options)
+    else:
+        check_required(stage, options, parser)
+        action = partial(_stage_command, stage, options, arguments)
+
+    def act() -> int:
+        refuse_paths(options)
+        return action()
+
+    return guarded(name, act)
 
 
 def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[str]) -> int:
@@ -70,7 +83,9 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
         say_once(f"mmnmt {stage.name}: already done, {call.out_dir} is up to date.")
         _finish_removal(call)
         return 0
-    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite)
+    refuse_to_overwrite(call.out_dir, overwrite=call.overwrite, kind=stage.makes)
+    if call.overwrite and own_rank() == 0:
+        _set_training_aside(call)
     _say_whose_ranks(stage, options.processes if stage.parallel == "ranks" else None)
     if stage.parallel == "ranks" and call.processes > 1 and not is_launched(os.environ):
         return launch(
@@ -83,6 +98,17 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
     if own_rank() == 0:
         _say_summary(call)
     return 0
+
+
+def _set_training_aside(call: StageCall) -> None:
+    """Where ``--overwrite`` has training begin anew, keep what was trained before, as plans do."""
+    digests = {name: record.digest for name, record in call.records.items()}
+    cause = why_anew(call, digests=digests)
+    if cause is None:
+        return
+    with sole_writer(call.out_dir):
+        done, place = training_done(call), set_aside(call.out_dir)
+    say_once(f"mmnmt {call.stage.name}: {done} set aside as {place} ({cause})")
 
 
 def _finish_removal(call: StageCall) -> None:
@@ -149,7 +175,10 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
             continue
         paths = _named_inputs(name, given[name])
         _refuse_inputs(paths, stage, options)
-        artifacts |= {key: open_artifact(path, kind=wanted.kind) for key, path in paths.items()}
+        artifacts |= {
+            key: open_artifact(path, kind=wanted.kind).part(wanted.splits)
+            for key, path in paths.items()
+        }
     return StageCall(
         stage=stage,
         recipe=recipe,
@@ -191,16 +220,23 @@ def _already_done(call: StageCall) -> bool:
     Raises:
         ArtifactError: it holds something finished that this call would not make.
     """
-    if read_manifest(call.out_dir) is None:
+    manifest = read_manifest(call.out_dir)
+    if manifest is None:
         return False
+    refuse_other_kind(call.out_dir, kind=call.stage.makes)
     digests = {name: record.digest for name, record in call.records.items()}
+    digests |= {
+        name: artifact.digest_of(splits_to_compare(manifest, name, artifact.splits))
+        for name, artifact in call.artifacts.items()
+    }
     reason = why_not_done(call.out_dir, stage=call.stage, config=call.config, digests=digests)
     if reason is None:
         refuse_changed(call.out_dir)
         return True
+    kept = ", which keeps that one beside it" if is_trained(manifest) else ""
     raise ArtifactError(
         f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
-        "to replace it."
+        f"to replace it{kept}."
     )
 
 

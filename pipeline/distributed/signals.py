@@ -64,6 +64,21 @@ def _interrupt(number: signal.Signals) -> NoReturn:
     raise Interrupted(f"stopped by {number.name}")
 
 
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Let SIGINT wait meanwhile; processes started meanwhile have it wait until they let it in."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_ctrl_c_in() -> None:
+    """Receive SIGINT from now on, one that waits included."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 class StopFlag:
     """Asks a loop to stop: SIGTERM, SIGUSR1 or SIGINT only raise a flag that the loop polls.
 

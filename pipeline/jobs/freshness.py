@@ -3,8 +3,10 @@
 A finished artifact of the same key (see ``artifacts.stage_key``) is up to date. With another key a
 stage runs when a setting that decides its result (``Stage.deciding``) or the digest of an input
 differs from what the manifest says; a stage that is rebuilt with the same
-result leaves what follows alone. A setting that did not exist when the artifact was made counts as
-at its default, and one that its stage does not read any more counts no longer.
+result leaves what follows alone. Of a corpus, the digest is that of the splits that the stage reads
+(``Input.splits``): other test lines leave training alone. A setting that did not exist when the
+artifact was made counts as at its default, and one that its stage does not read any more counts no
+longer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from typing import Any
 
 from pipeline.artifacts.artifact import (
     FORMAT_VERSION,
-    MANIFEST_NAME,
+    Artifact,
     Manifest,
     read_manifest,
     stage_key,
@@ -80,22 +82,38 @@ def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
 
 
 def change_of_files(task: Task) -> str | None:
-    """Which file of its finished artifact is not as it was made, by its status alone."""
+    """Which file of its finished artifact is not as it was made, and what happened to it.
+
+    A copy has other times and inodes: a file that looks changed is compared with its digest, which
+    is then remembered.
+    """
     try:
         manifest = read_manifest(task.out_dir)
-        changes = changed_files(task.out_dir, manifest) if manifest else {}
+        if manifest is None:
+            return None
+        changes = changed_files(task.out_dir, manifest)
     except (ArtifactError, OSError):  # unreadable, or being replaced at this moment
         return None
-    return next((f"its file {name} {change}" for name, change in changes.items()), None)
+    for name, change in changes.items():
+        try:
+            Artifact(task.out_dir, manifest).check([name])
+        except ArtifactError:
+            return f"its file {name} {change}"
+    return None
 
 
 def forecast(placed: PlacedPlan) -> dict[str, str | None]:
-    """Stage → why it would run, or None; a stage runs too when one it reads from will."""
+    """Stage → why it would run, or None; a stage runs too when one it reads from will.
+
+    Stages that are left out will not: what they made is taken as it is.
+    """
     reasons: dict[str, str | None] = {}
     for task in placed.tasks:
-        causes = [name for name in task.planned.dependencies() if reasons[name] is not None]
-        absent = not (task.out_dir / MANIFEST_NAME).is_file()
-        if causes and not absent:
+        causes = [name for name in task.planned.dependencies() if reasons.get(name) is not None]
+        missing = [other.name for other in placed.left_out(task) if not other.is_made]
+        if missing:
+            reasons[task.name] = f"needs {missing[0]}, which is not made yet"
+        elif causes and task.is_made:
             reasons[task.name] = f"because {causes[0]} will run"
         elif causes:
             reasons[task.name] = "missing"

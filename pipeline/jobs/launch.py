@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from pipeline.distributed.signals import handled_by
+from pipeline.distributed.signals import ctrl_c_held_back, handled_by
 from pipeline.distributed.world import LOOPBACK, World, free_port
 from pipeline.errors import EXIT_RUN_AGAIN
 from pipeline.machine import processes_here, visible_gpus
@@ -71,7 +71,8 @@ def launch(
 
     When one fails, the others are asked to end, and killed after ``grace_seconds``. A signal to
     stop is passed on, and the children decide; a caller that wants to know of it passes
-    ``requests``, already entered.
+    ``requests``, already entered. SIGINT waits in a child until that lets it in, as the command
+    line does once it can answer (``signals.let_ctrl_c_in``).
 
     Returns:
         0; EXIT_RUN_AGAIN if a child said so and none failed; else the code of the first child
@@ -92,7 +93,8 @@ def launch(
     try:
         for rank in range(processes):
             world = World(rank, processes, rank, processes, LOOPBACK, port)
-            children.append(_start(arguments, world=world, threads=threads))
+            with ctrl_c_held_back():  # until the child can say in a sentence that it was stopped
+                children.append(_start(arguments, world=world, threads=threads))
         requests.watch(children)
         return _wait(children, grace_seconds=grace_seconds)
     finally:

@@ -5,21 +5,21 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``.
 """
 
 import graphlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from pipeline.artifacts.artifact import open_artifact, read_manifest
+from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.config import Recipe, load_recipe
 from pipeline.documents import read_toml
 from pipeline.ds_config import AUTO
-from pipeline.errors import ConfigError
+from pipeline.errors import ArtifactError, ConfigError
 from pipeline.hints import hint
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.settings import Settings, describe_validation, whole
@@ -196,6 +196,11 @@ class Task:
     out_dir: Path
     config: Mapping[str, Any]
 
+    @property
+    def is_made(self) -> bool:
+        """Whether its artifact is there, of whatever settings and inputs."""
+        return (self.out_dir / MANIFEST_NAME).is_file()
+
 
 @dataclass
 class PlacedPlan:
@@ -206,6 +211,9 @@ class PlacedPlan:
     given: Mapping[str, RawInput]
     """Plan input → data from outside."""
     tasks: list[Task]
+    """The stages that are to be run or looked at: all of the plan, or those chosen."""
+    others: list[Task] = field(default_factory=list)
+    """The stages that are left out: what they made is read as it is."""
     _raw_digests: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
     def path(self, source: str) -> Path:
@@ -220,10 +228,46 @@ class PlacedPlan:
             return self.given[source[1:]].values
         return (str(self.path(source)),)
 
+    def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "PlacedPlan":
+        """The plan with some of its stages: all of them where none is named.
+
+        Args:
+            only: these, whatever they read from.
+            until: these and all that they read from, near or far.
+
+        Raises:
+            ConfigError: the plan has no such stage.
+        """
+        for option, names in (("--only", only), ("--until", until)):
+            for name in names:
+                self.require_stage(name, option)
+        if not only and not until:
+            return self
+        wanted = {*only, *with_dependencies(self.plan, until)}
+        return replace(
+            self,
+            tasks=[task for task in self.tasks if task.name in wanted],
+            others=[task for task in self.tasks if task.name not in wanted],
+        )
+
+    def require_stage(self, name: str, option: str) -> None:
+        """Raises ConfigError where the plan has no stage that an option names."""
+        if name not in self.plan.stages:
+            raise ConfigError(
+                f"{option} {name}: plan {self.plan.name!r} has no such stage"
+                f"{hint(name, [*self.plan.stages])}"
+            )
+
+    def left_out(self, task: Task) -> list[Task]:
+        """The stages that a task reads from and that are left out."""
+        needed = task.planned.dependencies()
+        return [other for other in self.others if other.name in needed]
+
     def require_inputs(self) -> None:
-        """Raises ConfigError where an input of the plan is not given."""
+        """Raises ConfigError where an input of the plan, or of the chosen stages, is not given."""
+        sources = {source for task in self.tasks for source in task.planned.sources().values()}
         for name, meaning in self.plan.inputs.items():
-            if name not in self.given:
+            if name not in self.given and (not self.others or f"${name}" in sources):
                 raise ConfigError(
                     f"Plan {self.plan.name!r} wants {meaning}: pass --input {name}=PATH."
                 )
@@ -237,7 +281,8 @@ class PlacedPlan:
 
     def _digests(self, task: Task, key: str, source: str) -> dict[str, str]:
         """Of one source: several where it is raw text of several paths."""
-        kind = task.stage.inputs[key.partition("/")[0]].kind
+        wanted = task.stage.inputs[key.partition("/")[0]]
+        kind = wanted.kind
         if source.startswith("$") and source[1:] not in self.given:
             return _recorded_digests(task.out_dir, key)
         if kind == "raw":
@@ -246,7 +291,39 @@ class PlacedPlan:
                 digests = {name: record.digest for name, record in records.items()}
                 self._raw_digests[source, key] = digests
             return self._raw_digests[source, key]
-        return {key: open_artifact(self.path(source), kind=kind).digest}
+        splits = splits_to_compare(_manifest(task.out_dir), key, wanted.splits)
+        return {key: open_artifact(self.path(source), kind=kind).digest_of(splits)}
+
+
+def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
+    """Names of stages and of all that they read from, near or far."""
+    found: set[str] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += plan.stages[name].dependencies()
+    return found
+
+
+def _manifest(out_dir: Path) -> Manifest | None:
+    """Of what a stage made, where it can be read."""
+    try:
+        return read_manifest(out_dir)
+    except ArtifactError:
+        return None
+
+
+def splits_to_compare(
+    manifest: Manifest | None, name: str, splits: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The splits of an input of which to compare the digest with a manifest's.
+
+    All of the corpus, where the manifest has the digest of that: as earlier versions wrote it.
+    """
+    record = manifest.inputs.get(name) if manifest else None
+    return () if record is not None and not record.splits else splits
 
 
 def _recorded_digests(out_dir: Path, key: str) -> dict[str, str]:

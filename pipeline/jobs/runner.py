@@ -6,6 +6,7 @@ same command goes on where a stage failed or was stopped.
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,7 @@ from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.places import (
     files_below,
     plan_lock_path,
+    refuse_other_kind,
     restore,
     run_dir,
     set_aside,
@@ -23,7 +25,6 @@ from pipeline.artifacts.places import (
 )
 from pipeline.artifacts.run_removal import finish_removal
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.hints import hint
 from pipeline.jobs.freshness import change_of_files, forecast, reason_to_run
 from pipeline.jobs.launch import StopRequests, describe_exit, launch
 from pipeline.jobs.plan import PlacedPlan, Task
@@ -72,10 +73,12 @@ def run_plan(
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
-        ArtifactError: another run holds the folder, or training would be thrown away.
+        ArtifactError: another run holds the folder, training would be thrown away, or a stage
+            reads from one that is left out and not made yet.
     """
     placed.require_inputs()
     _check_rebuild(placed, rebuild)
+    _require_what_is_left_out(placed)
     lock_path = plan_lock_path(placed.out_dir)
     with exclusive(lock_path, what=str(placed.out_dir)), StopRequests() as requests:
         run = _Run(
@@ -93,12 +96,25 @@ def run_plan(
 
 
 def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
-    known = [task.name for task in placed.tasks]
+    chosen = {task.name for task in placed.tasks}
     for name in names:
-        if name not in known:
+        placed.require_stage(name, "--rebuild")
+        if name not in chosen:
             raise ConfigError(
-                f"--rebuild {name}: plan {placed.plan.name!r} has no such stage{hint(name, known)}"
+                f"--rebuild {name}: --only or --until leaves that stage out: name it there, too, "
+                "or leave out --rebuild."
             )
+
+
+def _require_what_is_left_out(placed: PlacedPlan) -> None:
+    """Raises ArtifactError where a stage reads from one that is neither chosen nor made."""
+    for task in placed.tasks:
+        for other in placed.left_out(task):
+            if not other.is_made:
+                raise ArtifactError(
+                    f"Stage {task.name} needs {other.name}, which is not made yet: pass --only "
+                    f"{other.name}, too, or --until {task.name}, which runs all that it needs."
+                )
 
 
 def _row(outcome: Outcome) -> list[str]:
@@ -127,9 +143,11 @@ class _Run:
         """Before any stage runs, as far as settings tell: inputs may change yet.
 
         Raises:
-            ArtifactError: training would be thrown away, and that is not asked for.
+            ArtifactError: training would be thrown away, and that is not asked for; or a stage
+                would replace an artifact of another kind.
         """
         for task in self._placed.tasks:
+            refuse_other_kind(task.out_dir, kind=task.stage.makes)
             self._refuse_loss(task, why_lost(task))
 
     def _refuse_loss(self, task: Task, cause: str | None) -> None:
@@ -167,12 +185,20 @@ class _Run:
             self.outcomes.append(Outcome(task.name, "already done"))
             return 0
         self._set_aside(task)
+        self._say_what_is_stale(task)
         self._say(f"{task.name}: running {task.stage.name} ({reason})")
         started = time.monotonic()
         code = self._run_until_done(task)
         state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
         self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
         return code
+
+    def _say_what_is_stale(self, task: Task) -> None:
+        """Where a stage reads what a stage that is left out would make otherwise by now."""
+        for other in self._placed.left_out(task):
+            with suppress(ArtifactError):  # its own inputs are gone
+                if reason := reason_to_run(self._placed, other):
+                    self._say(f"{task.name}: takes {other.name} as it is ({reason})")
 
     def _set_aside(self, task: Task) -> None:
         """Where training begins anew, keep what was trained before under another name."""
@@ -276,7 +302,7 @@ def dry_run(
             training = _fate_of_training(placed, task, reasons=reasons, rebuild=rebuild)
             say(f"{task.name}: would run ({'; '.join(filter(None, (reason, change, training)))})")
         else:
-            say(f"{task.name}: would be checked ({change})" if change else f"{task.name}: done")
+            say(f"{task.name}: would be refused ({change})" if change else f"{task.name}: done")
 
 
 def _fate_of_training(
@@ -291,7 +317,7 @@ def _fate_of_training(
         done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
     except ArtifactError:  # unreadable: a run refuses it with the sentence
         return None
-    inputs_may_change = any(reasons[name] is not None for name in task.planned.dependencies())
+    inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
     if done is None:
         return None
     if cause is None and not inputs_may_change:
@@ -334,10 +360,12 @@ def _status_row(
         manifest = read_manifest(task.out_dir)
         assert manifest is not None, "a stage without a reason to run has a manifest"
         return [task.name, "done", f"{manifest.run.started}, {manifest.run.wall_seconds:.1f} s"]
-    begun = run_dir(task.out_dir).exists() and not (task.out_dir / MANIFEST_NAME).is_file()
+    begun = run_dir(task.out_dir).exists() and not task.is_made
     if begun or unfinished_dir(task.out_dir).exists():
         told = (None if reason == "missing" else reason, training)
         return [task.name, "in progress", "; ".join(filter(None, told))]
     if reason == "missing":
         return [task.name, reason, ""]
+    if not task.is_made and not task.out_dir.exists():
+        return [task.name, "missing", reason]
     return [task.name, "stale", "; ".join(filter(None, (reason, training)))]

@@ -2,23 +2,36 @@
 
 A training stage goes on from its newest state where that is a state of the same training
 (``artifacts/training_states.py``), to more updates too. Where it is not, or where a finished model
-was trained otherwise, days may be lost: ``mmnmt run`` refuses until it is told to train anew.
+was trained otherwise, days may be lost: ``mmnmt run`` refuses until it is told to train anew, and
+a stage by itself until it is told to overwrite. What was trained is then set aside.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.artifacts.artifact import Manifest, read_manifest
 from pipeline.artifacts.places import free_place_aside, run_dir
 from pipeline.artifacts.training_states import newest_state, updates_done, why_not_to_go_on
 from pipeline.jobs.freshness import changes_since, listed_changes
 from pipeline.jobs.plan import Task
+from pipeline.stages import Stage
 from pipeline.summary import counted
 from pipeline.terminal import JsonLines
 
 
-def training_done(task: Task) -> str | None:
+class Placed(Protocol):
+    """A stage with its settings and its place: of a plan, or of a command line."""
+
+    @property
+    def stage(self) -> Stage: ...
+    @property
+    def out_dir(self) -> Path: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+
+def training_done(task: Placed) -> str | None:
     """How much a training stage has trained, finished or not: ``12,000 updates (3.4 hours) of
     training``; None where it has saved nothing."""
     if not task.stage.trains:
@@ -33,7 +46,7 @@ def training_done(task: Task) -> str | None:
     return f"{counted(updates, 'update')} ({seconds / 3600:.1f} hours) of training"
 
 
-def why_lost(task: Task, *, digests: Mapping[str, str] | None = None) -> str | None:
+def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str | None:
     """What makes all that a stage has trained useless; None if nothing does, or it did nothing.
 
     Args:
@@ -56,6 +69,18 @@ def why_lost(task: Task, *, digests: Mapping[str, str] | None = None) -> str | N
     return listed_changes(changes) or None
 
 
+def why_anew(task: Placed, *, digests: Mapping[str, str]) -> str | None:
+    """Why a training stage that is told to overwrite begins anew; None if nothing is lost by it.
+
+    Raises:
+        ArtifactError: what is there cannot be read.
+    """
+    cause = why_lost(task, digests=digests)
+    if cause is None and task.stage.trains and newest_state(run_dir(task.out_dir)) is None:
+        return "it is trained again" if _finished(task) is not None else None
+    return cause
+
+
 def _no_state(run_folder: Path) -> str:
     return (
         f"{run_folder} has no training state to go on from, which is kept of a finished training "
@@ -63,7 +88,7 @@ def _no_state(run_folder: Path) -> str:
     )
 
 
-def _finished(task: Task) -> Manifest | None:
+def _finished(task: Placed) -> Manifest | None:
     """Of a finished model; what another kind of stage left in its place is no training."""
     manifest = read_manifest(task.out_dir)
     return manifest if manifest is not None and manifest.kind == task.stage.makes else None
@@ -76,14 +101,18 @@ def _seconds(metrics_path: Path) -> float:
 
 
 def _changes(
-    finished: Manifest, task: Task, *, config: Mapping[str, Any], digests: Mapping[str, str] | None
+    finished: Manifest,
+    task: Placed,
+    *,
+    config: Mapping[str, Any],
+    digests: Mapping[str, str] | None,
 ) -> list[str]:
     if digests is None:
         digests = {name: record.digest for name, record in finished.inputs.items()}
     return changes_since(finished, stage=task.stage, config=config, digests=digests)
 
 
-def _is_longer(finished: Manifest, task: Task, *, digests: Mapping[str, str] | None) -> bool:
+def _is_longer(finished: Manifest, task: Placed, *, digests: Mapping[str, str] | None) -> bool:
     """Whether all that is wanted of a finished training is more updates."""
     noted, wanted = finished.config.get("training"), task.config["training"]
     before = noted.get("updates") if isinstance(noted, Mapping) else None

@@ -126,7 +126,7 @@ def refuse_others(corpus: Artifact, shards: Artifact | None, mixture: Artifact |
 
 def _refuse_other(name: str, source: Artifact, *, made: Artifact) -> None:
     record = made.manifest.inputs.get(name)
-    if record is None or record.digest != source.digest:
+    if record is None or record.digest != source.digest_of(record.splits):
         raise ArtifactError(
             f"{made.directory} was not made of {source.directory}: name those that belong together."
         )

@@ -215,7 +215,7 @@ class TrainingRun:
         return measured_kernels(shape, dtype=next(self.engine.model.parameters()).dtype)
 
     def _resume(self) -> None:
-        state = self.run_directory.resume_from(overwrite=self.call.overwrite)
+        state = self.run_directory.resume_from()
         if state is not None:
             check_together(state, state.names())
             self.position = read_position(state)

@@ -46,6 +46,6 @@ def describe_missing(
     lower = f"lower it to {left}, " if left else "set it to 0, "
     return (
         f"training.average_last is {training.average_last}, and of the states that the mean is of "
-        f"those after these updates are not there any more: {listed}; {lower}or begin anew with "
-        '--overwrite (saving.keep_states = "all" keeps them where a run is to go on later)'
+        f"those after these updates are not there any more: {listed}; {lower}or begin anew in "
+        'another --out (saving.keep_states = "all" keeps them where a run is to go on later)'
     )

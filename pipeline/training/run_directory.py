@@ -134,18 +134,18 @@ class RunDirectory:
         if self._is_removed:
             self._remove_emptied()
 
-    def resume_from(self, *, overwrite: bool) -> Artifact | None:
+    def resume_from(self) -> Artifact | None:
         """The highest complete training state of this very run, or None to begin.
 
         Unfinished leftovers are removed. Other settings or inputs under which a state cannot be
-        gone on from (``artifacts/training_states.py``) are an error that names the difference; the
-        state is removed with ``overwrite``. Another number of updates is said.
+        gone on from (``artifacts/training_states.py``) are an error that names the difference:
+        states are set aside before a run begins, or never. Another number of updates is said.
         """
         name: str | None = None
         problem: str | None = None
         if self._world.rank == 0:
             try:
-                name = self._newest_state(overwrite=overwrite)
+                name = self._newest_state()
             except UserError as error:
                 problem = str(error)
             except OSError as error:
@@ -155,7 +155,7 @@ class RunDirectory:
             raise CheckpointError(problem)
         return open_artifact(self.states_dir / name, kind="training_state") if name else None
 
-    def _newest_state(self, *, overwrite: bool) -> str | None:
+    def _newest_state(self) -> str | None:
         withdraw_removal(self.directory)
         self._remove_leftovers()
         names = self.state_names()
@@ -169,16 +169,11 @@ class RunDirectory:
         if change is None:
             self._say_change_of_total(state)
             return newest
-        if not overwrite:
-            raise CheckpointError(
-                f"{self.directory} holds a run with other settings or inputs ({change}): continue "
-                "with those, name another --out, or pass --overwrite to begin anew."
-            )
-        print(f"{self.directory}: begun anew, since {change}", file=sys.stderr)
-        for name in names:
-            remove_artifact(self.states_dir / name)
-        self._remove_results()
-        return None
+        raise CheckpointError(
+            f"{self.directory} holds a run with other settings or inputs ({change}): continue "
+            "with those, name another --out, or pass --overwrite, which keeps that run beside it "
+            "and begins anew."
+        )
 
     def _remove_results(self) -> None:
         for place in (self.best_dir, self.mean_dir):

@@ -169,11 +169,11 @@ def save_state(directory: RunDirectory, update: int) -> None:
     )
 
 
-def train(out_dir: Path, *, overwrite: bool) -> None:
+def train(out_dir: Path) -> None:
     """All that a training run does to its folder."""
     directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=ALONE)
     with directory.locked():
-        directory.resume_from(overwrite=overwrite)
+        directory.resume_from()
         for update in (2, 3):
             save_state(directory, update)
             directory.prune(keep_last=1)
@@ -205,7 +205,7 @@ def operate(
                 writer.write_json("made.json", "anew")
         case "training":
             with contextlib.suppress(UserError):
-                train(out_dir, overwrite=overwrite)
+                train(out_dir)
     return working_places(out_dir)
 
 
@@ -468,7 +468,7 @@ def test_a_training_does_not_work_in_a_folder_of_the_users(tmp_path: Path) -> No
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("mine")
     with pytest.raises(ArtifactError, match="nothing there is touched"):
-        train(tmp_path / "model", overwrite=True)
+        train(tmp_path / "model")
     assert tree(tmp_path) == {"model.run/metrics.jsonl": b"mine"}
 
 
@@ -518,9 +518,7 @@ def test_run_folders_of_earlier_versions_are_known_by_what_is_in_them(
         assert (folder / MARKER_NAME).exists()
 
 
-def test_a_state_with_a_file_of_the_users_in_it_is_neither_pruned_nor_begun_over(
-    tmp_path: Path,
-) -> None:
+def test_a_state_with_a_file_of_the_users_in_it_is_not_pruned(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "m", stage="pretrain", config={}, inputs={}, world=ALONE)
     with directory.locked():
         save_state(directory, 1)
@@ -530,14 +528,11 @@ def test_a_state_with_a_file_of_the_users_in_it_is_neither_pruned_nor_begun_over
             save_state(directory, update)
             directory.prune(keep_last=1)
     assert directory.state_names() == ["update-0000001", "update-0000003"]
-    other = RunDirectory(tmp_path / "m", stage="finetune", config={"a": 1}, inputs={}, world=ALONE)
-    with pytest.raises(UserError, match=r"notes\.txt"):
-        other.resume_from(overwrite=True)
     assert notes.read_text() == "mine"
 
 
 def test_hidden_folders_of_the_users_in_a_run_folder_are_no_leftovers(tmp_path: Path) -> None:
-    train(tmp_path / "model", overwrite=False)
+    train(tmp_path / "model")
     kept = [
         run_dir(tmp_path / "model") / ".git" / "HEAD",
         run_dir(tmp_path / "model") / "states" / ".mine" / "notes",
@@ -546,7 +541,7 @@ def test_hidden_folders_of_the_users_in_a_run_folder_are_no_leftovers(tmp_path: 
     for path in kept:
         path.parent.mkdir()
         path.write_text("mine")
-    train(tmp_path / "model", overwrite=True)
+    train(tmp_path / "model")
     assert [path.read_text() for path in kept] == ["mine"] * 3
 
 
@@ -593,7 +588,7 @@ def counted(name):
             os._exit(9)
         return original(*arguments, **options)
     setattr(os, name, call)
-with new_artifact(Path(sys.argv[1]), kind="corpus", stage="x", config={}, inputs={},
+with new_artifact(Path(sys.argv[1]), kind=sys.argv[3], stage="x", config={}, inputs={},
                   overwrite=True) as writer:
     writer.path("deep/new.txt").write_text("new")
     for name in ("mkdir", "rename", "unlink", "rmdir", "fsync"):
@@ -609,7 +604,7 @@ def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothi
         out_dir = tmp_path / str(moment) / "out"
         with new_artifact(out_dir, kind="corpus", stage="x", config={}, inputs={}) as writer:
             writer.path("old/old.txt").write_text("old")
-        command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment)]
+        command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment), "corpus"]
         code = subprocess.run(command, check=False, timeout=60).returncode
         assert code in (0, 9)
         restore(out_dir)
@@ -629,3 +624,31 @@ def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothi
     assert first_new >= 4, "killed before, between and after the two renamings"
     assert outcomes == ["old/old.txt"] * first_new + ["deep/new.txt"] * (len(outcomes) - first_new)
     assert len(outcomes) - first_new >= 4
+
+
+def test_killed_at_any_moment_of_taking_a_trained_models_place_that_model_is_kept(
+    tmp_path: Path,
+) -> None:
+    places = set()
+    for moment in range(100):
+        out_dir = tmp_path / str(moment) / "out"
+        trained = {"ds_config": {}}
+        with new_artifact(
+            out_dir, kind="checkpoint", stage="x", config=trained, inputs={}
+        ) as writer:
+            writer.path("old/old.txt").write_text("old")
+        command = [sys.executable, "-c", REPLACING, str(out_dir), str(moment), "checkpoint"]
+        code = subprocess.run(command, check=False, timeout=60, capture_output=True).returncode
+        assert code in (0, 9)
+        with new_artifact(
+            out_dir, kind="checkpoint", stage="x", config={}, inputs={}, overwrite=True
+        ) as writer:
+            writer.path("third.txt").touch()
+        kept = out_dir.parent / "out.before-1"
+        open_artifact(kept, kind="checkpoint").verify()
+        assert (kept / "old" / "old.txt").read_text() == "old"
+        assert names_in(out_dir.parent) == ["out", "out.before-1"]
+        places.add(code)
+        if code == 0:
+            break
+    assert places == {0, 9}

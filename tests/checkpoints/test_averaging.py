@@ -6,11 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.stored_checkpoints import SPEC, make_checkpoint, make_state, set_to, stored, weights_of
+from support.stored_checkpoints import (
+    SPEC,
+    byte_spec,
+    make_checkpoint,
+    make_state,
+    set_to,
+    stored,
+    weights_of,
+)
 from support.tiny_models import random_batch, tiny_model, tiny_spec
 
 from pipeline import cli
-from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff, verify
@@ -159,6 +167,44 @@ def test_a_mean_does_not_take_the_place_of_what_it_is_made_of(
         assert f"{relation} the input checkpoints/0" in capsys.readouterr().err
     assert stored(made).keys() == before.keys()
     verify(made)
+
+
+@pytest.mark.parametrize("verb", ["average", "tokenizer", "export"])
+def test_no_command_replaces_an_artifact_of_another_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    made = make_checkpoint(tmp_path / "a", tiny_model(byte_spec()))
+    out = tmp_path / "corpus"
+    with new_artifact(out, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        writer.path("text").write_text("text")
+    command = {
+        "average": ["checkpoint", "average", str(made), str(made)],
+        "tokenizer": ["checkpoint", "tokenizer", str(made)],
+        "export": ["export", str(made), "--to", "ctranslate2"],
+    }[verb]
+    for flags in ([], ["--overwrite"]):
+        assert cli.main([*command, "--out", str(out), *flags]) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert f"{out} holds a corpus made by clean, which a" in said
+        assert "--overwrite" not in said
+    assert (out / "text").read_text() == "text"
+
+
+def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make_checkpoint(tmp_path / "a", tiny_model(SPEC))
+    out = tmp_path / "trained"
+    trained = {"ds_config": {"zero_optimization": {"stage": 1}}}
+    with new_artifact(
+        out, kind="checkpoint", stage="pretrain", config=trained, inputs={}
+    ) as writer:
+        writer.path("weights").write_text("of many days")
+    command = ["checkpoint", "average", str(made), str(made), "--out", str(out), "--overwrite"]
+    assert cli.main(command) == 0
+    assert f"the model trained before is kept as {out}.before-1" in capsys.readouterr().err
+    assert (tmp_path / "trained.before-1" / "weights").read_text() == "of many days"
+    verify(out)
 
 
 def test_more_states_than_a_run_keeps_are_refused_with_how_many_there_are(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from support.folder_listing import names_in
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.places import claim_run_folder, plan_lock_path, sole_writer
+from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir, sole_writer
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_removal import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
@@ -282,6 +282,79 @@ def test_another_result_in_the_output_folder_is_refused_with_what_differs(
     assert "--overwrite" in said
     assert bench.train("--overwrite") == 0
     assert len(bench.calls) == 3
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_an_artifact_is_never_replaced_by_one_of_another_kind(
+    bench: Bench, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    bench.read()
+    bench.train()
+    before = open_artifact(Path(bench.at("model")), kind="checkpoint").digest
+    capsys.readouterr()
+    assert bench.read(*flags, out="model") == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said == (
+        f"mmnmt read: {bench.at('model')} holds a checkpoint made by train, which a corpus never "
+        "replaces: name another --out, or move it away.\n"
+    )
+    assert open_artifact(Path(bench.at("model")), kind="checkpoint").digest == before
+    assert len(bench.calls) == 2
+
+
+def test_overwriting_a_trained_model_keeps_it_beside_the_new_one(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.train()
+    before = open_artifact(Path(bench.at("model")), kind="checkpoint").digest
+    bench.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nseed = 20\n")
+    capsys.readouterr()
+    assert bench.train() == EXIT_USER_ERROR
+    assert "pass --overwrite to replace it, which keeps that one beside it" in (
+        capsys.readouterr().err
+    )
+    assert bench.train("--overwrite") == 0
+    place = bench.at("model.before-1")
+    assert open_artifact(Path(place), kind="checkpoint").digest == before
+    said = capsys.readouterr().err
+    assert f"0 updates (0.0 hours) of training set aside as {place} (training." in said
+    assert bench.train("--overwrite") == 0
+    assert f"set aside as {bench.at('model.before-2')} (it is trained again)" in (
+        capsys.readouterr().err
+    )
+
+
+def test_overwriting_an_unfinished_training_of_other_settings_keeps_its_states(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.read()
+    bench.action = _leave_state
+    assert bench.train() == EXIT_RUN_AGAIN
+    assert bench.train("--overwrite") == EXIT_RUN_AGAIN
+    assert not Path(bench.at("model.before-1.run")).exists(), "it goes on"
+    bench.recipe_path.write_text("[optimizer]\nwarmup_updates = 1\n[training]\nseed = 20\n")
+    bench.action = _build
+    capsys.readouterr()
+    assert bench.train("--overwrite") == 0
+    assert "5 updates (0.0 hours) of training set aside as" in capsys.readouterr().err
+    assert names_in(Path(bench.at("model.before-1.run")) / "states") == ["update-0000005"]
+    assert not Path(bench.at("model.run")).exists()
+
+
+def _leave_state(call: StageCall) -> None:
+    """What a training that is stopped after update 5 leaves."""
+    claim_run_folder(run_dir(call.out_dir), work="training")
+    with new_artifact(
+        run_dir(call.out_dir) / "states" / "update-0000005",
+        kind="training_state",
+        stage=call.stage.name,
+        config=call.config,
+        inputs=call.records,
+        overwrite=True,
+    ) as writer:
+        writer.write_json("progress.json", {"update": 5})
+    raise Interrupted("stopped")
 
 
 def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> None:

@@ -101,7 +101,9 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
 ) -> None:
     child = (
         "import os, signal, sys, time\n"
+        "from pipeline.distributed.signals import let_ctrl_c_in\n"
         f"signal.signal({int(number)}, lambda *_: sys.exit({EXIT_RUN_AGAIN}))\n"
+        "let_ctrl_c_in()\n"
         "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"
         "time.sleep(60)\n"
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.folder_listing import names_in
+from support.small_plans import TINY, as_child
 
 from pipeline.artifacts.artifact import (
     MANIFEST_NAME,
@@ -20,6 +21,7 @@ from pipeline.artifacts.artifact import (
     new_artifact,
     open_artifact,
     raw_digest,
+    read_manifest,
     stage_key,
 )
 from pipeline.artifacts.locks import exclusive
@@ -28,6 +30,7 @@ from pipeline.artifacts.run_removal import announce_removal
 from pipeline.config import load_recipe
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
+from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
@@ -180,18 +183,20 @@ class Setup:
         self.recipe_path.write_text(RECIPE)
         self.plan_path.write_text(PLAN.format(recipe=self.recipe_path))
 
-    def placed(self, **options: Any) -> PlacedPlan:
+    def placed(
+        self, *, only: Collection[str] = (), until: Collection[str] = (), **options: Any
+    ) -> PlacedPlan:
         options = {"given": {"text": RawPaths((self.text_path.parent,))}, **options}
         plan = load_plan(str(self.plan_path), table=TABLE)
-        return place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
+        placed = place_plan(plan, out_dir=self.out_dir, table=TABLE, **options)
+        return placed.chosen(only=only, until=until)
 
     def run(self, *, rebuild: Collection[str] = (), **options: Any) -> tuple[int, str]:
         """Exit code and output of a run; ``workshop.started`` holds what this run started."""
         self.workshop.started.clear()
         lines: list[str] = []
-        code = run_plan(
-            self.placed(**options), rebuild=rebuild, launcher=self.workshop, say=lines.append
-        )
+        placed = self.placed(**options)
+        code = run_plan(placed, rebuild=rebuild, launcher=self.workshop, say=lines.append)
         return code, "\n".join(lines)
 
     def forecast(self, *, rebuild: Collection[str] = (), **options: Any) -> list[str]:
@@ -680,6 +685,228 @@ def test_a_stage_to_be_rebuilt_is_one_of_the_plans(setup: Setup) -> None:
             look(rebuild=["modle"])
 
 
+# ---------------------------------------------------------------- other test lines
+
+TRAINED_PLAN = """
+[inputs]
+text = "a tree"
+[stages.corpus]
+run = "import_corpus"
+recipe = "{recipe}"
+inputs = {{ raw = "$text" }}
+[stages.clean]
+run = "clean"
+recipe = "{recipe}"
+inputs = {{ corpus = "corpus" }}
+[stages.tokenizer]
+run = "train_tokenizer"
+recipe = "{recipe}"
+inputs = {{ corpus = "clean" }}
+[stages.shards]
+run = "make_shards"
+recipe = "{recipe}"
+inputs = {{ corpus = "clean", tokenizer = "tokenizer" }}
+[stages.mixture]
+run = "mix"
+recipe = "{recipe}"
+inputs = {{ shards = "shards" }}
+[stages.model]
+run = "pretrain"
+recipe = "{recipe}"
+ds_config = "cpu_fp32"
+inputs = {{ shards = "shards", mixture = "mixture" }}
+[stages.translations]
+run = "translate"
+recipe = "{recipe}"
+inputs = {{ checkpoint = "model", corpus = "clean" }}
+"""
+SPLIT_STAGES = ("tokenizer", "shards", "mixture", "model")
+
+
+class Trained:
+    """A tree, and a plan of real stages that trains a tiny model on it and translates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.raw = folder, folder / "raw"
+        recipe = folder / "recipe.toml"
+        tiny = TINY.replace("{thresholds}", "[10, 30]")
+        recipe.write_text(tiny.replace("[corpus]", '[corpus]\nsource = "tree"'))
+        (folder / "plan.toml").write_text(TRAINED_PLAN.format(recipe=recipe))
+        for split, start, number in (("train", 0, 30), ("valid", 100, 3), ("test", 200, 2)):
+            self.write("de-en", split, start, number)
+        self.write("en-fr", "train", 0, 5)
+
+    def write(self, pair: str, split: str, start: int, number: int) -> None:
+        for code in pair.split("-"):
+            path = self.raw / pair / f"{split}.{code}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"word {n} of {code}\n" for n in range(start, start + number)))
+
+    def placed(self) -> PlacedPlan:
+        given = {"text": RawPaths((self.raw,))}
+        return place_plan(
+            load_plan(str(self.folder / "plan.toml")), out_dir=self.folder / "out", given=given
+        )
+
+    def run(self, **chosen: Collection[str]) -> tuple[int, dict[str, str]]:
+        """Exit code, and stage → what the run says of it first."""
+        lines: list[str] = []
+        code = run_plan(self.placed().chosen(**chosen), launcher=as_child, say=lines.append)
+        said: dict[str, str] = {}
+        for line in lines:
+            stage, _, words = line.partition(": ")
+            said.setdefault(stage, words)
+        return code, said
+
+    def digests(self) -> dict[str, str]:
+        found = {}
+        for stage in SPLIT_STAGES:
+            manifest = read_manifest(self.folder / "out" / stage)
+            assert manifest is not None
+            found[stage] = manifest.digest
+        return found
+
+    def test_lines(self) -> list[str]:
+        """The sources that were translated, as the numbers of their lines."""
+        corpus = self.folder / "out" / "clean" / "test" / "de-en" / "de.txt"
+        return corpus.read_text().split("\n")[:-1]
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trained = Trained(tmp_path_factory.mktemp("trained"))
+    assert trained.run()[0] == 0
+    return trained.folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Trained:
+    made = Trained(tmp_path)
+    shutil.copytree(trained_once / "out", tmp_path / "out")
+    return made
+
+
+def test_other_test_lines_are_translated_by_the_model_that_is_there(trained: Trained) -> None:
+    before = trained.digests()
+    trained.write("de-en", "test", 300, 4)
+    trained.write("de-fr", "test", 300, 1)
+    code, said = trained.run()
+    assert code == 0
+    assert {said[stage] for stage in SPLIT_STAGES} == {"already done"}
+    assert trained.digests() == before
+    assert trained.test_lines() == [f"word {n} of de" for n in range(300, 304)]
+    assert said["translations"].startswith("running translate (input corpus changed")
+    hypotheses = trained.folder / "out" / "translations" / "hypotheses"
+    assert len((hypotheses / "de-en.jsonl").read_text().splitlines()) == 4
+    assert len((hypotheses / "fr-de.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, split: str) -> None:
+    trained.write("de-en", split, 400, 5)
+    with pytest.raises(ArtifactError, match=r"2 updates .* \(input (shards|mixture) changed"):
+        trained.run()
+
+
+def test_a_test_line_that_drops_a_training_line_is_noticed(trained: Trained) -> None:
+    before = trained.digests()
+    trained.write("de-en", "test", 7, 1)  # a training line, which clean leaves out from now on
+    with pytest.raises(ArtifactError, match=r"2 updates .* \(input (shards|mixture) changed"):
+        trained.run()
+    code, said = trained.run(only=["translations"])
+    assert code == 0
+    assert said["translations"].startswith("takes model as it is (input mixture changed")
+    assert trained.test_lines() == ["word 7 of de"]
+    assert trained.digests()["model"] == before["model"]
+
+
+def test_shards_made_again_of_a_corpus_with_other_test_lines_are_the_same_artifact(
+    trained: Trained,
+) -> None:
+    before = trained.digests()
+    trained.write("de-en", "test", 300, 4)
+    shutil.rmtree(trained.folder / "out" / "shards")
+    shutil.rmtree(trained.folder / "out" / "tokenizer")
+    code, said = trained.run()
+    assert code == 0
+    assert said["shards"] == "running make_shards (missing)"
+    assert said["model"] == "already done"
+    assert trained.digests() == before
+
+
+def test_shards_of_an_earlier_version_go_by_the_whole_corpus(trained: Trained) -> None:
+    path = trained.folder / "out" / "shards" / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    assert manifest["inputs"]["corpus"].pop("splits") == ["train", "valid"]
+    corpus = open_artifact(trained.folder / "out" / "clean", kind="corpus")
+    manifest["inputs"]["corpus"]["digest"] = corpus.digest
+    path.write_text(json.dumps(manifest))
+    placed = trained.placed()
+    (shards,) = (task for task in placed.tasks if task.name == "shards")
+    assert reason_to_run(placed, shards) is None
+    trained.write("de-en", "test", 300, 4)
+    trained.run(only=["corpus", "clean"])
+    assert reason_to_run(trained.placed(), shards) == "input corpus changed"
+
+
+# ---------------------------------------------------------------- some stages of a plan
+
+
+def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
+    setup.run()
+    setup.text_path.write_text("bananas")
+    code, said = setup.run(only=["shards"])
+    assert (code, setup.workshop.started) == (0, [])
+    code, said = setup.run(only=["corpus"])
+    assert (code, setup.workshop.started) == (0, ["corpus"])
+    _change(setup, "max_tokens = 32", section="shards")
+    setup.text_path.write_text("bandanas")
+    code, said = setup.run(only=["shards"])
+    assert (code, setup.workshop.started) == (0, ["shards"])
+    assert "shards: takes corpus as it is (input raw changed)" in said
+
+
+def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setup: Setup) -> None:
+    words = "Stage shards needs corpus, which is not made yet: pass --only corpus, too, or --until "
+    with pytest.raises(ArtifactError, match=words + "shards"):
+        setup.run(only=["shards"])
+    assert setup.forecast(only=["shards"]) == [
+        "shards: would run (needs corpus, which is not made yet)"
+    ]
+    assert setup.status(only=["shards"]).splitlines()[2:] == [
+        "shards  missing  needs corpus, which is not made yet"
+    ]
+
+
+def test_until_a_stage_runs_all_that_it_needs_and_nothing_else(setup: Setup) -> None:
+    code, _ = setup.run(until=["shards"])
+    assert (code, setup.workshop.started) == (0, ["corpus", "shards"])
+    assert setup.forecast(until=["shards"]) == ["corpus: done", "shards: done"]
+    assert [line.split()[0] for line in setup.status(until=["corpus"]).splitlines()[2:]] == [
+        "corpus"
+    ]
+    code, _ = setup.run()
+    assert (code, setup.workshop.started) == (0, ["model"])
+
+
+def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_training(
+    setup: Setup,
+) -> None:
+    setup.run()
+    _change(setup, "dropout = 0.25")
+    assert setup.run(only=["shards"], given={})[0] == 0
+    with pytest.raises(ConfigError, match="pass --input text=PATH"):
+        setup.run(only=["corpus"], given={})
+    with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
+        setup.run(only=["shards"], rebuild=["model"])
+
+
+@pytest.mark.parametrize("option", ["only", "until"])
+def test_a_stage_that_is_chosen_is_one_of_the_plans(setup: Setup, option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--{option} modle: .* did you mean 'model'"):
+        setup.run(**{option: ["modle"]})
+
+
 # ---------------------------------------------------------------- changed since they were made
 
 
@@ -687,17 +914,34 @@ def test_an_artifact_whose_file_only_looks_changed_is_checked_and_done(setup: Se
     setup.run()
     later = time.time() + 5
     os.utime(setup.out_dir / "corpus" / "text", (later, later))
-    assert setup.forecast() == [
-        "corpus: would be checked (its file text changed since it was made)",
-        "shards: done",
-        "model: done",
-    ]
-    assert "changed  its file text changed since it was made" in setup.status()
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+    assert "changed" not in setup.status()
     code, _ = setup.run()
     assert (code, setup.workshop.started) == (0, [])
     os.utime(setup.out_dir / "corpus" / "text", (later - 100, later - 100))
     assert setup.run()[0] == 0
     assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+
+
+def test_a_copy_of_a_plans_folder_is_done_and_an_edit_of_it_is_noticed(setup: Setup) -> None:
+    setup.run()
+    long_ago = time.time() - 1000
+    for name in ("corpus", "shards", "model"):
+        os.utime(setup.out_dir / name / MANIFEST_NAME, (long_ago, long_ago))
+    subprocess.run(["cp", "-r", str(setup.out_dir), str(setup.folder / "copy")], check=True)
+    for name in ("corpus", "shards", "model"):  # as if cp had come to it before the other files
+        os.utime(setup.folder / "copy" / name / MANIFEST_NAME, (long_ago, long_ago))
+    setup.out_dir = setup.folder / "copy"
+    assert "changed" not in setup.status()
+    assert setup.forecast() == ["corpus: done", "shards: done", "model: done"]
+    assert setup.run()[0] == 0
+    assert setup.workshop.started == []
+    path = setup.out_dir / "shards" / "text"
+    path.write_text("z" * path.stat().st_size)
+    assert "shards  changed  its file text changed since it was made" in setup.status()
+    assert setup.forecast()[1] == (
+        "shards: would be refused (its file text changed since it was made)"
+    )
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -724,7 +968,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
 def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
     setup.run()
     (setup.out_dir / "shards" / "text").unlink()
-    assert setup.forecast()[1] == "shards: would be checked (its file text is missing)"
+    assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
     with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
         setup.run()
 

@@ -37,7 +37,9 @@ from support.tiny_training import (
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import MARKER_NAME
+from pipeline.artifacts.places import run_dir, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.artifacts.training_states import newest_state
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.training_state import Position
@@ -351,7 +353,7 @@ def test_a_longer_run_that_is_stopped_still_knows_that_it_was_made_longer(
     assert len(open_artifact(out_dir, kind="checkpoint").statistics["replanned"]) == 1
 
 
-def test_a_state_of_other_settings_is_refused_with_the_difference_and_removed_on_demand(
+def test_a_state_of_other_settings_is_refused_with_the_difference_and_kept_when_set_aside(
     inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
 ) -> None:
     out_dir = tmp_path / "model"
@@ -359,7 +361,9 @@ def test_a_state_of_other_settings_is_refused_with_the_difference_and_removed_on
     pool2.run(pretrain, inputs, out_dir, older, terminate_at=(0, 3))
     with pytest.raises(RankFailed, match=r"optimizer.learning_rate: 0.02 → 0.01.*--overwrite"):
         pool2.run(pretrain, inputs, out_dir, make_recipe())
-    assert pool2.run(pretrain, inputs, out_dir, make_recipe(), overwrite=True) == ["done"] * 2
+    place = set_aside(out_dir)
+    assert pool2.run(pretrain, inputs, out_dir, make_recipe()) == ["done"] * 2
+    assert newest_state(run_dir(place)) is not None
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
 

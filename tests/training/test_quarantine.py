@@ -29,6 +29,7 @@ from support.tiny_training import (
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.places import set_aside
 from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
@@ -413,7 +414,8 @@ def test_a_run_that_begins_anew_forgets_the_quarantine(
     pool2.run(pretrain_poisoned, inputs, out_dir, recipe, sentence, terminate_at=(0, 6))
     assert (tmp_path / "model.run" / "quarantine.jsonl").exists()
     other = changed(recipe, "optimizer", learning_rate=0.02)
-    pool2.run(pretrain, inputs, out_dir, other, overwrite=True)
+    set_aside(out_dir)
+    pool2.run(pretrain, inputs, out_dir, other)
     assert not (out_dir / "quarantine.jsonl").exists()
 
 

@@ -55,8 +55,8 @@ def leave_best_and_metrics(directory: RunDirectory) -> None:
     directory.metrics_path.write_text("{}\n")
 
 
-def resumed_update(directory: RunDirectory, *, overwrite: bool = False) -> int | None:
-    state = directory.resume_from(overwrite=overwrite)
+def resumed_update(directory: RunDirectory) -> int | None:
+    state = directory.resume_from()
     return None if state is None else state.read_json("progress.json")["update"]
 
 
@@ -138,7 +138,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_state_of_another_run_is_refused_with_the_difference_and_removed_on_demand(
+def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     tmp_path: Path, other: str
 ) -> None:
     change, words = OTHERS[other]
@@ -147,12 +147,10 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_removed_on_de
     leave_best_and_metrics(directory)
     changed = run_directory(tmp_path, **change)
     with pytest.raises(CheckpointError, match=rf"\({words}\): .* or pass --overwrite"):
-        changed.resume_from(overwrite=False)
+        changed.resume_from()
     assert resumed_update(directory) == 10
-    assert resumed_update(changed, overwrite=True) is None
-    assert changed.state_names() == []
-    assert not changed.best_dir.exists()
-    assert not changed.metrics_path.exists()
+    assert directory.best_dir.exists()
+    assert directory.metrics_path.exists()
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,7 @@ def write_with_others(
 
     with directory.locked():
         directory.write(directory.states_dir / "update-0000001", kind="training_state", write=write)
-        state = directory.resume_from(overwrite=False)
+        state = directory.resume_from()
     assert state is not None
     state.verify()
     return state.names()

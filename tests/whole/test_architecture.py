@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("finetune_tagger", "finetune_reader", "evaluate_task"),
     ),
     ("cli",),
+    ("command",),
 )
 """Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
 before it. A room is entered by all its modules at once."""
@@ -226,7 +227,7 @@ def test_training_and_decoding_import_few_packages() -> None:
 def test_whatever_had_a_process_group_ends_by_leaving() -> None:
     """Or its threads might abort the process when all is done; the command and stages of ranks."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert scripts["scripts"] == {"mmnmt": "pipeline.cli:command"}
+    assert scripts["scripts"] == {"mmnmt": "pipeline.command:command"}
     stages = [stage.module for stage in STAGES.values() if stage.parallel == "ranks"]
     assert len(stages) >= 3
     for name, ending in [

@@ -193,7 +193,7 @@ def test_every_write_of_a_training_runs_folder_can_fail(disk: Disk) -> None:
     def save(update: int) -> RunDirectory:
         directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
         with directory.locked():
-            directory.resume_from(overwrite=False)
+            directory.resume_from()
             directory.write(
                 directory.states_dir / f"update-{update:07d}",
                 kind="training_state",
@@ -210,7 +210,7 @@ def test_every_write_of_a_training_runs_folder_can_fail(disk: Disk) -> None:
             assert "no space" in str(error).lower()
         disk.fails_at = -1
         directory = RunDirectory(out_dir, stage="pretrain", config={}, inputs={}, world=world)
-        state = directory.resume_from(overwrite=False)
+        state = directory.resume_from()
         assert state is not None
         state.verify()
         shutil.rmtree(out_dir.parent / "model.run")

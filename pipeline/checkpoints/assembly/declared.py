@@ -84,7 +84,7 @@ def make_declared(
     inputs = records(assembly, parts.sources)
     if not overwrite and _is_made(out_dir, config, inputs):
         return [f"already done, {out_dir} is up to date."]
-    refuse_to_overwrite(out_dir, overwrite=overwrite)
+    refuse_to_overwrite(out_dir, overwrite=overwrite, kind="checkpoint")
     print("\n".join(plan_lines(parts)))
     with new_artifact(
         out_dir,

@@ -8,9 +8,8 @@ goes on behind its last file.
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from pipeline.checkpoints.assembly.receipt import ReceiptEntry, seed_of
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.tensor_file import TensorPlace, file_header, tensor_bytes
 from pipeline.checkpoints.weights import part_prefix
+from pipeline.distributed.workers import WorkerPool
 from pipeline.documents import unfinished_path
 from pipeline.terminal import track
 
@@ -163,19 +163,10 @@ def _run(
             write_file(blueprint, file, work_dir)
         return
     threads = max((os.cpu_count() or 1) // processes, 1)
-    with ProcessPoolExecutor(
-        processes,
-        mp_context=get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(threads,),
-    ) as pool:
+    with WorkerPool(processes, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         futures = [pool.submit(write_file, blueprint, file, work_dir) for file in files]
-        try:
-            for future in track(as_completed(futures), label="files", total=len(futures)):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for future in track(as_completed(futures), label="files", total=len(futures)):
+            future.result()
 
 
 def write_file(blueprint: Blueprint, file: WeightFile, work_dir: Path) -> None:

@@ -1,0 +1,69 @@
+"""Worker processes of a stage that forks its own, and how Ctrl-C ends them: without a word.
+
+A terminal sends Ctrl-C to the whole process group. The parent says in one sentence that it was
+stopped; a worker that raised KeyboardInterrupt would print its traceback beside that.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context, resource_tracker
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from pipeline.distributed.signals import ctrl_c_held_back
+from pipeline.errors import Interrupted
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class WorkerPool(ProcessPoolExecutor):
+    """Spawned processes: fresh interpreters, which inherit no handlers, locks or threads.
+
+    They never see Ctrl-C. When the block ends because the stage was asked to stop, or because
+    nobody wants the results any more, they are killed; when it ends with another error, the calls
+    in work are finished and no other is begun.
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        *,
+        initializer: Callable[..., object] | None = None,
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(
+            processes, mp_context=get_context("spawn"), initializer=initializer, initargs=initargs
+        )
+        resource_tracker.ensure_running()  # when it starts, it lets SIGINT in
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Hand a call to a worker, which is started first where none is idle."""
+        with ctrl_c_held_back():
+            return super().submit(function, *args, **kwargs)
+
+    def in_order(self, function: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
+        """Results in the order of the tasks.
+
+        Unlike ``map`` it cancels nothing when it is left early: as of Python 3.11 the thread behind
+        the pool prints a traceback where workers end while calls are cancelled.
+        """
+        futures = [self.submit(function, task) for task in tasks]
+        for future in futures:
+            yield future.result()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        elif issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
+            for process in list(self._processes.values()):
+                process.kill()
+            self.shutdown()
+        else:
+            self.shutdown(cancel_futures=True)
