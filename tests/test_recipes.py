@@ -23,6 +23,7 @@ ONE_WAY = ("subwords_64k_to_8k",)
 SYSTEMS = (
     *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
     *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),
+    *(f"ada_msha_5_lid_layer{number}" for number in range(2, 7)),
     *("ncf_1", "ncf_2", "ncf_3", "ncf_4", "ncf_5", "wsf_1", "wsf_2", "wsf_3", "wsf_4", "wsf_5"),
     *("lobef_code", "one_hot"),
     *("byte_bpe_2k", "byte_bpe_4k", "characters"),

@@ -96,6 +96,8 @@ def test_the_settings_are_those_of_moce() -> None:
         assert (training.patience, training.validate_every, training.average_last) == (10, 5000, 5)
         assert training.checkpoint_every == 5000
         assert recipe.mixture.sampling_temperature == 1.5
+        assert training.updates == (1_500_000 if name == "bytes_opus100" else 1_300_000)
+        assert recipe.model.max_positions == 4096
 
 
 def test_one_direction_is_trained_in_where_the_papers_train_one() -> None:
@@ -125,6 +127,38 @@ def test_every_row_has_the_parameters_of_its_paper(languages: int) -> None:
     for name, total in expected.items():
         found = count_parameters(load_recipe(name).model, vocabulary_size=vocabulary, num_groups=0)
         assert found["total"] == total, name
+
+
+def line_of(size: int, *, letter: str, start: str) -> str:
+    """The longest line of a letter that has at most so many bytes, distinct by its start."""
+    return start + letter * ((size - len(start)) // len(letter.encode()))
+
+
+@pytest.mark.parametrize("name", ["bytes_ted59", "bytes_opus100", "bytes_pc6"])
+@pytest.mark.parametrize("letter", ["က", "a"])
+def test_a_line_that_fits_4096_positions_is_trained_on_in_whatever_script(
+    name: str, letter: str, tmp_path: Path
+) -> None:
+    """With its tag and end-of-sentence a line of 4,094 bytes has as many positions as the model."""
+    write_tree(tmp_path / "raw", lines={"kk": 1}, validated=())
+    for code in ("en", "kk"):
+        texts = [line_of(size, letter=letter, start=code) for size in (4094, 4097)]
+        file = tmp_path / "raw" / "supervised" / "en-kk" / f"opus.en-kk-train.{code}"
+        file.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    tree = '[corpus]\nsource = "tree"\nlanguages = []\n'
+    (tmp_path / "tree.toml").write_text(tree, encoding="utf-8")
+    options = {
+        "import_corpus": {"raw": "raw"},
+        "clean": {"corpus": "import_corpus"},
+        "train_tokenizer": {"corpus": "clean"},
+        "make_shards": {"corpus": "clean", "tokenizer": "train_tokenizer"},
+    }
+    for stage, inputs in options.items():
+        given = [f"--{key}={tmp_path / value}" for key, value in inputs.items()]
+        recipe = f"--recipe={name}+{tmp_path / 'tree.toml'}"
+        assert cli.main([stage, recipe, *given, f"--out={tmp_path / stage}"]) == 0
+    trained = line_counts(open_artifact(tmp_path / "make_shards", kind="shards"), "train")
+    assert trained == {"en-kk": 1}
 
 
 # Plans
@@ -179,6 +213,47 @@ def test_tables_5_7_and_13_of_moce_are_evaluations_of_their_own() -> None:
     assert {len(one.corpus.languages) for one in low.values()} == {30}
 
 
+def sets_of(plan: str, evaluation: str) -> set[str]:
+    recipe = load_recipe(load_plan(plan).stages[evaluation].recipe)
+    return set(recipe.evaluation.language_sets)
+
+
+def test_every_table_of_moce_has_the_columns_of_its_sets_of_languages() -> None:
+    """Tables 3, 5, 7, 8; 4, 9 and 11; 13. Table 12 names its five languages."""
+    of_table_2 = {"Long", "Medium", "Short", "L.R.", "H.R.", "OPUS4"}
+    for evaluation in evaluations_of("ted59"):
+        low = {"Long", "Medium", "Short", "L.R.", "E.L.R."}
+        expected = low if evaluation == "evaluation_low" else of_table_2
+        assert sets_of("ted59", evaluation) == expected
+    assert sets_of("opus100_bytes", "evaluation") == of_table_2
+    assert not sets_of("pc6", "evaluation")
+
+
+def test_figures_3_to_7_of_moce_are_stages() -> None:
+    stages = load_plan("ted59").stages
+    scales = [
+        (front.max_scale, front.language_vector)
+        for one in systems_of("ted59", "evaluation_scales").values()
+        if isinstance(front := one.model.front, AdaMshaConfig)
+    ]
+    assert scales == [(4, True), (5, True), (6, True)]
+    layers = [
+        front
+        for one in systems_of("ted59", "evaluation_layers").values()
+        if isinstance(front := one.model.front, AdaMshaConfig)
+    ]
+    assert [front.layer for front in layers] == [0, 1, 2, 3, 4, 5]
+    assert {front.model_copy(update={"layer": 0}) for front in layers} == {layers[0]}
+    analyses = stages["evaluation"].inputs["analyses"]
+    assert isinstance(analyses, dict)
+    shown = {stages[stage].run: stages[stage].inputs for stage in analyses.values()}
+    assert shown["analyze_lengths"] == {"corpus": "flores"}
+    assert shown["analyze_vectors"]["without"] == "moce_5"
+    assert load_recipe(stages["vectors"].recipe).analysis.directions == ("ro-en",)
+    checkpoints = [stages[stage].inputs["checkpoint"] for stage in ("scales_5", "scales_6")]
+    assert checkpoints == ["moce_5_lid", "moce_6_lid"]
+
+
 def test_the_tables_of_lobef_have_their_rows() -> None:
     table_3 = systems_of("lobef")
     dense = ["Subword", "Char", "Byte", "Byte-nCF", "Byte-WSF"]
@@ -220,7 +295,7 @@ def ted59(root: Path) -> Path:
     """Tables with a column per language; not every talk is in all of them."""
     low = [code for code in load_recipe("bytes_ted59_low").corpus.languages if code != "my"]
     low = [code.lower().replace("_", "-") for code in low]
-    languages = [*low, "de", "fr", "pt", "pt-br", "zh-cn", "zh-tw", "my"]
+    languages = [*low, "de", "fr", "pt", "pt-br", "ro", "zh-cn", "zh-tw", "my"]
     for split, start, count in (("train", 0, 6), ("dev", 100, 2), ("test", 200, 2)):
         rows = ["\t".join(["talk_name", *languages])]
         for number in range(start, start + count):
@@ -247,6 +322,9 @@ def inputs_of(name: str, folder: Path) -> Mapping[str, Path]:
     match name:
         case "ted59":
             ted59(given["corpus"])
+            codes = [*load_recipe("bytes_ted59").tests.languages, "lao_Laoo"]
+            theirs = {"az": "azj", "et": "est", "fa": "pes", "ku": "kmr", "mn": "khk", "ms": "zsm"}
+            flores(given["flores"], [theirs.get(code, code) for code in codes])
         case "lobef":
             lines = dict.fromkeys(("de", "hi", "km", "lo", "ne", "ta", "te"), 4)
             write_tree(given["corpus"], lines=lines, validated=("de", "km"))
@@ -336,6 +414,27 @@ def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_tal
     assert validated(run, "moce_5_lid_low") == into | {f"en-{code}" for code in codes}
     model = open_artifact(run / "moce_5_lid_low", kind="checkpoint")
     assert model.statistics["averaged_updates"] == [1, 2]
+
+
+@pytest.mark.timeout(300)
+def test_figures_3_4_and_7_are_drawn_by_the_plan(tmp_path: Path) -> None:
+    given = inputs_of("ted59", tmp_path / "raw")
+    placed = placed_small(
+        *("ted59", tmp_path),
+        thresholds=(2, 4),
+        given=given,
+        wanted=["lengths", "scales_5", "vectors"],
+        tiny=SMALL.replace("checkpoint_every = 2", "checkpoint_every = 1"),
+    )
+    assert run_plan(placed, launcher=as_child) == 0
+    run = tmp_path / "run"
+    lengths = open_artifact(run / "lengths", kind="analysis").read_json("lengths.json")
+    assert set(lengths["order"]) == set(load_recipe("bytes_ted59").tests.languages)
+    scales = open_artifact(run / "scales_5", kind="analysis").read_json("scales.json")
+    assert {"en-et", "en-my", "en-zh"} <= set(scales["pairs"])
+    vectors = open_artifact(run / "vectors", kind="analysis").read_json("vectors.json")
+    assert set(vectors["directions"]) == {"ro-en"}
+    assert vectors["directions"]["ro-en"]["without"] is not None
 
 
 def test_all_59_languages_of_the_table_of_talks_are_languages_of_their_own(tmp_path: Path) -> None:

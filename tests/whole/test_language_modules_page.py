@@ -108,14 +108,6 @@ def test_a_plain_model_is_given_modules_and_stays_the_function_that_it_was(done:
     assert all(".low_rank." in name for name in fresh)
 
 
-@pytest.mark.parametrize("command", commands("run"), ids=" ".join)
-def test_what_a_row_takes_is_said_beforehand(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(command) == 0
-    assert capsys.readouterr().out
-
-
 def test_the_plans_and_overlays_of_the_page_exist() -> None:
     for verb, name, *_ in commands("needs-data"):
         assert verb == "run"

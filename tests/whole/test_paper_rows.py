@@ -100,6 +100,35 @@ def test_a_row_decays_over_updates_of_its_own(system: str) -> None:
     assert recipe.batches.tag_is_label
 
 
+@pytest.mark.parametrize("system", ROWS)
+def test_the_settings_of_a_row_are_those_of_section_5_1(system: str) -> None:
+    recipe = recipe_of(system)
+    model, optimizer, moe = recipe.model, recipe.optimizer, recipe.model.moe
+    assert (model.encoder_layers, model.decoder_layers, model.width) == (12, 12, 1024)
+    assert (model.num_heads, recipe.tokenizer.vocabulary_size) == (8, 64_000)
+    assert recipe.mixture.sampling_temperature == 5
+    assert (optimizer.learning_rate, optimizer.betas) == (2e-4, (0.9, 0.98))
+    assert (optimizer.warmup_updates, optimizer.final_learning_rate) == (4000, 1e-5)
+    assert (recipe.batches.tokens, recipe.batches.micro_batches) == (4096, 8 * 4)
+    assert (recipe.training.best_by, recipe.training.average_last) == ("all", 0)
+    assert (moe is None) == ("Dense" in system)
+    if moe is not None:
+        assert (moe.num_experts, moe.top_k, moe.every) == (32, 2, 2)
+        assert (moe.dispatch, moe.capacity_factor) == ("capacity", 1.25)
+        assert recipe.loss.balance_weight == 0.1
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "mmnmt_dense", "mmnmt_mrasp2"])
+def test_the_settings_of_table_3_are_those_of_appendix_b(name: str) -> None:
+    recipe = load_recipe(f"{name}_pc32")
+    model, optimizer = recipe.model, recipe.optimizer
+    assert (model.encoder_layers, model.decoder_layers, model.width) == (12, 12, 1024)
+    assert (optimizer.learning_rate, optimizer.schedule) == (2e-4, "inverse_sqrt")
+    assert (optimizer.warmup_updates, recipe.training.updates) == (4000, 100_000)
+    assert recipe.training.best_by == "all"
+    assert model.moe is None or recipe.loss.balance_weight == 0.1
+
+
 def test_a_row_that_is_trained_for_longer_differs_in_its_updates_alone() -> None:
     systems = list(ROWS)
     for place in (1, 3, 5, 7, 9):

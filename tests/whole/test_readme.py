@@ -1,12 +1,12 @@
-"""Every command of the README does what it says, or would."""
+"""The README's commands and links are ones that there are; `test_page_commands` runs them."""
 
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.page_commands import without_launcher
 
 from pipeline.cli.stage_options import stage_parser
 from pipeline.config import recipe_names
@@ -30,40 +30,10 @@ def commands(*tags: str) -> list[str]:
     return [command for tag, command in blocks() if tag in tags]
 
 
-def without_launcher(command: str) -> list[str]:
-    """The mmnmt arguments of a command line, whatever starts it; [] for other programs."""
-    words = shlex.split(command.split("|")[-1])
-    name = Path(words[0]).name
-    if name == "mmnmt":
-        return words[1:]
-    if name == "sbatch":
-        return words[words.index("slurm/stage.sbatch") + 1 :]
-    for option in ("-m", "--module"):
-        if option in words:
-            module = words.index(option) + 1
-            return [words[module].removeprefix("pipeline."), *words[module + 1 :]]
-    return []
-
-
 def test_every_shell_block_has_a_known_tag() -> None:
     opened = re.findall(r"^```(bash.*|sh.*|console.*|shell.*)$", README, re.MULTILINE)
     assert {line.removeprefix("bash ") for line in opened} <= TAGS
     assert {tag for tag, _ in blocks()} == TAGS
-
-
-@pytest.mark.parametrize("command", commands("run"))
-def test_commands_marked_run_succeed_in_a_new_folder(command: str, tmp_path: Path) -> None:
-    arguments = without_launcher(command)
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
 
 
 STAGE_COMMANDS = [
@@ -96,30 +66,6 @@ def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
         "mmnmt export",
         "mmnmt survey",
     }
-
-
-OF_A_CORPUS = [c for c in commands("needs-data") if "mmnmt run" in c and c.count("=") == 1]
-
-
-@pytest.mark.parametrize("command", OF_A_CORPUS)
-def test_plans_that_need_data_can_be_tried_dry(command: str, tmp_path: Path) -> None:
-    raw = tmp_path / "pairs" / "en-de"
-    raw.mkdir(parents=True)
-    (raw / "train.en").write_text("a\n", encoding="utf-8")
-    arguments = [
-        f"corpus={raw.parent}" if word.startswith("corpus=") else word
-        for word in without_launcher(command)
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments, "--dry-run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "evaluation: would run" in done.stdout
 
 
 @pytest.mark.parametrize("command", [c for c in commands("demo") if c.startswith("make ")])

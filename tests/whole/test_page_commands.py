@@ -1,0 +1,299 @@
+"""Every command of README.md and docs/ succeeds: on text made here, with models of two layers.
+
+A command is run as it stands there but for its size: a plan is run dry; a stage is made small by an
+overlay, and runs in one process on a CPU, without the launcher that starts it on the page.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support.page_commands import PAGES, ROOT, blocks, without_launcher
+from support.raw_trees import write
+from support.small_plans import TINY, as_child, placed_small, write_tree
+from support.tiny_xlmr import write_entities, write_questions, write_xlmr
+
+from pipeline import cli
+from pipeline.cli.stage_options import stage_parser
+from pipeline.config import load_recipe
+from pipeline.jobs.runner import run_plan
+from pipeline.stages import STAGES
+
+HERE = ("run", "demo", "needs-data", "cluster")
+"""Tags of blocks whose commands are run here."""
+ELSEWHERE = {
+    ("docs/bytes.md", "bytes"): "test_bytes_page",
+    ("docs/your_own_data.md", "walk"): "test_own_data_page",
+    ("docs/language_modules.md", "demo"): "test_language_modules_page",
+    ("README.md", "Experts in a checkpoint from elsewhere"): "test_upcycling_example",
+}
+"""Page, and tag or section of blocks whose commands another test runs, in order → that test."""
+FROM_THE_NETWORK = ("hub:",)
+"""What a command reads that no test does: its options and its recipe are looked at alone."""
+DEMO = """
+[corpus]
+max_train_lines = 60
+max_valid_lines = 2
+max_test_lines = 2
+[tokenizer]
+vocabulary_size = 300
+[model]
+encoder_layers = 2
+decoder_layers = 2
+width = 16
+feed_forward_width = 32
+num_heads = 2
+[shards]
+max_tokens = 100
+[batches]
+tokens = 400
+micro_batches = 2
+window_steps = 2
+[optimizer]
+warmup_updates = 1
+[tasks]
+max_tokens = 48
+stride = 4
+max_question_tokens = 8
+[training]
+updates = 2
+validate_every = 2
+checkpoint_every = 2
+resource_thresholds = {thresholds}
+[decoding]
+beam_size = 1
+max_length_ratio = 0.1
+max_extra_length = 2
+[evaluation]
+language_accuracy = false
+[logging]
+every = 1
+"""
+BYTES = TINY.replace("num_heads = 2", "num_heads = 8") + "[tests]\nlanguages = []\n"
+
+
+def commands(*tags: str) -> list[tuple[str, str]]:
+    """(page, command) of all blocks of these tags that no other test runs, in order."""
+    return [
+        (block.page, command)
+        for block in blocks()
+        if block.tag in tags
+        and not {(block.page, block.tag), (block.page, block.section)} & set(ELSEWHERE)
+        for command in block.commands()
+    ]
+
+
+def test_every_block_with_commands_says_how_it_is_run() -> None:
+    """A block of commands without a tag is one that nobody has tried."""
+    assert {block.tag for block in blocks()} >= set(HERE)
+    untold = []
+    for block in blocks():
+        others = {(block.page, block.tag), (block.page, block.section)} & set(ELSEWHERE)
+        if block.has_commands() and block.tag not in HERE and not others:
+            untold.append(f"{block.page}, {block.section}: ```{block.info}")
+    assert not untold
+    for test in ELSEWHERE.values():
+        assert (Path(__file__).parent / f"{test}.py").exists()
+
+
+@pytest.mark.parametrize(("page", "command"), commands("run"))
+def test_commands_marked_run_succeed_in_a_new_folder(
+    page: str, command: str, tmp_path: Path
+) -> None:
+    done = in_a_process(without_launcher(command), tmp_path)
+    assert done.returncode == 0, f"{page}: {done.stderr}"
+    assert done.stdout.strip()
+
+
+# Made-up inputs
+
+
+def translation_memory(lines: int) -> str:
+    units = "".join(
+        f'<tu><tuv xml:lang="en"><seg>old house {number}</seg></tuv>'
+        f'<tuv xml:lang="de"><seg>altes Haus {number}</seg></tuv></tu>'
+        for number in range(lines)
+    )
+    return f'<tmx version="1.4"><header/><body>{units}</body></tmx>'
+
+
+def flores(codes: Mapping[str, str]) -> dict[str, str]:
+    """FLORES-200's files: code → word."""
+    return {
+        f"{split}/{code}.{split}": f"{word} {split}\n" * 2
+        for code, word in codes.items()
+        for split in ("dev", "devtest")
+    }
+
+
+def talks(languages: str) -> dict[str, str]:
+    """Tables of talks with a column per language."""
+    codes = languages.split()
+    return {
+        f"all_talks_{split}.tsv": "\t".join(codes)
+        + "\n"
+        + "".join("\t".join(f"{c} {start + n}" for c in codes) + "\n" for n in range(count))
+        for split, start, count in (("train", 0, 6), ("dev", 100, 2), ("test", 200, 2))
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the pages' commands name: raw text, and small runs of three plans."""
+    folder = tmp_path_factory.mktemp("pages")
+    raw = folder / "path" / "to"
+    for name in ("pairs", "opus-100", "pc32"):
+        write_tree(raw / name, lines={"de": 4}, validated=("de",))
+    write_tree(raw / "azerbaijani", lines={"az": 4}, validated=("az",))
+    write(
+        raw / "memories",
+        {"ours.tmx": translation_memory(9), "test/ours.tmx": translation_memory(2)},
+    )
+    words = {"eng_Latn": "house", "deu_Latn": "Haus", "fra_Latn": "maison", "ron_Latn": "casă"}
+    write(raw / "flores200_dataset", flores(words))
+    write(raw / "flores", flores(words))
+    write(raw / "talks", talks("en de my ro"))
+    for name in ("xlm-roberta-base", "xlmr"):
+        write_xlmr(raw / name)
+    for name in ("ner", "wikiann"):
+        write_entities(raw / name, ["de", "en"])
+    write_questions(raw / "tydiqa", ["en"])
+    runs = folder / "runs"
+    small_run("demo", runs, {}, tiny=DEMO, wanted=())
+    ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}
+    wanted = ("flores", "translate_bytes", "translate_moce_5_lid", "moce_5")
+    small_run("ted59", runs, ted59, tiny=BYTES, wanted=wanted)
+    write_tree(folder / "turkish", lines={"tr": 4, "az": 0}, validated=("tr",))
+    turkish = dict.fromkeys(("turkish", "russian", "portuguese", "czech"), folder / "turkish")
+    small_run("lobef_transfer", runs, turkish, tiny=BYTES, wanted=("bytes_turkish",))
+    copies = {
+        "bible24": ("mmnmt", "clean"),
+        "opus100": ("clean", "tokenizer"),
+        "../data": ("shards", "mixture", "groups"),
+    }
+    for name, stages in copies.items():
+        for stage in stages:
+            shutil.copytree(runs / "demo" / stage, runs / name / stage)
+    for name in ("mrasp2", "m2m100", "nllb"):
+        shutil.copytree(runs / "demo" / "dense", runs / name)
+    shutil.copytree(runs / "demo" / "tokenizer", runs / "mrasp2-tokenizer")
+    (folder / "small.toml").write_text(DEMO.replace("{thresholds}", "[20, 50]"), encoding="utf-8")
+    (folder / "bytes.toml").write_text(BYTES.replace("{thresholds}", "[2, 4]"), encoding="utf-8")
+    return folder
+
+
+def small_run(
+    plan: str, runs: Path, given: Mapping[str, Path], *, tiny: str, wanted: tuple[str, ...]
+) -> None:
+    """A plan's stages in ``runs/PLAN``, small."""
+    overlay = runs / f"{plan}.small"
+    overlay.mkdir(parents=True)
+    placed = placed_small(plan, overlay, thresholds=(2, 4), given=given, tiny=tiny, wanted=wanted)
+    assert run_plan(placed, launcher=as_child) == 0
+    (overlay / "run").rename(runs / plan)
+
+
+# Run
+
+
+def in_a_process(
+    arguments: list[str], folder: Path, *, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def small(command: str, folder: Path) -> list[str]:
+    """The arguments of a command as it is run here."""
+    words = without_launcher(command)
+    if words[0] == "run":
+        return [*words, *(["--dry-run"] if "--dry-run" not in words else [])]
+    found: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        if word == "--mpi":
+            continue
+        if word in ("--processes", "--ds-config"):
+            next(waiting)
+            continue
+        if word == "--recipe":
+            recipe = next(waiting)
+            overlay = "bytes.toml" if recipe.startswith("bytes") else "small.toml"
+            found += [word, f"{recipe}+{overlay}"]
+            continue
+        if word == "--out":
+            out = next(waiting).removeprefix("/")
+            again = 1
+            while (folder / out).exists():
+                again += 1
+                out = f"{re.sub('~.*', '', out)}~{again}"
+            found += [word, out]
+            continue
+        found.append(word.removeprefix("/"))
+    return found
+
+
+def run_small(command: str, folder: Path) -> None:
+    arguments = small(command, folder)
+    from_the_network = any(word.startswith(FROM_THE_NETWORK) for word in arguments)
+    if from_the_network:
+        stage_parser(STAGES[arguments[0]]).parse_args(arguments[1:])
+        assert load_recipe(arguments[arguments.index("--recipe") + 1].rpartition("+")[0])
+    elif (arguments[0] in STAGES and STAGES[arguments[0]].trains) or "|" in command:
+        # DeepSpeed keeps a process's first process group
+        given = shlex.split(command.partition("|")[0])[1] if "|" in command else None
+        done = in_a_process(arguments, folder, given=given)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    else:
+        assert cli.main(arguments) == 0, command
+    if "--out" in arguments and arguments[0] != "run" and not from_the_network:
+        assert (folder / arguments[arguments.index("--out") + 1]).exists(), command
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _ in commands(*HERE)))
+def test_every_command_of_a_page_succeeds_one_after_the_other(
+    page: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    tried = 0
+    for at, command in commands("demo", "needs-data", "cluster"):
+        if at == page and without_launcher(command):
+            run_small(command, place)
+            printed = capsys.readouterr()
+            assert without_launcher(command)[0] != "run" or "would run" in printed.out
+            tried += 1
+    assert tried or {at for at, _ in commands("run")} >= {page}
+
+
+INLINE = [
+    (page.name, command)
+    for page in PAGES
+    for command in re.findall(r"`mmnmt ([a-z_]+ --[^`]+)`", page.read_text(encoding="utf-8"))
+    if command.split()[0] in STAGES and "--recipe" in command
+]
+
+
+@pytest.mark.parametrize(("page", "command"), INLINE)
+def test_a_stage_command_within_a_sentence_has_options_and_recipes_that_exist(
+    page: str, command: str
+) -> None:
+    """Those of docs/gpu.md want a GPU."""
+    name, *arguments = shlex.split(command)
+    options = vars(stage_parser(STAGES[name]).parse_args(arguments))
+    recipe = options.get("recipe") or ""
+    assert recipe.endswith(".toml") or not recipe or load_recipe(recipe).name == recipe, page
