@@ -961,6 +961,9 @@ class EvaluationConfig(Settings):
     word_accuracy: bool = False
     """Whether words are scored by how often they were trained on, by their length and, where
     evaluate is given a tokenizer, by the number of their subwords."""
+    word_side: Literal["target", "source"] = "target"
+    """Which words are grouped: those of references and translations, or the source words that these
+    are aligned to (LOBEF, Figures 3 and 4)."""
     word_lines: Annotated[int, whole(1, 10**12)] = 100_000
     """Training lines of a pair that are read for it at most, the first ones."""
     resamples: Annotated[int, whole(1, 10**5)] = 1000

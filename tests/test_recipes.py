@@ -18,8 +18,8 @@ from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
 
 OVERLAYS = ("hub", "smoke", "tmx")
-ONE_WAY = ("subwords_64k_to_8k",)
-"""Overlays that want a recipe of one direction: plan ``lobef`` has it."""
+ONE_WAY = ("subwords_32k_to_8k", "subwords_64k_to_8k")
+"""Overlays that want a recipe of one direction: the plans of LOBEF have them."""
 SYSTEMS = (
     *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
     *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),

@@ -114,7 +114,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate": {
         "evaluation": {
             *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
-            *("resamples", "word_accuracy", "word_lines"),
+            *("resamples", "word_accuracy", "word_lines", "word_side"),
         },
         "training": {"resource_thresholds"},
     },
