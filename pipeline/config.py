@@ -57,7 +57,7 @@ NUM_SPECIALS = 4
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6
-SEGMENTERS = ("characters", "mecab")
+SEGMENTERS = ("characters", "mecab", "punctuation")
 """Those that need no file of the user's (``artifacts/segmenters.py``)."""
 FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 MAX_POSITION_VALUES = 2**30
@@ -202,8 +202,9 @@ class TokenizerConfig(Settings):
     """``__de__`` or ``<2de>``."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → what parts into words what it writes without spaces, for model.front ``wsf`` over
-    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), or a function of one's own as
-    ``path/to/file.py:function`` (``artifacts/segmenters.py``)."""
+    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (from the
+    words that it follows), or a function of one's own as ``path/to/file.py:function``
+    (``artifacts/segmenters.py``)."""
 
     @property
     def output_ids(self) -> int | None:

@@ -29,7 +29,11 @@ SYSTEMS = (
     *("subwords_3k", "subwords_8k", "subwords_32k", "subwords_64k"),
 )
 """Overlays that say what the encoder's front, the embeddings or the vocabulary are."""
-BASES = tuple(name for name in recipe_names() if name not in OVERLAYS + ONE_WAY + SYSTEMS)
+OF_LANGUAGES = ("words_lobef",)
+"""Overlays that name languages, which a base must have."""
+BASES = tuple(
+    name for name in recipe_names() if name not in OVERLAYS + ONE_WAY + SYSTEMS + OF_LANGUAGES
+)
 ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
 
 

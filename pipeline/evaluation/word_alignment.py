@@ -31,7 +31,9 @@ class Aligner:
     def __init__(self, lines: Sequence[tuple[Words, Words]]) -> None:
         """Learn from sentence pairs as words, source first; those with an empty side are no use."""
         numbers: dict[tuple[str, str], int] = {}
-        place_E, prior_E, starts = [], [], []
+        place_E: list[int] = []
+        prior_E: list[Floats] = []
+        starts: list[int] = []
         for source, target in lines:
             if not source:
                 continue

@@ -221,7 +221,7 @@ def test_every_row_of_lobef_has_the_parameters_of_its_paper_or_a_reason(name: st
 def test_every_system_of_lobef_has_its_size_pinned() -> None:
     for plan in LOBEF:
         trained = {
-            one.recipe.replace("_pair", "").partition("+few_shot")[0]
+            one.recipe.replace("_pair", "").replace("+words_lobef", "").partition("+few_shot")[0]
             for one in load_plan(plan).stages.values()
             if one.run in ("pretrain", "finetune")
         }
@@ -297,6 +297,10 @@ def test_the_tables_of_lobef_have_their_rows() -> None:
     assert [one.layers_before for one in layers if isinstance(one, NcfConfig)] == [1, 2, 3, 4, 5]
     fronts = [one.model.front for one in systems_of("lobef", "evaluation_wsf").values()]
     assert sorted(one.layers for one in fronts if isinstance(one, WsfConfig)) == [1, 2, 3, 4, 5]
+    for evaluation in ("evaluation", "evaluation_wsf"):
+        for one in systems_of("lobef", evaluation).values():
+            parts_words = one.tokenizer.segmenters.get("de") == "punctuation"
+            assert parts_words == isinstance(one.model.front, WsfConfig)
     kinds = {one.tokenizer.kind for one in systems_of("lobef", "evaluation_byte_bpe").values()}
     assert kinds == {"bytes", "byte_bpe"}
     without_wsf = ["Subword", "Byte", "Byte-nCF", "Byte, one-hot", "Byte-nCF, one-hot"]
