@@ -16,6 +16,7 @@ from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, emptied_pairs, line_counts, pair_counts
 from pipeline.artifacts.mixture import (
     MIXTURE_NAME,
+    Mixture,
     Phase,
     capped_shares,
     temperature_probabilities,
@@ -65,6 +66,14 @@ def run(call: StageCall) -> None:
     check_targets(config, sizes)
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
+    if recipe.training.updates_of == "bytes":
+        # Loads PyTorch, which takes more than a second and is of no use otherwise.
+        from pipeline.batching.equal_epochs import with_resolved_updates
+        from pipeline.batching.feed import TrainingData
+
+        mixture = Mixture(tuple(phases))
+        data = TrainingData(shards, mixture, recipe.batches, seed=recipe.training.seed)
+        recipe = with_resolved_updates(recipe, data)
     drawn = [
         expected_draws(recipe, phase, sizes, updates=updates)
         for phase, updates in zip(phases, updates_by_phase(recipe, phases), strict=True)

@@ -2,7 +2,7 @@
 
 Reads a corpus with test lines, those of most use being of one text in all languages (FLORES-200 as
 ``import_tests`` reads it); makes an analysis: ``lengths.json`` and ``lengths.svg``, as MoCE's
-Figure 3.
+Figure 3. With a tokenizer it counts that tokenizer's pieces, too: LOBEF's Tables 1 and 2.
 """
 
 import sys
@@ -10,14 +10,24 @@ from dataclasses import asdict
 
 from pipeline.analysis.conciseness import measure_conciseness
 from pipeline.analysis.figures import lengths_picture
+from pipeline.analysis.segmentation import measure_segmentation
+from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.stages import StageCall
-from pipeline.summary import counted
+from pipeline.summary import counted, listed
 
 
 def run(call: StageCall) -> None:
     """Measure the test lines."""
     found = measure_conciseness(call.artifacts["corpus"])
     document = {"analysis": "lengths", "order": found.order, **asdict(found)}
+    segmented = {}
+    if "tokenizer" in call.artifacts:
+        tokenizer = load_tokenizer(tokenizer_folder(call.artifacts["tokenizer"]))
+        segmented = measure_segmentation(call.artifacts["corpus"], tokenizer)
+        document["segmentation"] = {
+            code: {**asdict(one), "fertility": one.fertility, "unknown_share": one.unknown_share}
+            for code, one in segmented.items()
+        }
     with call.new_artifact() as writer:
         writer.write_json("lengths.json", document)
         picture = lengths_picture(document)
@@ -35,6 +45,16 @@ def run(call: StageCall) -> None:
             writer.summary.append(
                 f"no line of {found.pivot} stands in all of its pairs, so that languages are "
                 "compared by the ratio of their bytes to its own, each on its own lines"
+            )
+        if segmented:
+            writer.summary.append(
+                "pieces a word: "
+                + listed(f"{code} {one.fertility or 0:.2f}" for code, one in segmented.items())
+            )
+        if unknown := {code: one for code, one in segmented.items() if one.unknown}:
+            writer.summary.append(
+                "unknown pieces: "
+                + listed(f"{code} {one.unknown_share or 0:.2%}" for code, one in unknown.items())
             )
 
 

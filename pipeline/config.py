@@ -57,7 +57,7 @@ NUM_SPECIALS = 4
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6
-SEGMENTERS = ("characters", "mecab")
+SEGMENTERS = ("characters", "mecab", "punctuation")
 """Those that need no file of the user's (``artifacts/segmenters.py``)."""
 FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 MAX_POSITION_VALUES = 2**30
@@ -142,6 +142,9 @@ class CleanConfig(Settings):
     """clean: rules for training lines. Validation and test lines are never dropped."""
 
     max_characters: Annotated[int, whole(1, 10**9)] = 2000
+    max_bytes: Annotated[int, whole(1, 10**9)] | None = None
+    """Longest line, on either side, in UTF-8 bytes; None: bounded by ``max_characters`` alone. The
+    same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
     drop_control_characters: bool = True
@@ -199,8 +202,9 @@ class TokenizerConfig(Settings):
     """``__de__`` or ``<2de>``."""
     segmenters: dict[str, str] = Field(default_factory=dict)
     """Language → what parts into words what it writes without spaces, for model.front ``wsf`` over
-    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), or a function of one's own as
-    ``path/to/file.py:function`` (``artifacts/segmenters.py``)."""
+    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (from the
+    words that it follows), or a function of one's own as ``path/to/file.py:function``
+    (``artifacts/segmenters.py``)."""
 
     @property
     def output_ids(self) -> int | None:
@@ -357,6 +361,26 @@ class EmbeddingConfig(Settings):
     scale: then the vocabulary must not exceed model.width."""
     output: Literal["tied", "untied"] = "tied"
     """The output projection is the input's table, or one of its own."""
+    one_hot: Literal["one_scale", "two_scales", "fixed_scale"] = "one_scale"
+    """Scales of ``input = "one_hot"``, all of which start at sqrt(width). ``one_scale``: encoder
+    and decoder share one that is learned; ``two_scales``: each learns its own, and nothing is
+    dropped of the last decoder layer's sublayers (the code of Shaham and Levy, 2021, and of LOBEF
+    with ``--no-embed``); ``fixed_scale``: none is learned, and encoder and decoder drop as with
+    learned embeddings (LOBEF's scripts)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.one_hot != "one_scale" and self.input != "one_hot":
+            raise ValueError(
+                f"one_hot is {self.one_hot!r}, and input is {self.input!r}, which has no such "
+                'scales: leave it out, or set input to "one_hot"'
+            )
+        if self.one_hot == "fixed_scale" and self.output == "tied":
+            raise ValueError(
+                "one_hot is 'fixed_scale' and output is 'tied', so that no logit could be learned: "
+                'set output to "untied"'
+            )
+        return self
 
 
 class SubwordsConfig(Settings):
@@ -715,6 +739,10 @@ class TrainingConfig(Settings):
     """pretrain and finetune."""
 
     updates: Updates = 100_000
+    updates_of: Literal["tokens", "bytes"] = "tokens"
+    """What ``updates`` are counted in. ``tokens``: updates of this vocabulary. ``bytes``: updates
+    of a model of bytes. A model of longer pieces then makes fewer of its own, so that all
+    vocabularies pass over the training text equally often (equal epochs; LOBEF, §4.6)."""
     seed: Seed = 1
     dropout: DropRate = 0.3
     attention_dropout: DropRate = 0.1
@@ -954,6 +982,9 @@ class EvaluationConfig(Settings):
     word_accuracy: bool = False
     """Whether words are scored by how often they were trained on, by their length and, where
     evaluate is given a tokenizer, by the number of their subwords."""
+    word_side: Literal["target", "source"] = "target"
+    """Which words are grouped: those of references and translations, or the source words that these
+    are aligned to (LOBEF, Figures 3 and 4)."""
     word_lines: Annotated[int, whole(1, 10**12)] = 100_000
     """Training lines of a pair that are read for it at most, the first ones."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
@@ -1047,6 +1078,15 @@ class Recipe(Settings):
             raise ValueError(
                 f"optimizer.warmup_updates {warmup:,} is not below training.updates {updates:,}, "
                 "so that the learning rate would only rise: lower it, or train longer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> Self:
+        if self.training.updates_of == "bytes" and self.mixture.phases:
+            raise ValueError(
+                'training.updates_of is "bytes", and mixture.phases begin at updates, whose number '
+                "then depends on the vocabulary: leave one of them out"
             )
         return self
 

@@ -85,7 +85,7 @@ from pipeline.evaluation.significance import MIN_LINES, BootstrapTask, compare_a
 from pipeline.evaluation.tables import Imprint, directions_by_family, family_title, format_count
 from pipeline.evaluation.verdicts import judge
 from pipeline.evaluation.wins import win_ratios
-from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_target
+from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
 from pipeline.languages import language, parse_tag
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
@@ -400,17 +400,20 @@ def _word_accuracy(call: StageCall, *, profiles: Sequence[DirectionProfile]) -> 
     settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
     if not settings.word_accuracy:
         return None
-    targets = {profile.direction.target for profile in profiles}
+    codes = {profile.direction.target for profile in profiles}
+    if settings.word_side == "source":
+        codes |= {profile.direction.source for profile in profiles}
     tasks = word_tasks(
         corpus,
         call.many("systems"),
         profiles=profiles,
         training=call.artifacts.get("training", corpus),
         tokenizer=call.artifacts.get("tokenizer"),
-        tokenizers=Bleu.into(targets, option=settings.bleu_tokenizer).tokenizers,
+        tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
         max_lines=settings.word_lines,
+        side=settings.word_side,
     )
-    found = in_parallel(words_of_target, tasks, processes=call.processes, label="words")
+    found = in_parallel(words_of_language, tasks, processes=call.processes, label="words")
     return join_words([*found], tasks, profiles=profiles)
 
 

@@ -340,7 +340,12 @@ STAGES: dict[str, Stage] = {
             makes="analysis",
             help="bytes that languages need for the same test lines",
             sections=(),
-            inputs={"corpus": Input("corpus", "test sets, of one text in all languages")},
+            inputs={
+                "corpus": Input("corpus", "test sets, of one text in all languages"),
+                "tokenizer": Input(
+                    "tokenizer", "for pieces a word and the share of unknown ones", required=False
+                ),
+            },
         ),
         Stage(
             name="evaluate",

@@ -18,8 +18,8 @@ from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
 
 OVERLAYS = ("hub", "smoke", "tmx")
-ONE_WAY = ("subwords_64k_to_8k",)
-"""Overlays that want a recipe of one direction: plan ``lobef`` has it."""
+ONE_WAY = ("subwords_32k_to_8k", "subwords_64k_to_8k")
+"""Overlays that want a recipe of one direction: the plans of LOBEF have them."""
 SYSTEMS = (
     *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
     *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),
@@ -30,7 +30,11 @@ SYSTEMS = (
     *("subwords_3k", "subwords_8k", "subwords_32k", "subwords_64k"),
 )
 """Overlays that say what the encoder's front, the embeddings or the vocabulary are."""
-BASES = tuple(name for name in recipe_names() if name not in OVERLAYS + ONE_WAY + SYSTEMS)
+OF_LANGUAGES = ("words_lobef",)
+"""Overlays that name languages, which a base must have."""
+BASES = tuple(
+    name for name in recipe_names() if name not in OVERLAYS + ONE_WAY + SYSTEMS + OF_LANGUAGES
+)
 ALL_RECIPES = BASES + tuple(f"{base}+{overlay}" for base in BASES for overlay in OVERLAYS)
 
 

@@ -34,7 +34,8 @@ TRAINING: dict[str, set[str]] = {
     "training": {
         *("attention_dropout", "average_last", "best_by", "best_by_route", "dropout"),
         "expert_output_masking",
-        *("moe_dropout", "patience", "router_jitter", "seed", "updates", "validate_every"),
+        *("moe_dropout", "patience", "router_jitter", "seed", "updates", "updates_of"),
+        "validate_every",
     },
 }
 TASK: dict[str, set[str]] = {
@@ -57,7 +58,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "clean": {
         "clean": {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
-            *("drop_held_out_overlap", "max_characters", "max_length_ratio"),
+            *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
             *("drop_near_duplicates", "held_out_scope", "identify_languages", "language_model"),
             *("language_min_characters", "near_duplicate_similarity"),
         }
@@ -113,7 +114,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate": {
         "evaluation": {
             *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
-            *("resamples", "word_accuracy", "word_lines"),
+            *("resamples", "word_accuracy", "word_lines", "word_side"),
         },
         "training": {"resource_thresholds"},
     },

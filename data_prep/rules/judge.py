@@ -82,6 +82,10 @@ class Judge:
         limit = config.max_characters
         if len(first) > limit or len(second) > limit:
             return "too_long", (len(first) > limit, len(second) > limit)
+        if config.max_bytes is not None:
+            sides = _exceeds(first, config.max_bytes), _exceeds(second, config.max_bytes)
+            if any(sides):
+                return "too_long", sides
         if config.drop_control_characters and not (first.isprintable() and second.isprintable()):
             sides = _CONTROL.search(first) is not None, _CONTROL.search(second) is not None
             if any(sides):
@@ -136,6 +140,11 @@ class Judge:
         if own is not None:
             sets = [tuple(number for number in side if number in own) for side in sets]
         return ("held_out_overlap", (bool(sets[0]), bool(sets[1]))) if any(sets) else None
+
+
+def _exceeds(text: str, max_bytes: int) -> bool:
+    """Return whether the text has more UTF-8 bytes than that."""
+    return len(text) * 4 > max_bytes and len(text.encode()) > max_bytes
 
 
 def as_seen(first: str, second: str) -> tuple[str, str]:

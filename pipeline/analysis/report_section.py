@@ -143,6 +143,22 @@ def _lengths(name: str, document: JsonObject) -> TableSection:
                 ("Language", "bytes per line", f"by those of {pivot}"),
                 rows,
             ),
+            *_segmentation(document.get("segmentation", {})),
         ),
         (lengths_chart(document),),
     )
+
+
+def _segmentation(languages: JsonObject) -> tuple[TextTable, ...]:
+    """Return the table of pieces a word, where a tokenizer was named."""
+    rows = tuple(
+        (
+            code,
+            f"{found['words']:,}",
+            "" if found["fertility"] is None else f"{found['fertility']:.2f}",
+            "" if found["unknown_share"] is None else f"{found['unknown_share']:.2%}",
+        )
+        for code, found in languages.items()
+    )
+    heads = ("Language", "words", "pieces per word", "unknown pieces")
+    return (TextTable("By the tokenizer's pieces", heads, rows),) if rows else ()

@@ -2,7 +2,8 @@
 
 A segmenter is given what stands between two white spaces, and returns the words of it, one after
 the other, nothing left out. ``characters``: each is a word, with the marks on it; ``mecab``:
-Japanese, by MeCab and the dictionary ipadic; or a function of the user's in a file of its own.
+Japanese, by MeCab and the dictionary ipadic; ``punctuation``: parted from words, about as Moses
+does; or a function of the user's in a file of its own.
 
 Which language has which is part of the tokenizer (``tokenizer.json``), so that a model translates
 by the words it was trained on. A function is known there by the SHA-256 of its file, and where the
@@ -38,6 +39,7 @@ MAX_FILE_BYTES = 2**20
 SHOWN_CHARACTERS = 40
 
 _SPACES_AND_OTHERS = re.compile(r"\s|\S+")
+_WITHIN_WORDS = ".,-'\N{RIGHT SINGLE QUOTATION MARK}"
 _ZERO_WIDTH_JOINER = "\N{ZERO WIDTH JOINER}"
 
 
@@ -187,6 +189,29 @@ def characters(text: str) -> list[str]:
     return [text[begin:end] for begin, end in pairwise([0, *borders, len(text)])]
 
 
+def punctuation(text: str) -> list[str]:
+    """Part punctuation and symbols from words, each a word of its own.
+
+    As with Moses' tokenizer, a stop, comma, hyphen or apostrophe between two letters or digits
+    stays; unlike there, an abbreviation loses its last stop and contractions are not parted.
+    """
+    apart = [_is_apart(text, place) for place in range(len(text))]
+    borders = [place for place in range(1, len(text)) if apart[place - 1] or apart[place]]
+    return [text[begin:end] for begin, end in pairwise([0, *borders, len(text)])]
+
+
+def _is_apart(text: str, place: int) -> bool:
+    if not _is_punctuation(text[place]):
+        return False
+    beside = text[max(place - 1, 0) : place] + text[place + 1 : place + 2]
+    is_within = len(beside) == 2 and not any(map(_is_punctuation, beside))
+    return not (is_within and text[place] in _WITHIN_WORDS)
+
+
+def _is_punctuation(character: str) -> bool:
+    return unicodedata.category(character)[0] in "PS"
+
+
 class JapaneseWords:
     """MeCab's morphemes, by the dictionary ipadic.
 
@@ -267,7 +292,13 @@ def _said(error: BaseException) -> str:
 
 
 def _built_in(name: str) -> Segmenter:
-    return JapaneseWords() if name == "mecab" else characters
+    match name:
+        case "mecab":
+            return JapaneseWords()
+        case "punctuation":
+            return punctuation
+        case _:
+            return characters
 
 
 def _begins_of_tokens(place_N: npt.NDArray[np.int64], begins: Sequence[int]) -> Flags:

@@ -179,6 +179,11 @@ class SplitData:
             for pair in self._pairs
         }
 
+    @property
+    def sides(self) -> dict[str, tuple[Shard, Shard]]:
+        """The shards of every pair, in the order of its languages."""
+        return {pair.name: pair.sides for pair in self._pairs}
+
     def longest(self) -> int:
         """Tokens of the longest sentence of either side, with its tags and end-of-sentence."""
         longest = max((pair.longest for pair in self.offsets.values()), default=0)

@@ -302,6 +302,12 @@ class Planner:
         """Sentences of a window of the first phase."""
         return self._phases[0].window_sentences
 
+    def sentences_per_update(self, windows: int) -> float:
+        """Return the mean number of sentence pairs that an update of the first windows draws."""
+        planned = [self._plan(window) for window in range(windows)]
+        updates = sum(len(one) // self._config.micro_batches for one in planned)
+        return sum(len(one.key_N) for one in planned) / updates
+
     def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
         """Global steps from a cursor on, without end; (0, 0) is the first update.
 

@@ -51,7 +51,8 @@ class DecoderStates:
         """Feed one token per row; the decoder's states for the next one, (R, D)."""
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
-        x_RD = model.decoder.enter(model.embedding(ids_R), tokens.position_N, model.positions_TD)
+        embedded_RD = model.embedding(ids_R, is_target=True)
+        x_RD = model.decoder.enter(embedded_RD, tokens.position_N, model.positions_TD)
         for layer, cache in zip(model.decoder_layers(), self.keys.layers, strict=True):
             x_RD = layer.step(x_RD, cache, tokens)
         return x_RD

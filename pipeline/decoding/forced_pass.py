@@ -64,7 +64,7 @@ def forced_pass(
         model.tokens_of(source, *languages, route=route),
         begins_N=source_begins(sources, device),
     )
-    embedded_ND = model.embedding(_flat(inputs, device))
+    embedded_ND = model.embedding(_flat(inputs, device), is_target=True)
     x_ND = model.decoder.enter(embedded_ND, tokens.position_N, model.positions_TD)
     attention_BTS = None
     for number, layer in enumerate(model.decoder_layers()):

@@ -326,6 +326,19 @@ WORD_TITLES = {
     "length": "By number of characters",
 }
 
+WORDS_OF = {
+    "target": (
+        "F-measure, in percent, of words of the target language: a word of a translation is right "
+        "where the reference of its line has it too. The share is that of the references' words."
+    ),
+    "source": (
+        "F-measure, in percent, of words of the source language: a source word is right where the "
+        "reference has the word of the translation that is aligned to it. Alignments are learned "
+        "from training lines and references (IBM Model 1). The share is that of source words "
+        "aligned to the references."
+    ),
+}
+
 
 def _word_accuracy(evaluation: Evaluation) -> TableSection | None:
     if evaluation.words is None:
@@ -344,9 +357,7 @@ def _word_accuracy(evaluation: Evaluation) -> TableSection | None:
     lines = f" Training lines read: {min(read.values()):,} to {max(read.values()):,} per language."
     return TableSection(
         "Word accuracy",
-        "F-measure, in percent, of words of the target language: a word of a translation is right "
-        "where the reference of its line has it too. The share is that of the references' words."
-        + (lines if read else ""),
+        WORDS_OF[evaluation.words.side] + (lines if read else ""),
         tuple(tables),
     )
 

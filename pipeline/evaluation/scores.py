@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.score_slot import Column, Section
@@ -188,10 +188,12 @@ class WordAccuracy:
     """Words by what is known of them: name of a trait → kind of words → system → counts."""
 
     training_lines: Mapping[str, int]
-    """Target language → training lines that were read to know how often words are in them."""
+    """Language of the words → training lines that were read to know how often they are in them."""
     directions: Mapping[str, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
     families: Mapping[Family, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
     """Sums over the directions."""
+    side: Literal["target", "source"] = "target"
+    """Whose words are grouped."""
 
 
 Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, int]]]]]

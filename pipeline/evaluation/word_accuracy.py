@@ -1,15 +1,17 @@
 """Word accuracy: how well words are translated that are rare, long, split into many pieces, or new.
 
 A word of a translation is right where the reference of its line has it too, as often as the
-reference has it. Words of the target language are told apart by
+reference has it. What is grouped is these words, or the source words that they translate
+(``evaluation.word_side``), by
 
 - how often the training lines have them, and whether at all;
 - their fertility, the number of subwords that a tokenizer makes of one when it stands alone;
 - their length in characters.
 
 Precision, recall and F-measure of a kind of words are those of compare-mt (Neubig et al. 2019,
-``calc_bucketed_matches`` of its ``bucketers.py``), which LOBEF's Figures 3 and 4 come from; there
-the kinds are of source words, which takes alignments. Words are sacreBLEU's tokens, as BLEU has
+``calc_bucketed_matches`` and ``calc_source_bucketed_matches`` of its ``bucketers.py``), which
+LOBEF's Figures 3 and 4 come from. Those are of source words, which takes alignments: compare-mt
+reads them from files, here ``word_alignment`` makes them. Words are sacreBLEU's tokens, as BLEU has
 them.
 """
 
@@ -19,17 +21,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Literal
 
 from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, iterate_lines, line_counts, text_name
+from pipeline.artifacts.corpus import (
+    Direction,
+    aligned_lines,
+    iterate_lines,
+    line_counts,
+    read_lines,
+    text_name,
+)
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.evaluation.bleu import words
 from pipeline.evaluation.directions import DirectionProfile, Family
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
 from pipeline.evaluation.scoring import read_translated
+from pipeline.evaluation.word_alignment import Aligner
 
+Side = Literal["target", "source"]
+ALIGNED_LINES = 10_000
+"""Training lines of a pair that alignments are learned from at most, the first ones."""
 Values = Callable[[str], int]
 WORD_START = "\u2581"
 """How SentencePiece spells the space before a word: alone it is no part of the word."""
@@ -78,9 +92,10 @@ Kinds = dict[str, dict[str, dict[str, WordCounts]]]
 
 @dataclass(frozen=True)
 class WordTask:
-    """All directions into one language."""
+    """All directions into one language, or from one where source words are grouped."""
 
-    target: str
+    language: str
+    """Of the words that are grouped."""
     directions: Sequence[Direction]
     corpus: Artifact
     systems: Mapping[str, Artifact]
@@ -88,13 +103,19 @@ class WordTask:
     """None: it is not known which words were trained on."""
     tokenizer: Artifact | None
     """None: words have no fertility."""
-    bleu_tokenizer: str
+    tokenizers: Mapping[str, str]
+    """Language → sacreBLEU's tokenizer."""
     max_lines: int
     """Training lines of a pair that are read at most."""
+    side: Side = "target"
+
+    def split(self, code: str) -> Callable[[str], list[str]]:
+        """Return what parts a line of a language into words."""
+        return partial(words, BLEU(tokenize=self.tokenizers[code]))
 
 
 @dataclass(frozen=True)
-class WordsOfTarget:
+class WordsOfLanguage:
     """What a worker sends back."""
 
     directions: Mapping[str, Kinds]
@@ -110,22 +131,22 @@ def word_tasks(
     tokenizer: Artifact | None,
     tokenizers: Mapping[str, str],
     max_lines: int,
+    side: Side = "target",
 ) -> list[WordTask]:
-    """One per target language.
+    """Return one per language whose words are grouped.
 
     Args:
         training: what the systems were trained on; of no use where it has no training lines.
-        tokenizers: target language → sacreBLEU's tokenizer.
+        tokenizers: language → sacreBLEU's tokenizer, of both sides where source words are grouped.
     """
     known = training if training is not None and line_counts(training, "train") else None
-    by_target: dict[str, list[Direction]] = {}
+    by_language: dict[str, list[Direction]] = {}
     for profile in profiles:
-        by_target.setdefault(profile.direction.target, []).append(profile.direction)
+        way = profile.direction
+        by_language.setdefault(way.target if side == "target" else way.source, []).append(way)
     return [
-        WordTask(
-            target, directions, corpus, systems, known, tokenizer, tokenizers[target], max_lines
-        )
-        for target, directions in sorted(by_target.items())
+        WordTask(code, directions, corpus, systems, known, tokenizer, tokenizers, max_lines, side)
+        for code, directions in sorted(by_language.items())
     ]
 
 
@@ -138,17 +159,10 @@ class _Matches:
     hypothesis: Counter[str]
 
 
-def words_of_target(task: WordTask) -> WordsOfTarget:
+def words_of_language(task: WordTask) -> WordsOfLanguage:
     """Count the words of every direction and system by kind."""
-    split = partial(words, BLEU(tokenize=task.bleu_tokenizer))
-    found = {
-        str(direction): {
-            system: count_words(lines.hypotheses, lines.references, split=split)
-            for system, translations in task.systems.items()
-            for lines in [read_translated(system, task.corpus, translations, direction)]
-        }
-        for direction in task.directions
-    }
+    counted = _target_words if task.side == "target" else _source_words
+    found = {str(direction): counted(task, direction) for direction in task.directions}
     every = {
         word
         for systems in found.values()
@@ -158,12 +172,79 @@ def words_of_target(task: WordTask) -> WordsOfTarget:
     values: dict[Trait, Values] = {LENGTH: len}
     lines = 0
     if task.training is not None:
-        lines, trained = training_counts(task, wanted=every, split=split)
+        lines, trained = training_counts(task, wanted=every, split=task.split(task.language))
         values[SEEN] = values[FREQUENCY] = trained.__getitem__
     if task.tokenizer is not None:
         tokenizer = load_tokenizer(tokenizer_folder(task.tokenizer))
-        values[FERTILITY] = fertilities(tokenizer, every, language=task.target).__getitem__
-    return WordsOfTarget({name: by_kind(systems, values) for name, systems in found.items()}, lines)
+        values[FERTILITY] = fertilities(tokenizer, every, language=task.language).__getitem__
+    return WordsOfLanguage(
+        {name: by_kind(systems, values) for name, systems in found.items()}, lines
+    )
+
+
+def _target_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
+    split = task.split(direction.target)
+    return {
+        system: count_words(lines.hypotheses, lines.references, split=split)
+        for system, translations in task.systems.items()
+        for lines in [read_translated(system, task.corpus, translations, direction)]
+    }
+
+
+def _source_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
+    split_source, split_target = task.split(direction.source), task.split(direction.target)
+    sources = [
+        split_source(line)
+        for line in read_lines(task.corpus, "test", direction.pair, direction.source)
+    ]
+    references = [
+        split_target(line)
+        for line in read_lines(task.corpus, "test", direction.pair, direction.target)
+    ]
+    learned = _training_words(task, direction)
+    aligner = Aligner([*learned, *zip(sources, references, strict=True)])
+    return {
+        system: count_source_words(
+            sources, [split_target(line) for line in lines.hypotheses], references, aligner=aligner
+        )
+        for system, translations in task.systems.items()
+        for lines in [read_translated(system, task.corpus, translations, direction)]
+    }
+
+
+def _training_words(task: WordTask, direction: Direction) -> list[tuple[list[str], list[str]]]:
+    """Return the first training lines of a direction as words; none of a pair without any."""
+    if task.training is None or direction.pair not in line_counts(task.training, "train"):
+        return []
+    codes = direction.source, direction.target
+    paths = [task.training.file(text_name("train", direction.pair, code)) for code in codes]
+    split_source, split_target = map(task.split, codes)
+    lines = islice(aligned_lines(*paths), min(ALIGNED_LINES, task.max_lines))
+    return [(split_source(source), split_target(target)) for source, target in lines]
+
+
+def count_source_words(
+    sources: Sequence[list[str]],
+    hypotheses: Sequence[list[str]],
+    references: Sequence[list[str]],
+    *,
+    aligner: Aligner,
+) -> _Matches:
+    """Count source words by the target words that are aligned to them.
+
+    A source word is found once for every word of the translation that it is aligned to, and right
+    once for every such word that the reference has, as often as the reference has it.
+    """
+    found = _Matches(Counter(), Counter(), Counter())
+    for source, hypothesis, reference in zip(sources, hypotheses, references, strict=True):
+        left = Counter(reference)
+        for i, j in aligner.align(source, hypothesis):
+            found.hypothesis[source[i]] += 1
+            if left[hypothesis[j]] > 0:
+                left[hypothesis[j]] -= 1
+                found.shared[source[i]] += 1
+        found.reference.update(source[i] for i, _ in aligner.align(source, reference))
+    return found
 
 
 def count_words(
@@ -186,9 +267,9 @@ def training_counts(
     assert task.training is not None
     lines, counts = 0, Counter[str]()
     for pair in line_counts(task.training, "train"):
-        if task.target not in pair.split("-"):
+        if task.language not in pair.split("-"):
             continue
-        path = task.training.file(text_name("train", pair, task.target))
+        path = task.training.file(text_name("train", pair, task.language))
         for line in islice(iterate_lines(path), task.max_lines):
             counts.update(word for word in split(line) if word in wanted)
             lines += 1
@@ -231,7 +312,7 @@ def _summed(matches: _Matches, trait: Trait, value: Values) -> dict[str, WordCou
 
 
 def join_words(
-    found: Sequence[WordsOfTarget],
+    found: Sequence[WordsOfLanguage],
     tasks: Sequence[WordTask],
     *,
     profiles: Sequence[DirectionProfile],
@@ -248,10 +329,11 @@ def join_words(
                     into[system] = into.get(system, WordCounts(0, 0, 0)) + counts
     return WordAccuracy(
         training_lines={
-            task.target: one.training_lines
+            task.language: one.training_lines
             for task, one in zip(tasks, found, strict=True)
             if task.training is not None
         },
         directions={str(one.direction): directions[str(one.direction)] for one in profiles},
         families=families,
+        side=tasks[0].side if tasks else "target",
     )

@@ -1,7 +1,7 @@
 """Ids to states, and states to logits.
 
 The table of embeddings is learned, stays as it was initialised (``frozen``), or is the identity:
-row i is e_i, with one learned scale for what goes in and, where the output is tied, one for what
+row i is e_i, with learned scales for what goes in and, where the output is tied, one for what
 comes out (Shaham and Levy 2021, "Neural Machine Translation without Embeddings"). The output
 projection is the same table, or one of its own (``untied``).
 
@@ -29,6 +29,8 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(width) if spec.model.scale_embedding else None
         self.weight: nn.Parameter | None = None
         self.input_scale: nn.Parameter | None = None
+        self.target_input_scale: nn.Parameter | None = None
+        """Of what the decoder takes, where that is not the encoder's."""
         self.output_scale: nn.Parameter | None = None
         self.output_weight: nn.Parameter | None = None
         self.projection: nn.Module | None = None
@@ -37,30 +39,46 @@ class Embedding(nn.Module):
             case "learned" | "frozen":
                 is_learned = config.input == "learned"
                 self.weight = nn.Parameter(torch.empty(vocabulary, width), requires_grad=is_learned)
-            case "one_hot":
+            case "one_hot" if config.one_hot != "fixed_scale":
                 self.input_scale = nn.Parameter(torch.empty(1))
+                if config.one_hot == "two_scales":
+                    self.target_input_scale = nn.Parameter(torch.empty(1))
+            case "one_hot":
+                pass
         match config.output:
             case "untied":
                 self.output_weight = nn.Parameter(torch.empty(self.output_size, width))
-            case "tied" if config.input == "one_hot":
+            case "tied" if self.input_scale is not None:
                 self.output_scale = nn.Parameter(torch.empty(1))
             case "tied":
                 pass
 
-    def forward(self, ids_N: Tensor) -> Tensor:
-        """Token embeddings, scaled; (N, D)."""
+    def forward(self, ids_N: Tensor, *, is_target: bool = False) -> Tensor:
+        """Return token embeddings, scaled, (N, D); ``is_target``: as the decoder takes them."""
         if self.weight is not None:
             x_ND = F.embedding(ids_N, self.weight)
             return x_ND if self.scale is None else x_ND * self.scale
-        assert self.input_scale is not None
-        return F.one_hot(ids_N, self.width) * self.input_scale
+        own = self.target_input_scale if is_target else None
+        learned = self.input_scale if own is None else own
+        if learned is not None:
+            return F.one_hot(ids_N, self.width) * learned
+        return self.rows(ids_N) * (1.0 if self.scale is None else self.scale)
+
+    def both(self, source_N: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of both sides; in one look-up where they are scaled alike."""
+        if self.target_input_scale is not None:
+            return self(source_N), self(target_M, is_target=True)
+        embedded = self(torch.cat([source_N, target_M]))
+        source_ND, target_MD = embedded.split([len(source_N), len(target_M)])
+        return source_ND, target_MD
 
     def rows(self, ids_B: Tensor) -> Tensor:
         """Rows of the table as they are, unscaled, (B, D)."""
         if self.weight is not None:
             return F.embedding(ids_B, self.weight)
-        assert self.input_scale is not None
-        return F.one_hot(ids_B, self.width).to(self.input_scale.dtype)
+        parameter = self.output_weight if self.input_scale is None else self.input_scale
+        assert parameter is not None
+        return F.one_hot(ids_B, self.width).to(parameter.dtype)
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Logits over the vocabulary, or its ids that translations consist of, (N, V)."""

@@ -33,7 +33,7 @@ def initialize(
     if isinstance(owner, InitializesItself):
         return owner.initial_value(name.rpartition(".")[2], shape, generator=generator)
     width = spec.model.width
-    if name in ("embedding.input_scale", "embedding.output_scale"):
+    if name.startswith("embedding.") and name.endswith("_scale"):
         return torch.full(shape, width**0.5)
     if name.startswith("embedding.") or ".positions." in name:
         value = torch.empty(shape).normal_(0, width**-0.5, generator=generator)

@@ -17,7 +17,7 @@ Legend: B batch, N real tokens, D model width, V vocabulary, L predicted tokens.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -113,8 +113,13 @@ class Transformer(nn.Module):
             EncoderLayer(model, rates, feed_forward("encoder", i))
             for i in range(model.encoder_layers)
         ]
+        last = model.decoder_layers - 1
         decoder = [
-            DecoderLayer(model, rates, feed_forward("decoder", i))
+            DecoderLayer(
+                model,
+                rates_of_last(model, rates) if i == last else rates,
+                feed_forward("decoder", i),
+            )
             for i in range(model.decoder_layers)
         ]
         add_low_rank(spec, encoder, side="encoder")
@@ -124,8 +129,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(spec)
         self.front = build_front(spec)
         # Nothing is dropped of one-hot embeddings as the encoder takes them (Shaham and Levy 2021).
-        is_one_hot = model.embedding.input == "one_hot"
-        self.encoder = Stack(model, encoder, dropout=0.0 if is_one_hot else rates.dropout)
+        drops = model.embedding.input != "one_hot" or model.embedding.one_hot == "fixed_scale"
+        self.encoder = Stack(model, encoder, dropout=rates.dropout if drops else 0.0)
         self.decoder = Stack(model, decoder, dropout=rates.dropout)
         self.encoder.projections = add_gates(spec, encoder)
         self.decoder.projections = add_gates(spec, decoder)
@@ -153,8 +158,7 @@ class Transformer(nn.Module):
 
     def forward(self, batch: Batch, *, route: Route = "specific", progress: float = 0.0) -> Output:
         """Logits for every label of the batch; ``progress``: share of training done so far."""
-        embedded = self.embedding(torch.cat([batch.source_N, batch.target_N]))
-        source_ND, target_ND = embedded.split([len(batch.source_N), len(batch.target_N)])
+        source_ND, target_ND = self.embedding.both(batch.source_N, batch.target_N)
         languages = batch.source_language_B, batch.target_language_B
         source = self.tokens_of(batch.source, *languages, route=route, progress=progress)
         target = self.tokens_of(batch.target, *languages, route=route, progress=progress)
@@ -219,6 +223,17 @@ class Transformer(nn.Module):
         for layer in self.decoder.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
+
+
+def rates_of_last(model: ModelConfig, rates: Regularization) -> Regularization:
+    """Return the rates of the last decoder layer.
+
+    With tied one-hot embeddings its states are the logits, of which the code of Shaham and Levy
+    (2021) drops nothing.
+    """
+    if model.embedding.one_hot != "two_scales":
+        return rates
+    return replace(rates, dropout=0.0, moe_dropout=None)
 
 
 def sinusoids(max_positions: int, width: int) -> Tensor:

@@ -17,6 +17,7 @@ from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.places import link_or_copy
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.training_states import replanned
+from pipeline.batching.equal_epochs import with_resolved_updates
 from pipeline.batching.feed import TrainingData, Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.averaging import MeanOfStates
@@ -75,6 +76,8 @@ def training_data(call: StageCall) -> TrainingData:
 
 def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
     """Train a model to translate the call's data, and write the stage's checkpoint."""
+    # What stands in manifests, call.config, is the recipe as given.
+    call = replace(call, recipe=with_resolved_updates(call.recipe, data))
     check_tier(data, call.recipe.training)
     check_languages(data, model.spec)
     notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
@@ -84,7 +87,16 @@ def train(call: StageCall, model: Transformer, data: TrainingData, *, world: Wor
 
 
 def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> None:
-    """Train a model for a task and write the stage's artifact."""
+    """Train a model for a task and write the stage's artifact.
+
+    Raises:
+        ConfigError: updates are counted in bytes, and the task is no translation.
+    """
+    if call.recipe.training.updates_of != "tokens":
+        raise ConfigError(
+            f"training.updates_of is {call.recipe.training.updates_of!r}, which is for "
+            'translation models: set it to "tokens".'
+        )
     task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(
         model,

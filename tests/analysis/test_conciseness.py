@@ -8,6 +8,7 @@ from support.corpora import make_corpus
 
 from pipeline import cli
 from pipeline.analysis.conciseness import measure_conciseness
+from pipeline.analysis.report_section import analysis_sections
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 
@@ -68,3 +69,31 @@ def test_a_corpus_without_test_lines_is_refused_in_one_sentence(
     command = ["analyze_lengths", "--corpus", str(corpus.directory), "--out", str(tmp_path / "x")]
     assert cli.main(command) == EXIT_USER_ERROR
     assert "has no test lines" in capsys.readouterr().err
+
+
+def test_pieces_and_unknown_ones_are_counted_word_by_word(tmp_path: Path) -> None:
+    """Characters of the one language as pieces: by hand, a space is none and ``ə`` is unknown."""
+    known = {"en-tr": {"tr": ["on al", "el"], "en": ["ten", "hand"]}}
+    related = {"az-en": {"az": ["əl on", "ə"], "en": ["ten", "hand"]}}
+    corpus = make_corpus(tmp_path / "corpus", {"train": known, "test": known | related})
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[tokenizer]\nkind = "characters"\nvocabulary_size = 100\n')
+    paths = {name: str(tmp_path / name) for name in ("tokenizer", "out")}
+    options = ["--corpus", str(corpus.directory)]
+    command = ["train_tokenizer", "--recipe", str(recipe), *options, "--out", paths["tokenizer"]]
+    assert cli.main(command) == 0
+    command = ["analyze_lengths", *options, "--tokenizer", paths["tokenizer"]]
+    assert cli.main([*command, "--out", paths["out"]]) == 0
+    made = open_artifact(tmp_path / "out", kind="analysis")
+    found = made.read_json("lengths.json")["segmentation"]
+    assert found["tr"] == {
+        **{"words": 3, "pieces": 6, "unknown": 0},
+        **{"fertility": 2.0, "unknown_share": 0.0},
+    }
+    assert found["az"] == {
+        **{"words": 3, "pieces": 5, "unknown": 2},
+        **{"fertility": 5 / 3, "unknown_share": 0.4},
+    }
+    assert "unknown pieces: az 40.00%" in made.manifest.summary
+    [section] = analysis_sections({"lengths": made})
+    assert section.tables[-1].rows[0] == ("az", "3", "1.67", "40.00%")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
-from pipeline.artifacts.segmenters import Segmenters, characters, segmenter_records
+from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     SampledSegmentation,
@@ -150,6 +150,30 @@ def test_marks_and_joined_characters_belong_to_the_character_before() -> None:
     assert characters("e\u0301\u0323x") == ["e\u0301\u0323", "x"]
     assert characters("\U0001f469\u200d\U0001f680a") == ["\U0001f469\u200d\U0001f680", "a"]
     assert characters("\u0301") == ["\u0301"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Haus,", ["Haus", ","]),
+        ("(»Ja!«)", ["(", "»", "Ja", "!", "«", ")"]),
+        ("1,000.5", ["1,000.5"]),
+        ("well-known", ["well-known"]),
+        ("it’s", ["it’s"]),
+        ("end...", ["end", ".", ".", "."]),
+        ("हिन्दी।", ["हिन्दी", "।"]),
+        ("a+b", ["a", "+", "b"]),
+        ("plain", ["plain"]),
+        ("-", ["-"]),
+    ],
+)
+def test_punctuation_is_parted_from_words_but_not_within_them(text: str, words: list[str]) -> None:
+    assert punctuation(text) == words
+
+
+@given(st.text(min_size=1))
+def test_words_without_punctuation_join_to_any_text(text: str) -> None:
+    assert "".join(punctuation(text)) == text
 
 
 def test_an_unknown_token_that_reaches_into_several_words_belongs_to_the_first() -> None:

@@ -139,6 +139,16 @@ def test_tabs_and_long_good_lines_are_kept(tmp_path: Path) -> None:
     assert train_lines(cleaned(corpus, max_characters=100), "de-en") == lines
 
 
+def test_lines_are_limited_in_bytes_whatever_their_characters(tmp_path: Path) -> None:
+    """``é`` has two bytes, ``अ`` three: 9 bytes each, and one more character is too long."""
+    kept = [("é" * 4 + "e", "e" * 9), ("अ" * 3, "abc")]
+    dropped = [("é" * 5, "e" * 9), ("अ" * 3, "a" * 10)]
+    corpus = corpus_of(tmp_path / "corpus", {"de-en": {"train": [*kept, *dropped]}})
+    result = cleaned(corpus, max_bytes=9, max_length_ratio=100)
+    assert train_lines(result, "de-en") == kept
+    assert result.statistics["dropped"]["de-en"]["too_long"] == 2
+
+
 def test_a_dense_script_is_not_taken_for_a_bad_ratio(tmp_path: Path) -> None:
     lines = [(f"sentence number {number} of many", f"第{number}") for number in range(10, 20)]
     corpus = corpus_of(tmp_path / "corpus", {"en-zh": {"train": [*lines, ("three", "三三三三三")]}})

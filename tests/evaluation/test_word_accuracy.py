@@ -29,12 +29,14 @@ from pipeline.evaluation.word_accuracy import (
     SEEN,
     Trait,
     by_kind,
+    count_source_words,
     count_words,
     fertilities,
     join_words,
     word_tasks,
-    words_of_target,
+    words_of_language,
 )
+from pipeline.evaluation.word_alignment import Aligner
 
 TRAINING = ["the cat sat", "the cat ran", "the end"]
 REFERENCES = ["the cat sat on the mat", "a dog ran", "", "extraordinarily the"]
@@ -171,7 +173,7 @@ def scored(tmp_path: Path, *, training: Sequence[str], max_lines: int = 100) -> 
         tokenizers={"en": "13a"},
         max_lines=max_lines,
     )
-    return join_words([words_of_target(one) for one in tasks], tasks, profiles=[profile])
+    return join_words([words_of_language(one) for one in tasks], tasks, profiles=[profile])
 
 
 def by_brute_force(name: str, *, low: int, high: int, training: Sequence[str]) -> WordCounts:
@@ -211,6 +213,100 @@ def test_words_by_training_frequency_are_those_that_brute_force_finds(
     assert by_brute_force("ours", low=0, high=1, training=read).shared > 0
 
 
+# Of source words
+
+
+class Fixed(Aligner):
+    """Alignments as compare-mt reads them from files, line after line."""
+
+    def __init__(self, lines: Mapping[tuple[str, str], str]) -> None:
+        self.lines = lines
+
+    def align(self, source: Sequence[str], target: Sequence[str]) -> list[tuple[int, int]]:
+        pairs = self.lines[" ".join(source), " ".join(target)].split()
+        return [(int(i), int(j)) for i, j in (pair.split("-") for pair in pairs)]
+
+
+def source_words_as_compare_mt(
+    source: list[str], hypothesis: list[str], reference: list[str], ours: str, theirs: str
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Its loop over ``i-j``: (both, of the reference, of the output), by source word."""
+    left = list(reference)
+    both, of_reference, of_output = Counter[str](), Counter[str](), Counter[str]()
+    for pair in ours.split():
+        i, _, j = pair.partition("-")
+        of_output[source[int(i)]] += 1
+        if hypothesis[int(j)] in left:
+            left.remove(hypothesis[int(j)])
+            both[source[int(i)]] += 1
+    for pair in theirs.split():
+        of_reference[source[int(pair.partition("-")[0])]] += 1
+    return both, of_reference, of_output
+
+
+lines_of_words = st.lists(st.sampled_from(["a", "b", "cc"]), min_size=1, max_size=5)
+
+
+@given(lines_of_words, lines_of_words, lines_of_words, st.data())
+def test_source_words_are_counted_as_compare_mt_counts_them(
+    source: list[str], hypothesis: list[str], reference: list[str], data: st.DataObject
+) -> None:
+    def drawn(target: list[str]) -> str:
+        pairs = [f"{i}-{j}" for i in range(len(source)) for j in range(len(target))]
+        return " ".join(data.draw(st.lists(st.sampled_from(pairs), unique=True)))
+
+    ours = drawn(hypothesis)
+    theirs = ours if hypothesis == reference else drawn(reference)
+    aligner = Fixed(
+        {
+            (" ".join(source), " ".join(hypothesis)): ours,
+            (" ".join(source), " ".join(reference)): theirs,
+        }
+    )
+    found = count_source_words([source], [hypothesis], [reference], aligner=aligner)
+    both, of_reference, of_output = source_words_as_compare_mt(
+        source, hypothesis, reference, ours, theirs
+    )
+    assert (found.shared, found.reference, found.hypothesis) == (both, of_reference, of_output)
+
+
+def test_source_words_of_a_corpus_are_grouped_by_their_own_traits(tmp_path: Path) -> None:
+    """By hand: ``ein Haus`` is right twice, ``Krankenwagen`` and ``neu`` are wrong once each."""
+    dictionary = {"ein": "a", "Haus": "house", "Krankenwagen": "ambulance", "neu": "new"}
+    sources = [*("ein Haus", "Haus neu", "ein Krankenwagen", "neu ein", "Krankenwagen Haus")] * 6
+    texts = {"de": sources, "en": [" ".join(map(dictionary.get, s.split())) for s in sources]}  # type: ignore[arg-type]
+    tested = {"de": ["ein Haus", "Krankenwagen neu"], "en": ["a house", "ambulance new"]}
+    path = tmp_path / "corpus"
+    with new_artifact(path, kind="corpus", stage="clean", config={}, inputs={}) as writer:
+        for split, sides in (("train", texts), ("test", tested)):
+            for code, lines in sides.items():
+                text = "".join(f"{line}\n" for line in lines)
+                writer.path(text_name(split, "de-en", code)).write_text(text, encoding="utf-8")  # type: ignore[arg-type]
+        writer.statistics["pairs"] = {"de-en": {"train": 30, "test": 2}}
+    given_corpus = open_artifact(path, kind="corpus")
+    systems = {"ours": translations(tmp_path / "ours", ["a house", "house"])}
+    profile = DirectionProfile(Direction("de", "en"), "into_pivot", "low", 30, 2)
+    tasks = word_tasks(
+        given_corpus,
+        systems,
+        profiles=[profile],
+        training=given_corpus,
+        tokenizer=None,
+        tokenizers={"en": "13a", "de": "13a"},
+        max_lines=100,
+        side="source",
+    )
+    found = join_words([words_of_language(one) for one in tasks], tasks, profiles=[profile])
+    assert found.side == "source"
+    assert found.training_lines == {"de": 30}
+    lengths = found.directions["de-en"]["length"]
+    assert lengths["1–3"]["ours"].reference == 2  # ein, neu
+    assert lengths["4–7"]["ours"] == WordCounts(1, 1, 1)  # Haus
+    assert lengths["12–15"]["ours"].shared == 0  # Krankenwagen
+    assert lengths["12–15"]["ours"].reference == 1
+    assert found.directions["de-en"]["seen"]["unseen"]["ours"] == WordCounts(0, 0, 0)
+
+
 def test_without_training_lines_words_are_told_apart_by_length_alone(tmp_path: Path) -> None:
     found = scored(tmp_path, training=[])
     assert found.training_lines == {}
@@ -238,6 +334,6 @@ def test_lines_of_other_languages_are_not_counted(tmp_path: Path) -> None:
         tokenizers={"en": "13a"},
         max_lines=9,
     )
-    found = words_of_target(task)
+    found = words_of_language(task)
     assert found.training_lines == 0
     assert found.directions["de-en"]["seen"]["seen"]["ours"] == WordCounts(0, 0, 0)

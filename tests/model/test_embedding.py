@@ -21,7 +21,10 @@ from torch import Tensor
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
+from pipeline.decoding.decoder_states import DecoderStates
+from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World
+from pipeline.model.layers import ResidualNorm
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
@@ -85,6 +88,95 @@ def test_nothing_is_dropped_of_one_hot_embeddings_as_the_encoder_takes_them(inpu
     ]
     kept = [torch.equal(one_ND, expected_ND) for one_ND in entered]
     assert kept == [input == "one_hot", False]
+
+
+def one_hot_spec(kind: str, output: str = "tied") -> ModelSpec:
+    embedding = {"input": "one_hot", "output": output, "one_hot": kind}
+    return tiny_spec(vocabulary=VOCABULARY, width=WIDTH, model={"embedding": embedding})
+
+
+def test_encoder_and_decoder_can_have_a_scale_each() -> None:
+    """By hand: row i of the identity, times the scale of its side; and all three are learned."""
+    spec = one_hot_spec("two_scales")
+    assert num_parameters(spec) == num_parameters(spec_of("one_hot", "tied")) + 1
+    started = build_model(spec)
+    initialize_weights(started, seed=1)
+    model = tiny_model(spec)
+    one, other = model.embedding.input_scale, model.embedding.target_input_scale
+    assert one is not None
+    assert other is not None
+    assert started.embedding.target_input_scale is not None
+    assert started.embedding.target_input_scale.item() == pytest.approx(WIDTH**0.5)
+    with torch.no_grad():
+        one.fill_(3.0)
+        other.fill_(7.0)
+    source, target = torch.tensor([1, 29]), torch.tensor([5, 6, 29])
+    source_ND, target_ND = model.embedding.both(source, target)
+    torch.testing.assert_close(source_ND, 3 * torch.eye(WIDTH)[source])
+    torch.testing.assert_close(target_ND, 7 * torch.eye(WIDTH)[target])
+    torch.testing.assert_close(model.embedding(target, is_target=True), target_ND)
+    batch = random_batch(spec, sentences=4, seed=1)
+    F.cross_entropy(model(batch).logits_LV, batch.labels_L).backward()
+    scales = (one, other, model.embedding.output_scale)
+    assert all(scale is not None and scale.grad is not None for scale in scales)
+    assert one.grad is not None
+    assert not torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_a_fixed_scale_is_no_parameter_and_is_refused_without_an_output() -> None:
+    spec = one_hot_spec("fixed_scale", "untied")
+    body = num_parameters(spec_of("learned", "tied")) - VOCABULARY * WIDTH
+    assert num_parameters(spec) == body + VOCABULARY * WIDTH
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny_model(spec).to(dtype)
+        ids = torch.tensor([3, 29])
+        expected = torch.eye(WIDTH, dtype=dtype)[ids] * WIDTH**0.5
+        torch.testing.assert_close(model.embedding(ids), expected)
+        assert model(random_batch(spec, sentences=2, seed=1)).logits_LV.dtype == dtype
+    with pytest.raises(ValueError, match='set output to "untied"'):
+        one_hot_spec("fixed_scale")
+    with pytest.raises(ValueError, match='set input to "one_hot"'):
+        tiny_spec(model={"embedding": {"one_hot": "two_scales"}})
+
+
+@pytest.mark.parametrize("kind", ["learned", "one_scale", "two_scales", "fixed_scale"])
+def test_what_is_dropped_follows_the_code_of_one_hot_models(kind: str) -> None:
+    """With fairseq's ``no_embed``: none of encoder inputs, none in the last decoder layer."""
+    output = "untied" if kind == "fixed_scale" else "tied"
+    spec = spec_of("learned", "tied") if kind == "learned" else one_hot_spec(kind, output)
+    model = tiny_model(spec, regularization=Regularization(dropout=0.5))
+    layers = [*model.encoder.layers, *model.decoder.layers]
+    rates = [
+        {one.dropout for one in layer.modules() if isinstance(one, ResidualNorm)}
+        for layer in layers
+    ]
+    last = {0.0} if kind == "two_scales" else {0.5}
+    assert rates == [{0.5}] * (len(layers) - 1) + [last]
+    assert model.encoder.dropout == (0.5 if kind in ("learned", "fixed_scale") else 0.0)
+    assert model.decoder.dropout == 0.5
+
+
+def test_a_model_with_a_scale_for_each_side_decodes_as_it_is_trained() -> None:
+    """Logits of a step by step pass are those of the pass over the whole target."""
+    model = tiny_model(one_hot_spec("two_scales")).eval()
+    assert model.embedding.target_input_scale is not None
+    with torch.no_grad():
+        model.embedding.target_input_scale.fill_(2.0)
+        model.embedding.input_scale.fill_(9.0)  # type: ignore[union-attr]
+    batch = random_batch(model.spec, sentences=1, seed=3)
+    first, *rest = batch.target_N.tolist()
+    source = Source(
+        batch.source_N.tolist(), (first,), *batch.source_language_B, *batch.target_language_B
+    )
+    with torch.inference_mode():
+        states = DecoderStates(model, [source])
+        stepped = [states.begin()]
+        states.keep(torch.tensor([0]), torch.tensor([[0]]))
+        stepped += [
+            states.step(torch.tensor([token]), place) for place, token in enumerate(rest, start=1)
+        ]
+        found = model.project(torch.cat(stepped))[batch.label_rows_L]
+        torch.testing.assert_close(found, model(batch).logits_LV, rtol=1e-4, atol=1e-5)
 
 
 def test_a_vocabulary_wider_than_the_model_cannot_be_one_hot() -> None:

@@ -52,8 +52,9 @@ class Ncf(nn.Module):
         self.mixture = nn.Parameter(torch.empty(len(config.orders)))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """All alike, summing to 1."""
-        return torch.full(shape, 1 / len(self.mixture))
+        """Return U(±1/sqrt(orders)), as the bias-free linear layer in LOBEF's code starts."""
+        bound = 1 / math.sqrt(len(self.mixture))
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
         x_ND = passage.through(x_ND, self.config.layers_before)

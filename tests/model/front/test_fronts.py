@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Batch, collate
 from pipeline.model.front.passage import Source
 from pipeline.model.front.wsf import word_begins, words_as_sentences
+from pipeline.model.initial_values import initialize
 from pipeline.model.layers import EncoderLayer
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer
+from pipeline.model.transformer import Transformer, build_model
 
 FRONTS: dict[str, dict[str, Any]] = {
     "msc": {"kind": "msc", "kernels": (0, 1, 3, 7)},
@@ -390,3 +391,21 @@ def test_half_precision_changes_states_by_rounding_only(name: str) -> None:
     expected, found = encoded(model, batch), encoded(half, batch)
     assert found.dtype == torch.bfloat16
     assert float((found.float() - expected).norm() / expected.norm()) < 0.04
+
+
+def test_the_mixture_of_ngrams_starts_as_pytorchs_linear_layer_of_four_inputs() -> None:
+    """LOBEF's code has ``nn.Linear(4, 1, bias=False)``: the same range and spread, any sign."""
+    spec = spec_with({"kind": "ncf"})
+    model = build_model(spec)
+    found = torch.stack(
+        [
+            initialize("front.mixture", torch.Size([4]), spec=spec, seed=seed, owner=model.front)
+            for seed in range(500)
+        ]
+    )
+    torch.manual_seed(0)
+    theirs = torch.cat([torch.nn.Linear(4, 1, bias=False).weight.detach() for _ in range(500)])
+    assert found.abs().max() <= 0.5
+    assert theirs.abs().max() <= 0.5
+    assert found.std() == pytest.approx(float(theirs.std()), rel=0.06)
+    assert abs(float(found.mean())) < 0.03

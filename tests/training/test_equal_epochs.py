@@ -1,0 +1,147 @@
+"""Updates counted in bytes: every vocabulary passes over the text equally often."""
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.process_pool import ProcessPool
+from support.tiny_training import (
+    Inputs,
+    make_call,
+    make_inputs,
+    make_recipe,
+    pretrain,
+    write_artifact,
+)
+
+from data_prep import make_shards, mix, train_tokenizer
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.corpus import text_name
+from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
+from pipeline.batching.feed import TrainingData
+from pipeline.config import OptimizerConfig, Recipe
+from pipeline.errors import ConfigError
+from pipeline.training.loop import training_data
+
+LINES = {"en-ru": 300, "de-en": 200}
+UPDATES = 40
+VOCABULARIES = {
+    "bytes": {"kind": "bytes"},
+    "characters": {"kind": "characters"},
+    "byte pairs": {"kind": "byte_bpe", "vocabulary_size": 300},
+    "pieces": {"kind": "sentencepiece", "vocabulary_size": 80, "model_type": "bpe"},
+}
+
+
+def recipe_of(vocabulary: str, **changes: object) -> Recipe:
+    plain = make_recipe(updates=UPDATES, updates_of="bytes").model_dump()
+    plain["model"]["moe"] = None
+    plain["batches"] |= {"tokens": 6000, "window_steps": 8}
+    plain["tokenizer"] |= VOCABULARIES[vocabulary]
+    return Recipe.model_validate(plain | changes)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Artifact]]:
+    """Vocabulary → shards and mixture of one corpus of words of Cyrillic, Latin and umlauts."""
+    folder = tmp_path_factory.mktemp("equal")
+    generator = random.Random(1)
+    words = {"ru": ["домик", "книга", "и"], "de": ["größer", "Haus", "und"], "en": ["a", "house"]}
+    with write_artifact(folder / "corpus", "corpus", "clean") as writer:
+        writer.statistics["pairs"] = {
+            pair: {"train": count, "valid": 2} for pair, count in LINES.items()
+        }
+        for pair, count in LINES.items():
+            for split, number in (("train", count), ("valid", 2)):
+                lengths = [generator.randint(1, 12) for _ in range(number)]
+                for code in pair.split("-"):
+                    lines = [" ".join(generator.choices(words[code], k=k)) for k in lengths]
+                    path = writer.path(text_name(split, pair, code))  # type: ignore[arg-type]
+                    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    corpus = open_artifact(folder / "corpus", kind="corpus")
+    found = {}
+    for name in VOCABULARIES:
+        recipe, place = recipe_of(name), folder / name
+        train_tokenizer.run(
+            make_call("train_tokenizer", recipe, {"corpus": corpus}, place / "tokenizer")
+        )
+        tokenizer = open_artifact(place / "tokenizer", kind="tokenizer")
+        texts = {"corpus": corpus, "tokenizer": tokenizer}
+        make_shards.run(make_call("make_shards", recipe, texts, place / "shards"))
+        shards = open_artifact(place / "shards", kind="shards")
+        mix.run(make_call("mix", recipe, {"shards": shards}, place / "mixture"))
+        mixture = open_artifact(place / "mixture", kind="mixture")
+        found[name] = {"shards": shards, "mixture": mixture}
+    return found
+
+
+def data_of(vocabulary: str, artifacts: dict[str, Artifact], folder: Path) -> TrainingData:
+    recipe = recipe_of(vocabulary)
+    return training_data(make_call("pretrain", recipe, artifacts, folder / "unused"))
+
+
+def sentences_drawn(vocabulary: str, data: TrainingData) -> int:
+    """Sentence pairs of all the updates that training makes, counted one by one."""
+    resolved = with_resolved_updates(recipe_of(vocabulary), data)
+    steps = islice(data.planner.steps((0, 0)), resolved.training.updates)
+    return sum(len(one.pair_B) for step in steps for one in step.micro_batches)
+
+
+def test_every_vocabulary_draws_as_many_sentence_pairs_as_bytes_do(
+    made: dict[str, dict[str, Artifact]], tmp_path: Path
+) -> None:
+    drawn = {
+        name: sentences_drawn(name, data_of(name, artifacts, tmp_path))
+        for name, artifacts in made.items()
+    }
+    assert drawn["bytes"] > 4 * sum(LINES.values())
+    assert all(one == pytest.approx(drawn["bytes"], rel=0.03) for one in drawn.values()), drawn
+
+
+def test_the_bytes_of_every_line_are_known_whatever_its_pieces(
+    made: dict[str, dict[str, Artifact]], tmp_path: Path
+) -> None:
+    expected = data_of("bytes", made["bytes"], tmp_path).train.offsets
+    for name, artifacts in made.items():
+        found = byte_offsets(data_of(name, artifacts, tmp_path))
+        for pair, offsets in expected.items():
+            assert np.array_equal(found[pair].first, offsets.first), name
+            assert np.array_equal(found[pair].second, offsets.second), name
+
+
+def test_a_model_of_bytes_makes_the_updates_of_the_recipe_and_others_make_fewer(
+    made: dict[str, dict[str, Artifact]],
+) -> None:
+    planned = {name: one["mixture"].statistics["updates"] for name, one in made.items()}
+    assert planned["bytes"] == UPDATES
+    assert UPDATES > planned["characters"] > planned["pieces"] > UPDATES / 16
+
+
+def test_an_interrupted_run_ends_after_the_same_updates(
+    made: dict[str, dict[str, Artifact]], pool1: ProcessPool, tmp_path: Path
+) -> None:
+    expected = made["pieces"]["mixture"].statistics["updates"]
+    groups = make_inputs(tmp_path / "other").groups
+    inputs, recipe = Inputs(**made["pieces"], groups=groups), recipe_of("pieces")
+    pool1.run(pretrain, inputs, tmp_path / "model", recipe, terminate_at=(0, 3))
+    assert pool1.run(pretrain, inputs, tmp_path / "model", recipe) == ["done"]
+    model = open_artifact(tmp_path / "model", kind="checkpoint")
+    assert model.statistics["updates"] == expected
+    assert model.manifest.config["training"]["updates"] == UPDATES, "the recipe as it was given"
+
+
+def test_updates_that_cannot_be_counted_in_bytes_are_refused(
+    made: dict[str, dict[str, Artifact]], tmp_path: Path
+) -> None:
+    data = data_of("pieces", made["pieces"], tmp_path)
+    recipe = recipe_of("pieces")
+    falling = OptimizerConfig(schedule="polynomial", warmup_updates=UPDATES - 1)
+    with pytest.raises(ConfigError, match="lower it, or train longer"):
+        with_resolved_updates(recipe.model_copy(update={"optimizer": falling}), data)
+    narrow = recipe.batches.model_copy(update={"tokens": 90})
+    with pytest.raises(ConfigError, match=r"or lower clean\.max_bytes"):
+        with_resolved_updates(recipe.model_copy(update={"batches": narrow}), data)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        recipe_of("pieces", mixture={"phases": [{"from_update": 1}]})
