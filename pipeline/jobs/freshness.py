@@ -4,7 +4,8 @@ A finished artifact of the same key (see ``artifacts.stage_key``) is up to date.
 stage runs when a setting that decides its result (``Stage.deciding``) or the digest of an input
 differs from what the manifest says; a stage that is rebuilt with the same
 result leaves what follows alone. A setting that did not exist when the artifact was made counts as
-at its default, and one that its stage does not read any more counts no longer.
+at its default, and one that its stage does not read any more counts no longer. Another
+``shards.max_tokens`` that leaves out the same sentences changes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,11 @@ def why_not_done(
     key = stage_key(stage=stage.name, kind=stage.makes, config=config, inputs=digests)
     if manifest.key == key:
         return None
+    if stage.makes == "shards" and "shards" in config:
+        from pipeline.artifacts.shards import with_equal_limit  # numpy, which is slow to load
+
+        limit = config["shards"]["max_tokens"]
+        manifest = with_equal_limit(manifest, out_dir, max_tokens=limit)
     changes = changes_since(manifest, stage=stage, config=config, digests=digests)
     return listed_changes(changes) if changes else None
 
