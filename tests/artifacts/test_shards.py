@@ -492,7 +492,7 @@ def test_another_limit_makes_shards_stale_where_it_keeps_other_sentences_alone(
     if made.manifest.files == fresh.manifest.files:
         assert reason is None
     else:
-        assert reason == f"shards.max_tokens: {old:} → {new:}"
+        assert reason == f"shards.max_tokens: {old} → {new}"
 
 
 def made_of(artifact: Artifact) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """Exports are loaded by the names of languages that a user of transformers would try."""
 
+import io
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from babel.core import get_global
 from support.exported_models import BEYOND, HUNDRED, own_checkpoint, own_sentencepiece
@@ -32,9 +34,10 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, read_tokenizer_files
 from pipeline.checkpoints.assembly.vocabulary import with_languages
 from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
+from pipeline.checkpoints.foreign.aligned_vocabularies import NLLB_LANGUAGES
 from pipeline.checkpoints.foreign.choice import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.vocabularies import numbered, pieces_of
+from pipeline.checkpoints.foreign.vocabularies import model_codes, numbered, pieces_of
 from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
@@ -232,9 +235,6 @@ def test_tokens_of_fairseq_are_those_that_transformers_users_know(
 
 
 def test_codes_of_nllb_are_those_of_transformers() -> None:
-    from pipeline.checkpoints.foreign.aligned_vocabularies import NLLB_LANGUAGES
-    from pipeline.checkpoints.foreign.vocabularies import model_codes
-
     assert list(NLLB_LANGUAGES) == FAIRSEQ_LANGUAGE_CODES
     ours = model_codes(FAIRSEQ_LANGUAGE_CODES)
     assert {spelling: nllb_token(code) for spelling, code in ours.items()} == {
@@ -303,10 +303,6 @@ def test_a_piece_that_is_written_as_a_language_token_is_refused(
     languages: tuple[str, ...], tmp_path: Path
 ) -> None:
     token = "deu_Latn" if languages == BEYOND else "__de__"
-    import io
-
-    import sentencepiece
-
     stream = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES * 20),
