@@ -55,20 +55,26 @@ def run(call: StageCall) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
     config, work_dir = call.recipe.shards, run_dir(call.out_dir)
+    max_tokens = call.recipe.max_tokens
     segmenters = call.recipe.tokenizer.segmenters
     Segmenters(tokenizer, segmenters).load(languages(corpus))
     with call.new_artifact() as writer:
         jobs = pair_jobs(
-            corpus, tokenizer=tokenizer, work_dir=work_dir, config=config, segmenters=segmenters
+            corpus,
+            tokenizer=tokenizer,
+            work_dir=work_dir,
+            config=config,
+            max_tokens=max_tokens,
+            segmenters=segmenters,
         )
         claim_work(work_dir, key=call.key)
         finished = make_pairs(jobs, processes=call.processes, mpi=call.mpi)
         results = [pair.counts for pair in finished]
-        check_training_lines(corpus, results)
+        check_training_lines(corpus, results, config=config, max_tokens=max_tokens)
         take_files(finished, writer, work_dir=work_dir)
         copy_tokenizer(tokenizer_dir, writer.directory / TOKENIZER_FOLDER)
         writer.statistics |= shard_statistics(corpus, results)
-        writer.summary += summary(corpus, results, config=config)
+        writer.summary += summary(corpus, results, config=config, max_tokens=max_tokens)
         writer.summary += words_summary(tokenizer, results)
         remove_work(work_dir)
 
@@ -102,14 +108,18 @@ def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Pa
         )
 
 
-def check_training_lines(corpus: Artifact, results: list[PairCounts]) -> None:
+def check_training_lines(
+    corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
+) -> None:
     """Raises DataError where the corpus has no training lines, or none of them is short enough."""
     if not line_counts(corpus, "train"):
         raise DataError(f"{corpus.directory} has no training lines: import a corpus that has.")
     if not any(counts.kept["train"] for counts in results):
+        follows = "model.max_positions and batches.tokens, which shards.max_tokens follows"
+        setting = "shards.max_tokens" if config.max_tokens is not None else follows
         raise DataError(
-            f"No training sentence of {corpus.directory} is within shards.max_tokens: raise it, or "
-            "split the lines into sentences."
+            f"No training sentence of {corpus.directory} is within {counted(max_tokens, 'token')}, "
+            f"the limit by {setting}: raise it, or split the lines into sentences."
         )
 
 
@@ -119,6 +129,7 @@ def pair_jobs(
     tokenizer: Tokenizer,
     work_dir: Path,
     config: ShardsConfig,
+    max_tokens: int,
     segmenters: Mapping[str, str] | None = None,
 ) -> list[PairJob]:
     """One job per pair, the largest first, so that no worker begins with it last."""
@@ -133,6 +144,7 @@ def pair_jobs(
             out_dir=pair_folder(work_dir, pair),
             tokenizer=tokenizer,
             config=config,
+            max_tokens=max_tokens,
             segmenters=segmenters or {},
         )
         for pair in pair_counts(corpus)
@@ -218,7 +230,9 @@ def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
     }
 
 
-def summary(corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig) -> list[str]:
+def summary(
+    corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
+) -> list[str]:
     """Lines read and kept per split, those too long, unknown tokens, pairs without training."""
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}
@@ -234,9 +248,7 @@ def summary(corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig
         lines.append(f"every training line by {config.segmentations} drawn segmentations")
     if too_long := sum(counts.too_long for counts in results):
         languages_of = listed(f"{code} {count:,}" for code, count in sides.most_common() if count)
-        lines.append(
-            f"left out {too_long:,} of more than {config.max_tokens:,} tokens ({languages_of})"
-        )
+        lines.append(f"left out {too_long:,} of more than {max_tokens:,} tokens ({languages_of})")
     shares = sorted(unknown_shares(results).items(), key=lambda item: (-item[1], item[0]))
     if unknown := [f"{code} {share:.2%}" for code, share in shares if share > 0]:
         lines.append(f"tokens not in the vocabulary: {listed(unknown)}")

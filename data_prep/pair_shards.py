@@ -54,6 +54,8 @@ class PairJob:
     """The pair's own folder."""
     tokenizer: Tokenizer
     config: ShardsConfig
+    max_tokens: int
+    """Of a sentence that is kept."""
     segmenters: Mapping[str, str] = field(default_factory=dict)
     """Those that the recipe names, by language."""
 
@@ -199,7 +201,7 @@ def _add_chunk(
         for side, (code, lines) in enumerate(zip(job.pair.split("-"), chunk, strict=True))
     ]
     lengths = [_lengths(sentences) for sentences in encoded]
-    too_long = [side > job.config.max_tokens for side in lengths]
+    too_long = [side > job.max_tokens for side in lengths]
     left_out = too_long[0] | too_long[1]
     counts.too_long += int(left_out.sum())
     counts.kept[split] += int(left_out.size - left_out.sum())

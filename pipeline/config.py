@@ -54,6 +54,8 @@ CapacityFactor = Annotated[float, number(above=0, most=1000)]
 MAX_VOCABULARY = 10**7
 NUM_SPECIALS = 4
 """Padding, beginning and end of a sentence, and what is unknown."""
+EXTRA_TOKENS = 2
+"""Positions of a sentence beside its own tokens: a tag and end-of-sentence."""
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6
@@ -249,9 +251,9 @@ class TokenizerConfig(Settings):
 class ShardsConfig(Settings):
     """make_shards."""
 
-    max_tokens: BatchTokens = 1000
-    """Longer training sentences (either side, in tokens) are left out and counted; with tags and
-    end-of-sentence they must fit model.max_positions and batches.tokens."""
+    max_tokens: BatchTokens | None = None
+    """Longer training and validation sentences (either side, in tokens) are left out and counted.
+    None: what model.max_positions and batches.tokens take, less a tag and end-of-sentence."""
     segmentations: Annotated[int, whole(1, 1000)] = 1
     """1: the best one. More: every training line stands in the shards so many times, each time
     by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
@@ -1141,9 +1143,25 @@ class Recipe(Settings):
             )
         return self
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sentence in shards: ``shards.max_tokens``, or what the model takes.
+
+        A model takes a sentence that has a position for each token, tag and end-of-sentence, and
+        fits into a micro-batch.
+        """
+        if self.shards.max_tokens is not None:
+            return self.shards.max_tokens
+        return max(1, min(self.model.max_positions, self.batches.tokens) - EXTRA_TOKENS)
+
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """The named sections, and settings of others (``training.seed``), as plain JSON."""
-        return chosen_settings(self.model_dump(mode="json"), names)
+        """The named sections, and settings of others (``training.seed``), as plain JSON.
+
+        ``shards.max_tokens`` is resolved, so that a manifest says how long sentences could be.
+        """
+        shards = self.shards.model_copy(update={"max_tokens": self.max_tokens})
+        resolved = self.model_copy(update={"shards": shards})
+        return chosen_settings(resolved.model_dump(mode="json"), names)
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -79,18 +79,18 @@ ALIASES: dict[str, str] = {
         for line in """
 af:afr ak:aka,fat,tw,twi am:amh an:arg ar:ara,arb as:asm ay:aym,ayr az:aze,azj ba:bak be:bel bg:bul
 bho:bh,bih bm:bam bn:ben bo:bod,tib br:bre bs:bos ca:cat co:cos cs:ces,cze cv:chv
-cy:cym,wel da:dan de:deu,ger dv:div dz:dzo ee:ewe el:ell,gre en:eng eo:epo es:spa et:ekk,est
-eu:baq,eus fa:fas,per,pes,prs ff:ful,fuc,fuv fi:fin fj:fij fo:fao fr:fra,fre fy:fry ga:gle gd:gla
-gl:glg gn:grn,gug gu:guj gv:glv ha:hau he:heb,iw hi:hin hr:hrv,scr ht:hat hu:hun hy:arm,hye ia:ina
-id:in,ind ig:ibo io:ido is:ice,isl it:ita ja:jpn jv:jav,jw ka:geo,kat kg:kng,kon ki:kik kk:kaz
-km:khm kn:kan ko:kor kr:kau,knc ks:kas ku:kmr,kur kv:kom,kpv kw:cor ky:kir la:lat lb:ltz lg:lug
-li:lim ln:lin lo:lao lt:lit lv:lav,lvs mg:mlg,plt mi:mao,mri mk:mac,mkd ml:mal mn:khk,mon mr:mar
-ms:may,msa,zsm mt:mlt my:bur,mya nb:nob ne:nep,npi nl:dut,nld nn:nno no:nor nr:nbl nso:ns ny:nya
-oc:oci om:gaz,orm or:ori,ory os:oss pa:pan pl:pol ps:pbt,pbu,pus pt:por qu:que,quy,quz rm:roh rn:run
-ro:mo,mol,ron,rum ru:rus rw:kin sa:san sc:srd,src sd:snd se:sme sh:hbs si:sin sk:slk,slo sl:slv
-sm:smo sn:sna so:som sq:alb,als,sqi sr:scc,srp ss:ssw st:sot su:sun sv:swe sw:swa,swh ta:tam te:tel
-tg:tgk th:tha ti:tir tk:tuk tl:fil,tgl tn:tsn tr:tur ts:tso tt:tat ug:uig uk:ukr ur:urd
-uz:uzb,uzn ve:ven vi:vie vo:vol wa:wln wo:wol xh:xho yi:ji,ydd,yid yo:yor zh:chi,cmn,zho zu:zul
+cy:cym,wel da:dan de:deu,ger dv:div dz:dzo ee:ewe el:ell,gre en:eng eo:epo es:spa et:est,ekk
+eu:eus,baq fa:fas,per,pes,prs ff:ful,fuc,fuv fi:fin fj:fij fo:fao fr:fra,fre fy:fry ga:gle gd:gla
+gl:glg gn:grn,gug gu:guj gv:glv ha:hau he:heb,iw hi:hin hr:hrv,scr ht:hat hu:hun hy:hye,arm ia:ina
+id:in,ind ig:ibo io:ido is:isl,ice it:ita ja:jpn jv:jav,jw ka:kat,geo kg:kon,kng ki:kik kk:kaz
+km:khm kn:kan ko:kor kr:kau,knc ks:kas ku:kur,kmr kv:kom,kpv kw:cor ky:kir la:lat lb:ltz lg:lug
+li:lim ln:lin lo:lao lt:lit lv:lav,lvs mg:mlg,plt mi:mri,mao mk:mkd,mac ml:mal mn:mon,khk mr:mar
+ms:msa,may,zsm mt:mlt my:mya,bur nb:nob ne:nep,npi nl:nld,dut nn:nno no:nor nr:nbl nso:ns ny:nya
+oc:oci om:orm,gaz or:ori,ory os:oss pa:pan pl:pol ps:pus,pbt,pbu pt:por qu:que,quy,quz rm:roh rn:run
+ro:mo,ron,mol,rum ru:rus rw:kin sa:san sc:srd,src sd:snd se:sme sh:hbs si:sin sk:slk,slo sl:slv
+sm:smo sn:sna so:som sq:sqi,alb,als sr:srp,scc ss:ssw st:sot su:sun sv:swe sw:swa,swh ta:tam te:tel
+tg:tgk th:tha ti:tir tk:tuk tl:tgl,fil tn:tsn tr:tur ts:tso tt:tat ug:uig uk:ukr ur:urd
+uz:uzb,uzn ve:ven vi:vie vo:vol wa:wln wo:wol xh:xho yi:ji,yid,ydd yo:yor zh:zho,chi,cmn zu:zul
 aa:aar ab:abk ae:ave av:ava bi:bis ce:che ch:cha cr:cre cu:chu ho:hmo hz:her ie:ile ii:iii ik:ipk
 iu:iku kj:kua kl:kal lu:lub mh:mah na:nau nd:nde ng:ndo nv:nav oj:oji pi:pli sg:sag to:ton ty:tah
 za:zha
@@ -98,7 +98,8 @@ za:zha
     )
     for alias in aliases.split(",")
 }
-"""Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code."""
+"""Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code. The first
+three-letter code of each language is that of ISO 639-3, from its table of two-letter codes."""
 
 UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
@@ -250,6 +251,17 @@ def language(code: str) -> Language:
         family=family(found),
         script=_script_of_tag(tag) or UNKNOWN_SCRIPT,
     )
+
+
+def iso_639_3(code: str) -> str:
+    """Return the three-letter code of ISO 639-3 for a language, or its code if none is known.
+
+    Raises:
+        ConfigError: the spelling is that of no language code.
+    """
+    found = canonical(code)
+    aliases = (alias for alias, known in ALIASES.items() if known == found and len(alias) == 3)
+    return found if len(found) == 3 else next(aliases, found)
 
 
 def without_region(code: str) -> str:

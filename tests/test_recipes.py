@@ -351,3 +351,34 @@ def test_wrong_keys_and_numbers_of_a_ds_config_are_refused(
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 1}} | section), encoding="utf-8")
     assert reason in refusal(lambda: load_ds_config(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "limit"),
+    [("demo_dense", 254), ("dense_iwslt14", 510), ("dense_opus100", 1022), ("bytes_lobef", 800)],
+)
+def test_the_longest_sentence_follows_the_model_unless_a_recipe_sets_it(
+    recipe: str, limit: int
+) -> None:
+    """256, 512 and 1,024 positions, two of which are a tag's and end-of-sentence's."""
+    loaded = load_recipe(recipe)
+    assert loaded.max_tokens == limit
+    assert loaded.sections(("shards",))["shards"]["max_tokens"] == limit
+
+
+def test_a_child_with_another_model_has_its_limit_and_an_explicit_one_stays(
+    tmp_path: Path,
+) -> None:
+    parent = 'parent = "demo_dense"\n'
+    longer = write(tmp_path, "longer", parent + "[model]\nmax_positions = 512\n")
+    assert load_recipe(longer).max_tokens == 510
+    small = write(tmp_path, "small", parent + "[batches]\ntokens = 100\n")
+    assert load_recipe(small).max_tokens == 98
+    explicit = write(tmp_path, "explicit", parent + "[shards]\nmax_tokens = 1000\n")
+    assert load_recipe(explicit).max_tokens == 1000
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_no_recipe_keeps_sentences_that_its_model_refuses(recipe: str) -> None:
+    loaded = load_recipe(recipe)
+    assert loaded.max_tokens + 2 <= min(loaded.model.max_positions, loaded.batches.tokens)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.manifest import Manifest
 from pipeline.errors import ArtifactError
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -99,6 +100,40 @@ def open_shard(
         return Shard(tokens, offsets)
     begins_path = artifact.file(begins_name(split, pair, language))
     return Shard(tokens, offsets, _map_begins(begins_path, num_tokens=len(tokens)))
+
+
+def with_equal_limit(manifest: Manifest, directory: Path, *, max_tokens: int) -> Manifest:
+    """Return the manifest of shards, as of another ``shards.max_tokens`` if that keeps the same.
+
+    A higher limit does if none of the sentences was too long; a lower one if none of those kept is.
+    """
+    noted = manifest.config.get("shards")
+    if not isinstance(noted, dict) or not isinstance(old := noted.get("max_tokens"), int):
+        return manifest
+    left_out = manifest.statistics.get("too_long")
+    if max_tokens >= old:
+        is_same = isinstance(left_out, dict) and not any(left_out.values())
+    else:
+        is_same = _longest(manifest, directory, most=max_tokens) <= max_tokens
+    if not is_same:
+        return manifest
+    shards = {**noted, "max_tokens": max_tokens}
+    return manifest.model_copy(update={"config": {**manifest.config, "shards": shards}})
+
+
+def _longest(manifest: Manifest, directory: Path, *, most: int) -> int:
+    """Return the tokens of the longest sentence; more than ``most`` if a file cannot be read."""
+    names = [name for name in manifest.files if name.endswith(".offsets.npy")]
+    longest = 0 if names else most + 1
+    for name in names:
+        try:
+            lengths = np.diff(_map_offsets(directory / name))
+        except (OSError, ValueError):
+            return most + 1
+        longest = max(longest, int(lengths.max(initial=0)))
+        if longest > most:
+            break
+    return longest
 
 
 def _map_offsets(path: Path) -> npt.NDArray[np.int64]:

@@ -112,6 +112,9 @@ class TokenizerDescription(BaseModel):
     one vocabulary for all."""
     segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
     """Language → what parts it into words, where white space does not."""
+    token_spellings: dict[str, str] = Field(default_factory=dict)
+    """Language → how its token is written where the vocabulary comes from: ``eng_Latn`` of NLLB.
+    Decides no id; languages without an entry follow ``language_token_scheme``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -127,7 +130,13 @@ class TokenizerDescription(BaseModel):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
         if not set(self.segmenters) <= set(self.languages):
             raise ValueError("segmenters must name languages")
+        if not set(self.token_spellings) <= set(self.languages):
+            raise ValueError("token_spellings must name languages")
         return self
+
+    def language_token(self, code: str) -> str:
+        """Return a language's token as the vocabulary's own software writes it."""
+        return self.token_spellings.get(code) or language_token(code, self.language_token_scheme)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -388,7 +397,9 @@ def build_tokenizer(
     else:
         vocabulary = RenumberedVocabulary(vocabulary, numbering)
         size, language_ids = numbering.size, numbering.language_tokens
-    content = _description_bytes(description) + (model or b"") + (target_model or b"")
+    # Spellings decide no id: a vocabulary with and without them is interchangeable.
+    deciding = description.model_copy(update={"token_spellings": {}})
+    content = _description_bytes(deciding) + (model or b"") + (target_model or b"")
     return Tokenizer(
         vocabulary,
         language_ids=language_ids,

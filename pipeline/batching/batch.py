@@ -17,14 +17,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.config import EXTRA_TOKENS
 from pipeline.kernels.scaled_dot_product import attention_mask
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
 
-SOURCE_EXTRA = 2
+SOURCE_EXTRA = EXTRA_TOKENS
 """Tokens added to a source: one tag and end-of-sentence."""
-TARGET_EXTRA = 2
+TARGET_EXTRA = EXTRA_TOKENS
 """Tokens added to a decoder input: the longest prompt."""
 
 

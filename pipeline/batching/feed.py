@@ -32,7 +32,7 @@ from pipeline.batching.global_step import (
 )
 from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.read_ahead import read_ahead
-from pipeline.config import BatchesConfig, TagScheme
+from pipeline.config import EXTRA_TOKENS, BatchesConfig, TagScheme
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.batch_loops import gather, gather_flags, locate
 
@@ -310,9 +310,10 @@ class TrainingData:
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:
             raise ConfigError(
-                f"The longest sentence has {longest} tokens with its tags, and the model "
-                f"{max_positions} positions: raise model.max_positions, or lower "
-                "shards.max_tokens and make the shards again."
+                f"The longest sentence has {longest:,} tokens with its tags, and the model "
+                f"{max_positions:,} positions: set shards.max_tokens to "
+                f"{max_positions - EXTRA_TOKENS:,} or less and make the shards again (only a model "
+                "that is trained from scratch can have more model.max_positions instead)."
             )
 
 

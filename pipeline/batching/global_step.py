@@ -291,8 +291,10 @@ class Planner:
         longest = self._longest + max(SOURCE_EXTRA, TARGET_EXTRA)
         if longest > config.tokens:
             raise ConfigError(
-                f"The longest training sentence has {longest} tokens with its tags, and "
-                f"batches.tokens is {config.tokens}: raise it, or lower shards.max_tokens."
+                f"The longest training sentence has {longest:,} tokens with its tags, and "
+                f"batches.tokens is {config.tokens:,}: raise it, or set shards.max_tokens to "
+                f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
+                "again."
             )
         self._phases = self._planned_phases(mixture)
         self._kept: tuple[int, PlannedWindow] | None = None

@@ -139,12 +139,12 @@ def _write(writer: ArtifactWriter, source: ModelSource, card: Card, *, to: Forma
     match to:
         case "ctranslate2":
             ctranslate2_model.write_model(writer.directory, source, entries)
-            text = card.text(loading=card.ctranslate2_loading())
+            text = card.text(loading=card.ctranslate2_loading(), tokens=entries.tokens)
         case "hf-m2m100" | "hf-nllb-moe":
             layout = chosen_layout(entries)
             refuse_unknown_pieces(source.origin, entries, layout)
             _write_folder(writer, source, layout, to=to)
-            text = card.text(loading=card.transformers_loading(layout))
+            text = card.text(loading=card.transformers_loading(layout), tokens=layout.token_of)
     (writer.directory / CARD_FILE).write_text(text, encoding="utf-8")
     writer.statistics["languages"] = len(source.spec.languages)
 

@@ -208,7 +208,7 @@ def _micro_batch(
     recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
 ) -> MicroBatchShape:
     """As full as the recipe allows, of sentences of which most is kept unless told how long."""
-    longest = recipe.shards.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
+    longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens,
         length=min(sentence_length or longest, recipe.batches.tokens),

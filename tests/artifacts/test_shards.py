@@ -2,6 +2,7 @@
 
 import io
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from sentencepiece import SentencePieceTrainer
 from support.corpora import Texts, make_corpus
 
-from data_prep import make_shards, pair_shards
+from data_prep import make_shards, mix, pair_shards
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import (
     Split,
@@ -19,6 +20,7 @@ from pipeline.artifacts.corpus import (
     languages,
     line_counts,
 )
+from pipeline.artifacts.mixture import read_mixture
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
@@ -27,8 +29,10 @@ from pipeline.artifacts.tokenizer import (
     load_tokenizer,
     write_tokenizer,
 )
-from pipeline.config import Recipe, ShardsConfig
+from pipeline.batching.feed import TrainingData
+from pipeline.config import BatchesConfig, Recipe, ShardsConfig
 from pipeline.errors import ArtifactError, ConfigError, DataError
+from pipeline.jobs.freshness import why_not_done
 from pipeline.stages import STAGES, StageCall
 
 
@@ -65,12 +69,13 @@ def shard(
     tokenizer: Artifact,
     out_dir: Path,
     *,
-    max_tokens: int = 40,
+    max_tokens: int | None = 40,
     processes: int = 1,
+    sections: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Artifact:
     config = ShardsConfig.model_validate({"max_tokens": max_tokens, **settings})
-    recipe = Recipe(name="test", shards=config)
+    recipe = Recipe.model_validate({"name": "test", "shards": config, **(sections or {})})
     stage = STAGES["make_shards"]
     make_shards.run(
         StageCall(
@@ -319,7 +324,7 @@ def test_chunks_are_bounded_in_lines_and_in_characters(
     corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": lines, "en": lines}}})
     tokenizer = load_tokenizer(inputs[1].directory)
     [job] = make_shards.pair_jobs(
-        corpus, tokenizer=tokenizer, work_dir=tmp_path, config=ShardsConfig(max_tokens=99)
+        corpus, tokenizer=tokenizer, work_dir=tmp_path, config=ShardsConfig(), max_tokens=99
     )
     monkeypatch.setattr(pair_shards, "CHUNK_CHARACTERS", 50)
     monkeypatch.setattr(pair_shards, "CHUNK_LINES", 2)
@@ -405,6 +410,106 @@ def test_what_is_left_of_other_shards_or_was_cut_off_is_made_anew(
     other = shard(*inputs, tmp_path / "other", max_tokens=20)
     fresh = shard(*inputs, tmp_path / "fresh", max_tokens=20)
     assert other.manifest.files == fresh.manifest.files != shards.manifest.files
+
+
+# ---------------------------------------------------------------- the limit on lengths
+
+
+@pytest.mark.parametrize(
+    ("positions", "tokens", "limit"), [(24, 4096, 22), (64, 32, 30), (1024, 4096, 1022)]
+)
+def test_without_a_limit_shards_keep_every_sentence_that_the_model_takes_and_no_other(
+    positions: int, tokens: int, limit: int, inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    """A tag and end-of-sentence go with the tokens of a sentence: training accepts the rest."""
+    sections = {"model": {"max_positions": positions}, "batches": {"tokens": tokens}}
+    found = shard(*inputs, tmp_path / "shards", max_tokens=None, sections=sections)
+    expected = shard(*inputs, tmp_path / "expected", max_tokens=limit)
+    assert found.manifest.files == expected.manifest.files
+    assert found.manifest.config == expected.manifest.config
+    stage = STAGES["mix"]
+    recipe = Recipe.model_validate({"name": "test", **sections})
+    config = recipe.sections(stage.sections)
+    mix.run(StageCall(stage, recipe, {"shards": found}, {}, tmp_path / "mix", {}, config))
+    mixture = read_mixture(open_artifact(tmp_path / "mix", kind="mixture"))
+    data = TrainingData(found, mixture, recipe.batches, seed=1)
+    data.check(max_positions=positions)
+
+
+def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set(
+    inputs: tuple[Artifact, Artifact], shards: Artifact, tmp_path: Path
+) -> None:
+    """Also where the model is imported, and cannot have more positions."""
+    stage, recipe = STAGES["mix"], Recipe(name="test")
+    config = recipe.sections(stage.sections)
+    mix.run(StageCall(stage, recipe, {"shards": shards}, {}, tmp_path / "mix", {}, config))
+    mixture = read_mixture(open_artifact(tmp_path / "mix", kind="mixture"))
+    longest = max(
+        len(line)
+        for split in ("train", "valid")
+        for pair in TEXTS[split]
+        for both in short_pairs(split, pair)
+        for line in both
+    )
+    data = TrainingData(shards, mixture, recipe.batches, seed=1)
+    data.check(max_positions=longest + 2)
+    with pytest.raises(ConfigError) as refused:
+        data.check(max_positions=longest + 1)
+    assert f"{longest + 2} tokens with its tags, and the model {longest + 1} positions" in str(
+        refused.value
+    )
+    assert f"set shards.max_tokens to {longest - 1} or less and make the shards again" in str(
+        refused.value
+    )
+    fewer = BatchesConfig(tokens=longest + 1)
+    with pytest.raises(ConfigError, match=f"set shards.max_tokens to {longest - 1} or less"):
+        TrainingData(shards, mixture, fewer, seed=1)
+    fitting = shard(*inputs, tmp_path / "fitting", max_tokens=longest - 1)
+    TrainingData(fitting, mixture, fewer, seed=1).check(max_positions=longest + 1)
+
+
+def test_no_sentence_within_a_limit_that_follows_the_model_names_what_it_follows(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    corpus = make_corpus(tmp_path / "corpus", {"train": {"de-en": {"de": ["abcd"], "en": ["ab"]}}})
+    sections = {"model": {"max_positions": 5}}
+    with pytest.raises(DataError, match=r"3 tokens, the limit by model\.max_positions and batches"):
+        shard(corpus, inputs[1], tmp_path / "shards", max_tokens=None, sections=sections)
+
+
+@pytest.mark.parametrize("old", [20, 40, 70, 1000])
+@pytest.mark.parametrize("new", [19, 30, 60, 69, 254, 1022])
+def test_another_limit_makes_shards_stale_where_it_keeps_other_sentences_alone(
+    old: int, new: int, inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    """A plan goes on with shards of a time when the limit was 1,000 whatever the model."""
+    made = shard(*inputs, tmp_path / "old", max_tokens=old)
+    fresh = shard(*inputs, tmp_path / "new", max_tokens=new)
+    stage = STAGES["make_shards"]
+    reason = why_not_done(
+        made.directory, stage=stage, config=fresh.manifest.config, digests=made_of(made)
+    )
+    if made.manifest.files == fresh.manifest.files:
+        assert reason is None
+    else:
+        assert reason == f"shards.max_tokens: {old} → {new}"
+
+
+def made_of(artifact: Artifact) -> dict[str, str]:
+    return {name: record.digest for name, record in artifact.manifest.inputs.items()}
+
+
+def test_shards_whose_offsets_are_damaged_are_stale_with_a_lower_limit(
+    inputs: tuple[Artifact, Artifact], tmp_path: Path
+) -> None:
+    made = shard(*inputs, tmp_path / "old", max_tokens=1000)
+    config = {"shards": {**made.manifest.config["shards"], "max_tokens": 254}}
+    stage = STAGES["make_shards"]
+    assert why_not_done(made.directory, stage=stage, config=config, digests=made_of(made)) is None
+    path = made.directory / shard_names("train", "en-ru", "ru")[1]
+    path.write_bytes(path.read_bytes()[:-3])
+    reason = why_not_done(made.directory, stage=stage, config=config, digests=made_of(made))
+    assert reason == "shards.max_tokens: 1000 → 254"
 
 
 def test_a_folder_of_the_users_where_shards_are_worked_on_is_refused(

@@ -15,6 +15,7 @@ from support.exported_models import (
     own_sentencepiece,
     tokenizer_of_two,
 )
+from support.foreign_families import nllb_folder
 from support.foreign_models import LINES, m2m100_folder
 from support.stored_checkpoints import make_checkpoint
 from support.tiny_models import tiny_spec
@@ -25,7 +26,8 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.choice import open_foreign
-from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
+from pipeline.checkpoints.foreign.example_sentences import SENTENCES
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
 from pipeline.checkpoints.foreign.piece_order import with_pieces
 from pipeline.checkpoints.importing import import_checkpoint
 from pipeline.checkpoints.opening import own_source
@@ -335,7 +337,8 @@ def test_a_model_card_has_a_header_that_hubs_read(tmp_path: Path) -> None:
         "pipeline_tag": "translation",
         "tags": ["translation"],
     }
-    assert "German (`de`), English (`en`), Norwegian (`no`)" in card
+    for row in ("German | `de` | `__de__`", "Norwegian | `no` | `__no__`"):
+        assert f"| {row} |\n" in card
     assert "## Data\n\nNot recorded." in card
     assert "## Scores\n\nNot recorded." in card
 
@@ -403,6 +406,93 @@ def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None
     assert "could not all be found: mixture, shards." in card
     assert "Which of these systems is this model could not be found out." in card
     assert "| MMNMT | into pivot | bleu | 0.88 |\n" in card
+
+
+RARE = ("ace", "cop", "de", "el", "en")
+"""In alphabetical order languages stand first that few readers know."""
+
+
+@pytest.mark.parametrize(
+    ("languages", "lines", "expected"),
+    [
+        (RARE, {}, ("en", "de", "All human beings")),
+        (RARE, {"el-en": 500, "cop-en": 20, "de-el": 100}, ("el", "en", "Όλοι οι άνθρωποι")),
+        (RARE, {"ace-de": 7}, ("de", "ace", "Alle Menschen")),
+        (("ace", "cop"), {}, ("ace", "cop", None)),
+        (("en", "pt", "pt_BR"), {"en-pt_BR": 9, "en-pt": 8}, ("en", "pt_BR", "All human")),
+        (("ace", "pt", "pt_BR"), {"ace-pt_BR": 9, "pt-pt_BR": 1}, ("pt_BR", "ace", "Todos os")),
+    ],
+)
+def test_the_example_of_a_card_is_of_the_main_languages_in_the_sources_own_words(
+    languages: tuple[str, ...],
+    lines: dict[str, int],
+    expected: tuple[str, str, str | None],
+    tmp_path: Path,
+) -> None:
+    source, target, sentence = expected
+    checkpoint = own_checkpoint(tmp_path / "plain", languages=languages).origin
+    with new_artifact(
+        tmp_path / "shards", kind="shards", stage="make_shards", config={}, inputs={}
+    ) as writer:
+        writer.statistics["pairs"] = {pair: {"train": count} for pair, count in lines.items()}
+    taken = open_artifact(checkpoint, kind="checkpoint")
+    inputs = {"shards": open_artifact(tmp_path / "shards", kind="shards").as_input}
+    with new_artifact(
+        tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
+    ) as writer:
+        for name in taken.names():
+            writer.take_over(name, taken)
+    out = tmp_path / "out"
+    export_checkpoint(tmp_path / "trained", out_dir=out, export=Export(to="hf-m2m100"))
+    card = (out / "README.md").read_text("utf-8")
+    code = card.split("```python\n")[1].split("```")[0]
+    assert f'src_lang="{nllb_token(source)}"' in code
+    assert f'convert_tokens_to_ids("{nllb_token(target)}")' in code
+    assert f'text = "{sentence}' in code or (sentence is None and "# put a sentence in" in code)
+    for language in languages:
+        assert f"| `{language}` | `{nllb_token(language)}` |\n" in card
+
+
+def test_the_example_of_a_card_keeps_to_the_targets_of_the_mixture(tmp_path: Path) -> None:
+    checkpoint = own_checkpoint(tmp_path / "plain", languages=BEYOND).origin
+    config = {"mixture": {"targets": ["en"]}}
+    with new_artifact(tmp_path / "mix", kind="mixture", stage="mix", config=config, inputs={}):
+        pass
+    taken = open_artifact(checkpoint, kind="checkpoint")
+    inputs = {"mixture": open_artifact(tmp_path / "mix", kind="mixture").as_input}
+    with new_artifact(
+        tmp_path / "trained", kind="checkpoint", stage="pretrain", config={}, inputs=inputs
+    ) as writer:
+        for name in taken.names():
+            writer.take_over(name, taken)
+    export = Export(to="hf-m2m100")
+    export_checkpoint(tmp_path / "trained", out_dir=tmp_path / "out", export=export)
+    code = (tmp_path / "out" / "README.md").read_text("utf-8").split("```python\n")[1]
+    assert 'src_lang="deu_Latn"' in code
+    assert 'convert_tokens_to_ids("eng_Latn")' in code
+
+
+@pytest.mark.parametrize("code", SENTENCES)
+def test_example_sentences_are_in_their_languages(code: str) -> None:
+    langdetect = pytest.importorskip("langdetect")
+    langdetect.DetectorFactory.seed = 0
+    names = {"nb": "no", "zh": "zh-cn", "zh_Hant": "zh-cn"}
+    assert langdetect.detect(SENTENCES[code]) == names.get(code, code)
+
+
+def test_an_imported_model_has_its_own_tokens_in_ctranslate2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nllb_folder(tmp_path / "theirs")
+    import_checkpoint(tmp_path / "theirs", out_dir=tmp_path / "ours")
+    out = tmp_path / "out"
+    export_checkpoint(tmp_path / "ours", out_dir=out, export=Export(to="ctranslate2"))
+    vocabulary = json.loads((out / "shared_vocabulary.json").read_text("utf-8"))
+    assert {"eng_Latn", "deu_Latn", "prs_Arab", "zho_Hant"} <= set(vocabulary)
+    code = (out / "README.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
+    assert 'tokens = ["eng_Latn"' in code
+    exec(code.replace('"DIR', f'"{out}'))
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize("languages", [HUNDRED, BEYOND])

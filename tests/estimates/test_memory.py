@@ -348,7 +348,7 @@ def test_long_sentences_cost_scores_on_cpu_only() -> None:
 
 def test_without_a_length_sentences_are_the_longest_that_shards_keep() -> None:
     recipe = make_recipe(ModelConfig(), tokens=4096)
-    longest = recipe.shards.max_tokens + TAGS
+    longest = recipe.max_tokens + TAGS
     assert estimated(recipe, sentence_length=None) == estimated(recipe, sentence_length=longest)
 
 
@@ -358,7 +358,7 @@ def test_without_dropout_or_a_length_sentences_are_those_whose_scores_are_kept()
     recipe = recipe.model_copy(update={"training": TrainingConfig(attention_dropout=0)})
     worst = estimated(recipe, sentence_length=None)
     assert worst == estimated(recipe, sentence_length=23)
-    longest = recipe.shards.max_tokens + TAGS
+    longest = recipe.max_tokens + TAGS
     for length in (16, 22, 24, longest):
         assert estimated(recipe, sentence_length=length).device_bytes < worst.device_bytes
     on_cuda = [estimated(recipe, device="cuda", sentence_length=n) for n in (23, None)]

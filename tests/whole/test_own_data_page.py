@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 import pytest
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.corpus import line_counts
+from pipeline.artifacts.corpus import iterate_lines, line_counts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your_own_data.md").read_text(encoding="utf-8")
 SHORTER = {
@@ -35,9 +35,18 @@ def blocks(kind: str) -> dict[str, str]:
     return found
 
 
+def unit(english: str, german: str) -> str:
+    pair = "".join(
+        f'<tuv xml:lang="{code}"><seg>{escape(text)}</seg></tuv>'
+        for code, text in (("en-GB", english), ("de-DE", german))
+    )
+    return f"<tu>{pair}</tu>"
+
+
 def write_memory(path: Path, numbers: range) -> None:
+    """Sentences, and a segment of many of them, which is longer than the model takes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    units = []
+    units, sentences = [], []
     for number in numbers:
         noun = list(NOUNS)[number % 5]
         adjective = list(ADJECTIVES)[number // 5 % 5]
@@ -46,11 +55,9 @@ def write_memory(path: Path, numbers: range) -> None:
             f"Wir haben am Ende der Straße {number} das {ADJECTIVES[adjective]} {NOUNS[noun]} "
             "gesehen."
         )
-        pair = "".join(
-            f'<tuv xml:lang="{code}"><seg>{escape(text)}</seg></tuv>'
-            for code, text in (("en-GB", english), ("de-DE", german))
-        )
-        units.append(f"<tu>{pair}</tu>")
+        sentences.append((english, german))
+        units.append(unit(english, german))
+    units.append(unit(*(" ".join(side) for side in zip(*sentences[:25], strict=True))))
     path.write_text(
         f'<tmx version="1.4"><header/><body>{"".join(units)}</body></tmx>', encoding="utf-8"
     )
@@ -100,7 +107,24 @@ def test_memories_become_a_report_of_both_systems(office: Path) -> None:
 def test_held_back_folders_are_held_back_and_regions_are_languages(office: Path) -> None:
     corpus = open_artifact(office / "runs" / "office" / "corpus", kind="corpus")
     lines = {split: line_counts(corpus, split) for split in ("train", "valid", "test")}
-    assert lines == {"train": {"de-en": 400}, "valid": {"de-en": 20}, "test": {"de-en": 10}}
+    assert lines == {"train": {"de-en": 401}, "valid": {"de-en": 21}, "test": {"de-en": 11}}
+
+
+def test_a_segment_longer_than_the_model_takes_is_left_out_and_training_goes_on(
+    office: Path,
+) -> None:
+    """One that cleaning keeps, in memories for training, validation and tests each."""
+    runs = office / "runs" / "office"
+    clean = open_artifact(runs / "clean", kind="corpus")
+    longest = max(len(line) for line in iterate_lines(clean.file("train/de-en/en.txt")))
+    assert 1000 < longest <= 2000
+    shards = open_artifact(runs / "shards", kind="shards")
+    positions = open_artifact(runs / "model", kind="checkpoint").manifest.config["model"]
+    assert shards.manifest.config["shards"]["max_tokens"] == positions["max_positions"] - 2 == 254
+    assert shards.statistics["too_long"] == {"de-en": 2}
+    assert "left out 2 of more than 254 tokens (de 2, en 2)" in shards.manifest.summary
+    lines = (runs / "translations" / "hypotheses" / "en-de.jsonl").read_text(encoding="utf-8")
+    assert len(lines.splitlines()) == 11
 
 
 def test_the_survey_is_a_page_and_letters_are_answered_line_by_line(office: Path) -> None:

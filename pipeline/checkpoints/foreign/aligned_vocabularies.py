@@ -14,6 +14,7 @@ from pipeline.checkpoints.foreign.tokenizer_config import (
     FAST_TOKENIZER_FILE,
     TokenizerConfig,
     added_tokens,
+    language_of_token,
     language_tokens,
 )
 from pipeline.checkpoints.foreign.vocabularies import SENTENCEPIECE_FILE, numbered, pieces_of
@@ -93,6 +94,8 @@ def _aligned(
             f"{' '.join(PIECES_BEFORE)} alone: name a folder with the model's own vocabulary."
         )
     ids: Mapping[str, int] = SPECIAL_IDS | added_tokens(folder, config)
+    tokens = language_tokens(folder, config, published=published, first_id=len(pieces) + OFFSET)
+    written = {language_of_token(token) or token: token for token in tokens}
     return numbered(
         folder.origin,
         model,
@@ -101,7 +104,6 @@ def _aligned(
         pieces=[
             None if index < len(PIECES_BEFORE) else index + OFFSET for index in range(len(pieces))
         ],
-        languages=language_tokens(
-            folder, config, published=published, first_id=len(pieces) + OFFSET
-        ),
+        languages={spelling: tokens[token] for spelling, token in written.items()},
+        written=written,
     )

@@ -5,25 +5,41 @@ fairseq's do: so padding must be 1, and the rows of the embedding are put into f
 
 - ``M2M100Tokenizer``: specials, pieces, the hundred languages of M2M-100 in its order,
   spare rows. Rows of languages that a model lacks are zeros.
-- ``NllbTokenizer``, whose language tokens can be any: specials, pieces, the model's own languages
-  as NLLB would write them (``chr_Cher``), spare rows.
+- ``NllbTokenizer``, whose language tokens can be any: specials, pieces, the model's own languages,
+  spare rows. A model that came with tokens keeps them; others get NLLB's codes (``nllb_token``).
 
 Ids of ours that nothing has (models from elsewhere have some) take part in the softmax, and are
 kept as spare rows.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
-from pipeline.artifacts.tokenizer import TokenizerFiles, language_token
-from pipeline.checkpoints.foreign.vocabularies import M2M100_LANGUAGES, M2M100_SPECIALS
+from pipeline.artifacts.tokenizer import TokenizerFiles
+from pipeline.checkpoints.foreign.aligned_vocabularies import NLLB_LANGUAGES
+from pipeline.checkpoints.foreign.vocabularies import (
+    M2M100_LANGUAGES,
+    M2M100_SPECIALS,
+    model_codes,
+)
 from pipeline.errors import CheckpointError
-from pipeline.languages import UNKNOWN_SCRIPT, distinct_codes, usual_script
+from pipeline.languages import (
+    UNKNOWN_SCRIPT,
+    distinct_codes,
+    iso_639_3,
+    parse_tag,
+    written_script,
+)
+
+_NLLB_OF_FAIRSEQ = re.compile(r"__([a-z]{3}_[A-Z][a-z]{3})__")
+"""fairseq's NLLB writes ``__eng_Latn__`` where transformers' has ``eng_Latn``."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,9 @@ class Entries:
     tokens: dict[str, str]
     """Code → how its token is written."""
     spare: list[int]
+    origin: Path
+    given: frozenset[str] = frozenset()
+    """Languages whose tokens the model came with."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +121,7 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
         if own is not None and own not in specials
     )
     languages = sorted(description.languages, key=tokenizer.language_token_id)
-    tokens = {code: language_token(code, description.language_token_scheme) for code in languages}
+    tokens = {code: description.language_token(code) for code in languages}
     language_ids = {code: tokenizer.language_token_id(code) for code in languages}
     used = {*specials, *language_ids.values(), *(own for own, _ in known)}
     pieces = {piece: own for own, piece in known}
@@ -117,20 +136,31 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
         languages=language_ids,
         tokens=tokens,
         spare=[index for index in range(tokenizer.size) if index not in used],
+        origin=origin,
+        given=frozenset(description.token_spellings),
     )
 
 
 def chosen_layout(entries: Entries) -> Layout:
-    """That of M2M-100 where it has all languages, else the one with languages of one's own."""
-    spelling_of = {code: spelling for spelling, code in distinct_codes(M2M100_LANGUAGES).items()}
-    of_hundred = set(entries.languages) <= set(spelling_of)
+    """Return M2M-100's layout if it has all languages by these tokens, else NLLB's.
+
+    Raises:
+        CheckpointError: a token is also a piece, or that of another language.
+    """
+    hundred = {
+        code: f"__{spelling}__" for spelling, code in distinct_codes(M2M100_LANGUAGES).items()
+    }
+    of_hundred = set(entries.languages) <= set(hundred) and all(
+        entries.tokens[code] == hundred[code] for code in entries.given
+    )
     language_rows: list[int | None]
     if of_hundred:
-        tokens = {code: f"__{spelling}__" for code, spelling in spelling_of.items()}
+        tokens = hundred
         language_rows = [entries.languages.get(code) for code in tokens]
     else:
-        tokens = {code: token_with_script(code) for code in entries.languages}
+        tokens = nllb_layout_tokens(entries)
         language_rows = [*entries.languages.values()]
+    _refuse_clash(entries.origin, entries.pieces, tokens.values())
     return Layout(
         pieces=tuple(entries.pieces),
         language_tokens=tuple(tokens.values()),
@@ -140,9 +170,50 @@ def chosen_layout(entries: Entries) -> Layout:
     )
 
 
-def token_with_script(code: str) -> str:
-    """How NLLB writes languages: ``chr_Cher``; of no known script ``Zzzz``."""
-    return code if "_" in code else f"{code}_{usual_script(code) or UNKNOWN_SCRIPT}"
+def nllb_layout_tokens(entries: Entries) -> dict[str, str]:
+    """Return code → token of ``NllbTokenizer``: those a model came with, else NLLB's codes.
+
+    A language that was added to a model with tokens of another style follows that style.
+
+    Raises:
+        CheckpointError: two languages have one token.
+    """
+    known = {code: _NLLB_OF_FAIRSEQ.sub(r"\1", entries.tokens[code]) for code in entries.given}
+    in_nllb_form = not known or not set(NLLB_LANGUAGES).isdisjoint(known.values())
+    tokens: dict[str, str] = {}
+    for code in entries.languages:
+        own = nllb_token(code) if in_nllb_form else entries.tokens[code]
+        token = known.get(code, own)
+        if token in tokens.values():
+            other = next(one for one, used in tokens.items() if used == token)
+            raise CheckpointError(
+                f"{entries.origin} has the languages {other!r} and {code!r}, whose token would be "
+                f"{token!r} for both: export it --to ctranslate2."
+            )
+        tokens[code] = token
+    return tokens
+
+
+def nllb_token(code: str) -> str:
+    """Return how NLLB writes a language: ISO 639-3 and script, ``eng_Latn``.
+
+    Codes of the 202 languages of NLLB-200 are those published. Others have ISO 639-3's code where
+    the registry knows it, the script that the code names or CLDR gives (``Zzzz`` if neither does),
+    and the region if the code has one: ``cos_Latn``, ``srp_Latn``, ``por_Latn_BR``.
+    """
+    published = _nllb_spellings()
+    if code in published:
+        return published[code]
+    tag = parse_tag(code)
+    usual = published.get(tag.language) or iso_639_3(tag.language)
+    parts = [usual.partition("_")[0], written_script(code) or UNKNOWN_SCRIPT, tag.region]
+    return "_".join(part for part in parts if part)
+
+
+@cache
+def _nllb_spellings() -> Mapping[str, str]:
+    """Return our code → NLLB's."""
+    return {code: spelling for spelling, code in model_codes(NLLB_LANGUAGES).items()}
 
 
 def _refuse_clash(origin: Path, pieces: Iterable[str], reserved: Iterable[str]) -> None:

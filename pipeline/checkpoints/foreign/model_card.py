@@ -5,14 +5,17 @@ far as they can still be found.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import pair_name
 from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.artifacts.manifest import to_json
-from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles, language_token
+from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles
+from pipeline.checkpoints.foreign.example_sentences import prominence, sentence_in
 from pipeline.checkpoints.foreign.layouts import Layout
 from pipeline.checkpoints.names import num_parameters
 from pipeline.languages import language
@@ -42,10 +45,10 @@ class Card:
         found.add(self.checkpoint, follow=lambda record: record.kind != "raw")
         return found
 
-    def text(self, *, loading: str) -> str:
-        """The whole file."""
+    def text(self, *, loading: str, tokens: Mapping[str, str]) -> str:
+        """Return the whole file; ``tokens`` are those of the languages, by code."""
         sections = {
-            "Languages": self._languages(),
+            "Languages": self._languages(tokens),
             "How to load it": loading,
             "Data": self._data(),
             "Recipe": self._recipe(),
@@ -78,14 +81,18 @@ class Card:
             f"`{self.checkpoint.digest}`.\n"
         )
 
-    def _languages(self) -> str:
-        named = ", ".join(f"{language(code).name} (`{code}`)" for code in self.spec.languages)
+    def _languages(self, tokens: Mapping[str, str]) -> str:
+        rows = [
+            (language(code).name, f"`{code}`", f"`{tokens[code]}`") for code in self.spec.languages
+        ]
+        table = _table(("language", "code", "token"), rows)
         if set(self.targets) == set(self.spec.languages):
-            return f"From and into: {named}.\n"
+            return f"From and into all of these languages:\n\n{table}"
         into = ", ".join(f"`{code}`" for code in self.targets)
         return (
-            f"From: {named}.\n\nInto: {into}. This is the model for one group of target languages: "
-            "into others it is another model than the one that was trained.\n"
+            f"From all of these languages:\n\n{table}\nInto: {into}. This is the model for one "
+            "group of target languages: into others it is another model than the one that was "
+            "trained.\n"
         )
 
     # ------------------------------------------------------------ loading
@@ -102,7 +109,8 @@ class Card:
             "",
             f"model = {model}ForConditionalGeneration.from_pretrained(DIR).eval()",
             f'tokenizer = {name}.from_pretrained(DIR, src_lang="{spelling}")',
-            'batch = tokenizer(["A sentence."], return_tensors="pt")',
+            *_text_lines(source),
+            'batch = tokenizer([text], return_tensors="pt")',
             f'target = tokenizer.convert_tokens_to_ids("{of_target}")',
             "output = model.generate(**batch, forced_bos_token_id=target)",
             "print(tokenizer.batch_decode(output, skip_special_tokens=True))",
@@ -112,8 +120,8 @@ class Card:
     def ctranslate2_loading(self) -> str:
         """A few lines of Python."""
         source, target = self._example()
-        scheme = self.tokenizer.description.language_token_scheme
-        of_source, of_target = language_token(source, scheme), language_token(target, scheme)
+        written = self.tokenizer.description.language_token
+        of_source, of_target = written(source), written(target)
         prefixed = self.spec.tag_scheme == "src-tgt"
         tag = of_source if prefixed else of_target
         prefix = f', target_prefix=[["{of_target}"]]' if prefixed else ""
@@ -124,7 +132,8 @@ class Card:
             "",
             f'pieces = SentencePieceProcessor(model_file="DIR/{MODEL_NAME}")',
             'translator = ctranslate2.Translator("DIR")',
-            f'tokens = ["{tag}", *pieces.encode("A sentence.", out_type=str), "</s>"]',
+            *_text_lines(source),
+            f'tokens = ["{tag}", *pieces.encode(text, out_type=str), "</s>"]',
             f"options = dict(max_decoding_length={min(256, self.spec.model.max_positions)})",
             f"results = translator.translate_batch([tokens]{prefix}, **options)",
             "hypothesis = results[0].hypotheses[0]",
@@ -133,10 +142,42 @@ class Card:
         return _python(code)
 
     def _example(self) -> tuple[str, str]:
-        """A direction."""
-        target = self.targets[0]
-        others = [code for code in self.spec.languages if code != target]
-        return (others or [target])[0], target
+        """Return source and target of the examples: the model's main direction.
+
+        That of the pair with most training text, from the language that has more of it in all;
+        where the text is not recorded, of the best known languages (``prominence``).
+        """
+        lines = self._training_pairs()
+        own = Counter[str]()
+        for pair, count in lines.items():
+            own.update(dict.fromkeys(pair.split("-"), count))
+        targets = self._trained_targets()
+        ways = [
+            (source, target)
+            for target in targets
+            for source in self.spec.languages
+            if source != target
+        ]
+
+        def rank(way: tuple[str, str]) -> tuple[object, ...]:
+            source, target = way
+            text = lines.get(pair_name(source, target), 0)
+            return (-text, -own[source], prominence(source), prominence(target))
+
+        return min(ways, key=rank, default=(targets[0], targets[0]))
+
+    def _trained_targets(self) -> tuple[str, ...]:
+        """Return the languages that it translates into, as far as its mixture was limited to some.
+
+        That limit is ``mixture.targets``.
+        """
+        mixtures = [one for one in self.lineage.found.values() if one.manifest.kind == "mixture"]
+        drawn = {
+            code
+            for one in mixtures
+            for code in one.manifest.config.get("mixture", {}).get("targets", ())
+        }
+        return tuple(code for code in self.targets if code in drawn) or self.targets
 
     # ------------------------------------------------------------ what is recorded
 
@@ -197,6 +238,14 @@ def _score_rows(
             for score, value in scores.items():
                 shown = "" if value is None else f"{value:.2f}"
                 yield system, family.replace("_", " "), score, shown
+
+
+def _text_lines(source: str) -> list[str]:
+    """Return the lines of an example that set the text to translate."""
+    sentence = sentence_in(source)
+    if sentence is None:
+        return [f"# put a sentence in {language(source).name} here", 'text = "…"']
+    return [f"text = {json.dumps(sentence, ensure_ascii=False)}"]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -14,8 +14,15 @@ ADDED_TOKENS_FILE = "added_tokens.json"
 FAST_TOKENIZER_FILE = "tokenizer.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
-_LANGUAGE = re.compile(r"[a-z]{2,3}_(?:[A-Z][a-z]{3}|[A-Z]{2})", re.ASCII)
-"""Language tokens: ``eng_Latn``, ``en_XX``."""
+_SCRIPT, _REGION = "_[A-Z][a-z]{3}", "_(?:[A-Z]{2}|[0-9]{3})"
+_LANGUAGE = re.compile(
+    rf"(?P<plain>[a-z]{{2,3}}(?:{_SCRIPT}(?:{_REGION})?|{_REGION}))"
+    rf"|__(?P<underscored>[a-z]{{2,3}}(?:{_SCRIPT})?(?:{_REGION})?)__"
+    r"|LANG_TOK_(?P<prefixed>[A-Z]{2,3}(?:_[A-Z]{2,4})?)",
+    re.ASCII,
+)
+"""Language tokens: ``eng_Latn``, ``en_XX``, ``por_Latn_BR``; those that a model of fairseq had are
+exported as they were, ``__en__`` and ``LANG_TOK_EN``."""
 
 
 class AddedToken(Described):
@@ -108,7 +115,7 @@ def added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int]
 def language_tokens(
     folder: ModelFolder, config: TokenizerConfig, *, published: Sequence[str], first_id: int
 ) -> dict[str, int]:
-    """Spelling of each language → id of its token.
+    """Each language's token → its id.
 
     Ids are those that the folder's files give; where none does, they follow ``first_id`` in the
     order of the folder's list, or in that of the published models.
@@ -116,12 +123,19 @@ def language_tokens(
     given = added_tokens(folder, config)
     found = {token: index for token, index in given.items() if _LANGUAGE.fullmatch(token)}
     if found:
-        return found
+        # Of two spellings of one code the first has it: files that sort ids as text change nothing.
+        return dict(sorted(found.items(), key=lambda entry: entry[1]))
     listed: Sequence[Token] = config.additional_special_tokens or ()
     if not listed and folder.has(SPECIAL_TOKENS_FILE):
         listed = folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
     order = [token for token in map(_content, listed) if _LANGUAGE.fullmatch(token)]
     return {token: first_id + index for index, token in enumerate(order or published)}
+
+
+def language_of_token(token: str) -> str | None:
+    """Return the language within a token, ``en`` of ``__en__``; None if it is no such token."""
+    found = _LANGUAGE.fullmatch(token)
+    return found[found.lastgroup] if found and found.lastgroup else None
 
 
 def _content(token: Token) -> str:

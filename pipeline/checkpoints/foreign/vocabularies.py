@@ -15,6 +15,7 @@ from pipeline.artifacts.tokenizer import (
     Numbering,
     TokenizerDescription,
     TokenizerFiles,
+    language_token,
 )
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.errors import CheckpointError
@@ -61,8 +62,11 @@ def numbered(
     pieces: Sequence[object],
     languages: Mapping[str, object],
     scheme: LanguageTokenScheme = "underscores",
+    written: Mapping[str, str] | None = None,
 ) -> TokenizerFiles:
     """A SentencePiece model with the ids of other software; languages by their spelling there.
+
+    ``written``: spelling → token, where tokens are not written by ``scheme``.
 
     Raises:
         CheckpointError: ids are missing, collide or lie beyond ``size``.
@@ -78,6 +82,10 @@ def numbered(
             languages=tuple(sorted(tokens)),
             language_token_scheme=scheme,
             numbering=numbering,
+            token_spellings={
+                codes[spelling]: written[spelling] if written else language_token(spelling, scheme)
+                for spelling in languages
+            },
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

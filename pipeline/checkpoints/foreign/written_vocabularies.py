@@ -22,8 +22,8 @@ def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> Non
     if entries.unknown_pieces and not layout.of_hundred:
         raise CheckpointError(
             f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces that its model does "
-            "not know, and NllbTokenizer, which languages beyond M2M-100's hundred need, knows "
-            "them all: export it --to ctranslate2."
+            "not know, and NllbTokenizer, which languages and tokens other than M2M-100's need, "
+            "knows them all: export it --to ctranslate2."
         )
 
 
@@ -58,7 +58,7 @@ def _class_settings(layout: Layout) -> dict[str, Any]:
         "legacy_behaviour": False,
         "cls_token": "<s>",
         "mask_token": None,
-        "src_lang": layout.language_tokens[0],
+        "src_lang": layout.token_of.get("en", layout.language_tokens[0]),
     }
 
 

@@ -51,7 +51,7 @@ class Exported:
 
     @property
     def tag(self) -> int:
-        name = "__de__" if self.tokenizer.src_lang == "en" else "de_Latn"
+        name = "__de__" if self.tokenizer.src_lang == "en" else "deu_Latn"
         return int(self.tokenizer.convert_tokens_to_ids(name))
 
 
@@ -86,7 +86,7 @@ def loaded(directory: Path, source: ModelSource, *, to: Format, hundred: bool) -
     peer_type: Any = PEERS[to]
     peer, loading = peer_type.from_pretrained(directory, output_loading_info=True)
     tokenizer_type: Any = M2M100Tokenizer if hundred else NllbTokenizer
-    names = ("en", "de") if hundred else ("en_Latn", "de_Latn")
+    names = ("en", "de") if hundred else ("eng_Latn", "deu_Latn")
     tokenizer = tokenizer_type.from_pretrained(directory, src_lang=names[0], tgt_lang=names[1])
     return Exported(source, peer.eval(), tokenizer, loading)
 
