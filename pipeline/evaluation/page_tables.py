@@ -100,7 +100,7 @@ def _average_table(evaluation: Evaluation, shown: AverageTable, history: History
         for family, span in Counter(one.family for one in shown.columns).items()
     )
     groups = "".join(
-        f'<th scope="col"{css_class("start", one.group == "all")}>{one.group}'
+        f'<th scope="col"{css_class("start", one.group == "all")}>{one.group_title}'
         f"<small>{one.note}</small></th>"
         for one in shown.columns
     )
