@@ -35,6 +35,7 @@ from pipeline.config import CorpusConfig
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
 from pipeline.scripts import count_scripts
+from pipeline.settings import shown
 from pipeline.stages import StageCall
 from pipeline.summary import counted, listed, tallied
 from pipeline.terminal import track
@@ -49,6 +50,8 @@ class Tally:
     pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
     characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    ignored: dict[str, list[str]] = field(default_factory=dict)
+    """``files_ignored`` and so on → names of those."""
     trained: set[str] = field(default_factory=set)
     """Pairs that came with training text, if only an empty file."""
     empty_sides: set[str] = field(default_factory=set)
@@ -157,6 +160,7 @@ def run(call: StageCall) -> None:
                 for section in track(raw.sections, label="import"):
                     import_one(section, writer, stream, config=config, tally=tally, raw=raw)
         tally.counts += raw.left_out
+        tally.ignored |= raw.left_out.names
         writer.statistics |= statistics(tally)
         writer.summary += summary(tally)
 
@@ -347,7 +351,8 @@ def _left_out(tally: Tally) -> str:
     ):
         if counts[name]:
             first, *rest = noun.split(" ")
-            parts.append(" ".join([counted(counts[name], first), *rest]))
+            names = f"({listed(map(shown, tally.ignored[name]))})" if name in tally.ignored else ""
+            parts.append(" ".join(filter(None, [counted(counts[name], first), *rest, names])))
     return f"left out: {'; '.join(parts)}" if parts else ""
 
 

@@ -9,7 +9,6 @@ of both, or each has a column that is named by its code.
 import codecs
 import csv
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -48,9 +47,9 @@ def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
         ConfigError: nothing is given, a package is missing, or a wanted language is in no pair.
         DataError: a file lacks a column, or nothing says which languages it has.
     """
-    files, ignored = find_files(raw, source="columns", endings=ENDINGS)
+    files, left_out = find_files(raw, source="columns", endings=ENDINGS)
     opened = [open_columns(file, file.split(), config) for file in files]
-    return pair_up(opened, config, left_out=Counter(files_ignored=ignored))
+    return pair_up(opened, config, left_out=left_out)
 
 
 def open_columns(

@@ -6,7 +6,6 @@ languages. What is read is pinned to a commit by its name. Lines beyond the numb
 fetched.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from data_prep.readers.pair_names import (
     name_pairs,
     select_pairs,
 )
-from data_prep.readers.section import RawLine, RawText, Section, Source
+from data_prep.readers.section import FOLDERS_IGNORED, LeftOut, RawLine, RawText, Section, Source
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.config import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
@@ -65,9 +64,8 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
         for section in _sections(library, dataset, pair)
     ]
     _refuse_repeated(sections)
-    left_out = Counter(
-        folders_ignored=len(names) - len(named), pairs_not_selected=len(named) - len(selected)
-    )
+    left_out = LeftOut(pairs_not_selected=len(named) - len(selected))
+    left_out.ignore(FOLDERS_IGNORED, [name for name in names if not is_pair_name(name)])
     return RawText(sections, left_out=left_out)
 
 

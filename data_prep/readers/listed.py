@@ -14,7 +14,7 @@ from data_prep.readers.moses import FilePair, section_of
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
 from data_prep.readers.pair_names import NamedPair, is_pair_name, name_pairs, select_pairs
 from data_prep.readers.raw_files import RawFile, raw_paths
-from data_prep.readers.section import RawText, Section
+from data_prep.readers.section import LeftOut, RawText, Section
 from data_prep.readers.tmx import survey_file
 from data_prep.readers.tsv import open_table
 from pipeline.artifacts.raw_input import RawInput
@@ -40,7 +40,7 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
         _check_pair(entry)
     pairs = name_pairs((entry.pair for entry in config.files), regions=config.regions)
     wanted = select_pairs(pairs, config.languages)
-    left_out = Counter(pairs_not_selected=len({*pairs} - wanted))
+    left_out = LeftOut(pairs_not_selected=len({*pairs} - wanted))
     chosen = [both for both in zip(config.files, pairs, strict=True) if both[1] in wanted]
     sections = [_section(root, entry, pair, config, left_out) for entry, pair in chosen]
     return RawText(sections, left_out=left_out)

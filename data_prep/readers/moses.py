@@ -6,7 +6,7 @@ Plain or packed, in any folder below the one that is named. The split is said by
 (``newstest2014.de-en.de``); without any, it is training text.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from data_prep.readers.pair_names import (
     spellings_of,
 )
 from data_prep.readers.raw_files import RawFile, list_files
-from data_prep.readers.section import RawText, Section
+from data_prep.readers.section import FILES_IGNORED, LeftOut, RawText, Section
 from data_prep.readers.text_files import FilesInStep, plain_name
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
@@ -53,12 +53,14 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     if not sides:
         places = listed(raw.values) if raw else ""
         raise DataError(f"{places} holds no pairs of files: {LAYOUT} are expected.")
-    left_out = Counter(files_ignored=len(files) - sum(map(len, sides.values())))
+    read = {file.name for of_name in sides.values() for file in of_name.values()}
+    left_out = LeftOut()
+    left_out.ignore(FILES_IGNORED, [file.name for file in files if file.name not in read])
     return file_pairs([_both(name, of_name) for name, of_name in sides.items()], config, left_out)
 
 
 def file_pairs(
-    found: Sequence[tuple[RawFile, RawFile, str]], config: CorpusConfig, left_out: Counter[str]
+    found: Sequence[tuple[RawFile, RawFile, str]], config: CorpusConfig, left_out: LeftOut
 ) -> RawText:
     """Sections of pairs of files, each with the name of its pair, by pair, then as they are given.
 

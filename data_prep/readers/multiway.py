@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from data_prep.readers.pair_names import NamedPair, require_languages
 from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import RawLine, RawText, Section
+from data_prep.readers.section import LeftOut, RawLine, RawText, Section
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.config import CorpusConfig
 from pipeline.errors import ConfigError, DataError
@@ -70,9 +70,7 @@ def without_variant(spelling: str) -> str | None:
     return match[0]
 
 
-def pair_up(
-    files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Counter[str]
-) -> RawText:
+def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut) -> RawText:
     """A section for each pair of languages that is wanted of each file, by pair, then by file.
 
     Raises:

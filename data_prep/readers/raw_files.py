@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from data_prep.readers.pair_names import SPLIT_NAMES, is_pair_name, spellings_of
-from data_prep.readers.section import Source
+from data_prep.readers.section import FILES_IGNORED, LeftOut, Source
 from data_prep.readers.text_files import plain_name
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import HubDataset, RawInput
@@ -71,8 +71,8 @@ class RawFile:
 
 def find_files(
     raw: RawInput | None, *, source: str, endings: Sequence[str]
-) -> tuple[list[RawFile], int]:
-    """Files with one of the endings, plain or packed, by name; and how many others there are.
+) -> tuple[list[RawFile], LeftOut]:
+    """Files with one of the endings, plain or packed, by name; and the others, as ignored.
 
     Hidden files and folders are left alone and not counted.
 
@@ -89,7 +89,9 @@ def find_files(
             f"{places} holds no file that ends in {names} (plain, .gz or .zst), which "
             f"corpus.source = {source!r} reads: name another folder or source."
         )
-    return chosen, len(found) - len(chosen)
+    left_out = LeftOut()
+    left_out.ignore(FILES_IGNORED, [file.name for file in found if file.ending not in endings])
+    return chosen, left_out
 
 
 def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:

@@ -54,12 +54,30 @@ class Section:
         return pair_name(*self.languages)
 
 
+FILES_IGNORED, FOLDERS_IGNORED = "files_ignored", "folders_ignored"
+
+
+class LeftOut(Counter[str]):
+    """How much was not read, as statistics call it, and the names of what was ignored."""
+
+    def __init__(self, **counts: int) -> None:
+        super().__init__(**counts)
+        self.names: dict[str, list[str]] = {}
+
+    def ignore(self, what: str, names: Iterable[str]) -> None:
+        """Count what is not of the form that is read, and keep its names."""
+        found = list(names)
+        if found:
+            self[what] += len(found)
+            self.names.setdefault(what, []).extend(found)
+
+
 @dataclass(frozen=True)
 class RawText:
     """All that a reader has to give; sections of one split and pair follow in their order."""
 
     sections: list[Section]
-    left_out: Counter[str] = field(default_factory=Counter)
+    left_out: LeftOut = field(default_factory=LeftOut)
     """What was not read, as statistics call it; complete once all sections are read."""
     is_found: bool = True
     """False for text that is made here: no line of it is bad, and no side is another language."""

@@ -55,8 +55,7 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
         ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
         DataError: a file is no TMX, declares entities, or has no unit in two languages.
     """
-    files, ignored = find_files(raw, source="tmx", endings=("tmx",))
-    left_out = Counter(files_ignored=ignored)
+    files, left_out = find_files(raw, source="tmx", endings=("tmx",))
     surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
     return pair_up(surveyed, config, left_out=left_out)
 

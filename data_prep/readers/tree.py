@@ -8,8 +8,7 @@ several trees, what they have of one pair follows in the order of the trees.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +21,15 @@ from data_prep.readers.pair_names import (
     name_pairs,
     select_pairs,
 )
-from data_prep.readers.section import SPLITS, RawText, Section, Source
+from data_prep.readers.section import (
+    FILES_IGNORED,
+    FOLDERS_IGNORED,
+    SPLITS,
+    LeftOut,
+    RawText,
+    Section,
+    Source,
+)
 from data_prep.readers.text_files import PACKED, FilesInStep, iterate_raw_lines, source_of
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
@@ -73,7 +80,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
         DataError: no pairs, a side missing, or two folders with different text of one pair.
     """
     roots = _roots(raw)
-    counts: Counter[str] = Counter()
+    counts = LeftOut()
     folders = find_pairs(
         roots,
         wanted=config.languages,
@@ -94,7 +101,7 @@ def find_pairs(
     *,
     wanted: Sequence[str],
     max_line_bytes: int,
-    counts: Counter[str],
+    counts: LeftOut,
     regions: Regions = "joined",
 ) -> list[PairFolder]:
     """The pair folders of trees whose two languages are wanted, by pair, then by tree.
@@ -107,7 +114,8 @@ def find_pairs(
         wanted: languages in any usual spelling; none: all.
         max_line_bytes: see ``iterate_raw_lines``.
         regions: see ``corpus.regions``.
-        counts: of ``folders_ignored``, ``folders_repeated`` and ``pairs_not_selected``.
+        counts: of ``folders_ignored``, ``files_ignored`` (of the folders that are looked into),
+            ``folders_repeated`` and ``pairs_not_selected``.
 
     Raises:
         ConfigError: a wanted language is in no pair of wanted languages.
@@ -118,7 +126,7 @@ def find_pairs(
     selected = [folder for folder in named if folder.pair in wanted_pairs]
     counts["pairs_not_selected"] += len(named) - len(selected)
     found: dict[tuple[str, int], PairFolder] = {}
-    for folder in map(_open_folder, selected):
+    for folder in (_open_folder(one, roots=roots, counts=counts) for one in selected):
         known = found.setdefault((folder.pair, folder.tree), folder)
         if known is folder:
             continue
@@ -164,19 +172,23 @@ def _section(
 
 def _source(path: Path, *, roots: Sequence[Path], tree: int) -> Source:
     """A file of a tree; where there are several trees, its name says which, from 1."""
-    source = source_of(path, roots[tree])
-    return source if len(roots) == 1 else source._replace(name=f"{tree + 1}/{source.name}")
+    return source_of(path, roots[tree])._replace(name=_name(path, roots=roots, tree=tree))
 
 
-def _name_folders(
-    roots: Sequence[Path], *, regions: Regions, counts: Counter[str]
-) -> list[NamedFolder]:
+def _name(path: Path, *, roots: Sequence[Path], tree: int) -> str:
+    """What a place in a tree is called, wherever the tree lies; of several trees, with which."""
+    name = path.relative_to(roots[tree]).as_posix()
+    return name if len(roots) == 1 else f"{tree + 1}/{name}"
+
+
+def _name_folders(roots: Sequence[Path], *, regions: Regions, counts: LeftOut) -> list[NamedFolder]:
     """The folders of all trees that are named like a pair."""
     places: list[tuple[Path, int]] = []
     for tree, root in enumerate(roots):
         if not root.is_dir():
             raise DataError(f"{root} is no folder: name a tree with {LAYOUT}.")
-        directories = list(_pair_directories(root, counts=counts))
+        directories, others = _pair_directories(root)
+        counts.ignore(FOLDERS_IGNORED, (_name(path, roots=roots, tree=tree) for path in others))
         if not directories:
             raise DataError(f"{root} holds no language pairs: {LAYOUT} are expected.")
         places += [(directory, tree) for directory in directories]
@@ -184,16 +196,20 @@ def _name_folders(
     return [NamedFolder(*place, pair) for place, pair in zip(places, pairs, strict=True)]
 
 
-def _pair_directories(root: Path, *, counts: Counter[str]) -> Iterator[Path]:
+def _pair_directories(root: Path) -> tuple[list[Path], list[Path]]:
+    """The folders of a tree that are named like a pair, and the others."""
+    found: list[Path] = []
+    others: list[Path] = []
     for entry in sorted(root.iterdir()):
         if not entry.is_dir():
             continue
         if entry.name in _CONTAINERS:
-            yield from _pair_directories(entry, counts=counts)
-        elif is_pair_name(entry.name):
-            yield entry
+            below, others_below = _pair_directories(entry)
+            found += below
+            others += others_below
         else:
-            counts["folders_ignored"] += 1
+            (found if is_pair_name(entry.name) else others).append(entry)
+    return found, others
 
 
 def _holds_same_text(one: PairFolder, other: PairFolder, *, max_line_bytes: int) -> bool:
@@ -208,16 +224,19 @@ def _holds_same_text(one: PairFolder, other: PairFolder, *, max_line_bytes: int)
     )
 
 
-def _open_folder(folder: NamedFolder) -> PairFolder:
+def _open_folder(folder: NamedFolder, *, roots: Sequence[Path], counts: LeftOut) -> PairFolder:
     directory, codes = folder.directory, folder.pair.codes
     if len(set(codes)) < 2:
         raise DataError(f"{directory} pairs a language with itself: rename or remove the folder.")
     first, second = sorted(codes)
     found: dict[tuple[Split, str], Path] = {}
+    others: list[Path] = []
     for path in sorted(entry for entry in directory.iterdir() if entry.is_file()):
         match = _SIDE_FILE.fullmatch(path.name)
         code = _side_code(match[2], folder.pair) if match else None
         if match is None or code is None:
+            if not path.name.startswith("."):
+                others.append(path)
             continue
         side = (SPLIT_NAMES[match[1]], code)
         if side in found:
@@ -229,6 +248,7 @@ def _open_folder(folder: NamedFolder) -> PairFolder:
     present = {split: paths for split, paths in files.items() if paths is not None}
     if not present:
         raise DataError(f"{directory} holds no text of its pair: {LAYOUT} are expected.")
+    counts.ignore(FILES_IGNORED, (_name(path, roots=roots, tree=folder.tree) for path in others))
     spellings = folder.pair.spellings if codes == (first, second) else folder.pair.spellings[::-1]
     return PairFolder(directory, folder.tree, (first, second), present, spellings)
 

@@ -7,7 +7,6 @@ other names are left alone. Of a file that is named for a pair, ``train.de-en.ts
 order. A cell that is blank or ``__NULL__`` is missing. There is no quoting: a row is a line.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -45,9 +44,9 @@ def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
         ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
         DataError: a table says nowhere which languages it has.
     """
-    files, ignored = find_files(raw, source="tsv", endings=("tsv",))
+    files, left_out = find_files(raw, source="tsv", endings=("tsv",))
     tables = [open_table(file, file.split(), config) for file in files]
-    return pair_up(tables, config, left_out=Counter(files_ignored=ignored))
+    return pair_up(tables, config, left_out=left_out)
 
 
 def open_table(

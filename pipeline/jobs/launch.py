@@ -26,6 +26,7 @@ GRACE_SECONDS = 15.0
 MAX_PROCESSES = 1024
 """More on one machine is a slip of the pen."""
 
+_STOPPED_BY_CTRL_C = (128 + signal.SIGINT, -signal.SIGINT)
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -165,6 +166,8 @@ def _first_failure(children: list[subprocess.Popen[bytes]]) -> int:
 
 def _announce(children: list[subprocess.Popen[bytes]]) -> None:
     for rank, child in enumerate(children):
+        if child.returncode in _STOPPED_BY_CTRL_C:
+            return  # as asked; rank 0 says so
         if child.returncode not in (None, 0, EXIT_RUN_AGAIN) and len(children) > 1:
             cause = describe_exit(child.returncode)
             line = f"mmnmt: rank {rank} of {len(children)} ended with {cause}: ending the others."

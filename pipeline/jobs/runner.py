@@ -189,7 +189,8 @@ class _Run:
         self._say(f"{task.name}: running {task.stage.name} ({reason})")
         started = time.monotonic()
         code = self._run_until_done(task)
-        state = "done" if code == 0 else "stopped" if code == EXIT_RUN_AGAIN else "failed"
+        asked = code == EXIT_RUN_AGAIN or self._requests.received is not None
+        state = "done" if code == 0 else "stopped" if asked else "failed"
         self.outcomes.append(Outcome(task.name, state, time.monotonic() - started))
         return code
 

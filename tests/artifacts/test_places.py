@@ -632,7 +632,7 @@ def test_killed_at_any_moment_of_taking_a_trained_models_place_that_model_is_kep
     places = set()
     for moment in range(100):
         out_dir = tmp_path / str(moment) / "out"
-        trained = {"ds_config": {}}
+        trained: dict[str, object] = {"ds_config": {}}
         with new_artifact(
             out_dir, kind="checkpoint", stage="x", config=trained, inputs={}
         ) as writer:

@@ -1,5 +1,6 @@
 """Tests of pipeline/cli/ and pipeline/ds_config.py."""
 
+import errno
 import io
 import json
 import os
@@ -839,6 +840,144 @@ def test_a_place_that_cannot_be_written_to_is_refused_in_a_sentence(
     said = capsys.readouterr().err
     assert said.startswith(f"mmnmt checkpoint average: {out} cannot be written (")
     assert said.count("\n") == 1
+
+
+NOT_UTF_8 = os.fsdecode(b"o\xff")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["import_corpus", "--recipe", "demo", "--raw", "raw", "--out", NOT_UTF_8],
+        ["import_corpus", "--recipe", "demo", "--raw", NOT_UTF_8, "--out", "corpus"],
+        ["clean", "--recipe", "demo", "--corpus", NOT_UTF_8, "--out", "clean"],
+        ["clean", "--recipe", f"{NOT_UTF_8}.toml", "--corpus", "corpus", "--out", "clean"],
+        ["clean", "--recipe", "demo", "--corpus", "a", "--tests", f"b={NOT_UTF_8}", "--out", "c"],
+        ["pretrain", "--recipe", "demo", "--shards", "s", "--mixture", "m", "--out", NOT_UTF_8],
+        ["run", "demo", "--out", NOT_UTF_8],
+        ["run", "demo", "--input", f"text={NOT_UTF_8}"],
+        ["checkpoint", "inspect", NOT_UTF_8],
+        ["checkpoint", "average", "a", NOT_UTF_8, "--out", "mean"],
+        ["export", "model", "--to", "hf-m2m100", "--out", NOT_UTF_8],
+        ["survey", NOT_UTF_8, "--out", "page.html"],
+    ],
+)
+def test_a_path_that_is_not_utf_8_is_refused_before_any_work(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "o\\xff" in said
+    assert "is not UTF-8" in said
+    assert said.count("\n") == 1
+    assert names_in(tmp_path) == []
+
+
+def test_an_output_below_a_folder_that_is_not_utf_8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / NOT_UTF_8).mkdir()
+    monkeypatch.chdir(tmp_path / NOT_UTF_8)
+    assert cli.main(["import_tests", "--raw", "raw", "--out", "corpus"]) == EXIT_USER_ERROR
+    assert "o\\xff/corpus is not UTF-8" in capsys.readouterr().err
+
+
+def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bench.folder / "raw").mkdir()
+    (bench.folder / "raw" / NOT_UTF_8).write_text("text")
+    assert bench.read("--raw", bench.at("raw")) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert "raw/o\\xff has a name that is not UTF-8: rename it, or move it away." in said
+    assert bench.calls == []
+
+
+def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for length, unit in ((239, "a"), (238, "é")):  # of two bytes
+        assert bench.read(out=unit * (length // len(unit.encode()))) == 0
+    assert bench.train(out="m" * 239) == EXIT_USER_ERROR, "there is no corpus"
+    capsys.readouterr()
+    for length in (240, 247, 256, 5000):
+        assert bench.read(out="b" * length) == EXIT_USER_ERROR
+        said = capsys.readouterr().err
+        assert f"has a name of {length} bytes, where at most 239 fit: choose a shorter" in said
+    assert len(bench.calls) == 2
+    deep = "/".join(["folder"] * 1000)
+    assert bench.read(out=deep) == EXIT_USER_ERROR
+    assert "(File name too long): shorten the path, or name another place" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_the_encoding_of_the_output_lacks_is_written_as_escapes(encoding: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipeline.cli", "recipes"],
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"\\u0394" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EROFS, "mount that disk for writing"),
+        (errno.EACCES, "see to it that it can be"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_is_called_full_only_where_it_is(
+    bench: Bench, capsys: pytest.CaptureFixture[str], number: int, remedy: str
+) -> None:
+    def fail(call: StageCall) -> None:
+        with call.new_artifact():
+            raise OSError(number, os.strerror(number), "somewhere")
+
+    bench.action = fail
+    assert bench.read() == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert f"({os.strerror(number)}), nothing was changed: {remedy}, or choose another" in said
+    assert ("make room" in said) == (number == errno.ENOSPC)
+
+
+def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: Path) -> None:
+    lines = 20_000
+    for pair in ("de-en", "en-fr", "en-ru"):
+        (tmp_path / "raw" / pair).mkdir(parents=True)
+        for code in pair.split("-"):
+            text = "".join(f"line {number} of {code}\n" for number in range(lines))
+            (tmp_path / "raw" / pair / f"train.{code}").write_text(text)
+    (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
+    options = ["--recipe", "recipe.toml", "--raw", "raw", "--out", "corpus", "--processes", "2"]
+    command = [sys.executable, "-m", "pipeline.command", "import_corpus", *options]
+    for sign in (".corpus.lock", ".corpus.unfinished", ".corpus.unfinished/train/*/*.txt"):
+        stage = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        while not list(tmp_path.glob(sign)):
+            assert stage.poll() is None
+            time.sleep(0.002)
+        os.killpg(stage.pid, signal.SIGINT)  # as a terminal does
+        _, said = stage.communicate(timeout=60)
+        assert said == "mmnmt import_corpus: stopped by Ctrl-C.\n"
+        assert stage.returncode == 130
+        assert names_in(tmp_path) == ["raw", "recipe.toml"]
 
 
 def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_for(

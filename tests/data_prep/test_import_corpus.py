@@ -225,6 +225,18 @@ def test_a_folder_that_is_no_pair_is_counted_and_left_alone(raw: Path, out: Path
     assert list(corpus.statistics["pairs"]) == ["de-en"]
 
 
+def test_what_is_ignored_of_a_tree_is_named_in_the_summary(raw: Path, out: Path) -> None:
+    folders = {f"notes{number}/a.txt": "1\n" for number in range(8)}
+    pair = {f"de-en/train.{code}": "a\n" for code in ("de", "en")}
+    slips = {"de-en/tset.en": "a\n", "de-en/tset.de": "b\n", "de-en/.hidden": ""}
+    write(raw, {**folders, **pair, **slips})
+    lines = [line for line in imported(out, raw).manifest.summary if line.startswith("left out")]
+    assert lines == [
+        "left out: 8 folders not named like a pair (notes0, notes1, notes2, notes3, notes4 and 3 "
+        "more); 2 files of another form (de-en/tset.de, de-en/tset.en)"
+    ]
+
+
 def test_a_tree_without_pairs_is_told_the_expected_layout(raw: Path, out: Path) -> None:
     write(raw, {"train.en": "a\n", "train.de": "b\n"})
     with pytest.raises(DataError, match=r"holds no language pairs: folders like en-de"):
@@ -276,7 +288,7 @@ def test_the_summary_says_what_was_read_kept_and_left_out_by_side(raw: Path, out
         "read 8 lines of 2 pairs, kept 5 (train 3, valid 1, test 1)",
         "left out: 2 lines and their counterparts into quarantine.jsonl (too_long in de 1, "
         "nul in en 1, invalid_utf8 in de 1); 1 beyond the lines wanted per pair; "
-        "1 folder not named like a pair",
+        "1 folder not named like a pair (ids)",
         "odd separators made spaces in 1 line, carriage returns removed from 1 line, "
         "byte order marks removed from 1 line, no text (kept) in 1 line",
         "no test lines: de-en",

@@ -116,6 +116,29 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
         launcher.kill()
 
 
+def test_ctrl_c_while_ranks_still_load_is_one_sentence(tmp_path: Path) -> None:
+    child = (
+        "import os, sys, time\n"
+        "open(f\"{sys.argv[1]}/{os.environ['RANK']}\", 'w').close()\n"
+        "time.sleep(0.5)\n"
+        "from pipeline.cli.ending import guarded\n"
+        "sys.exit(guarded('stage', lambda: time.sleep(60)))\n"
+    )
+    launcher = subprocess.Popen(
+        _launcher_command(["-c", child, str(tmp_path)], processes=2),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert _wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+    assert said == "mmnmt stage: stopped by Ctrl-C.\n"
+    assert launcher.returncode == 130
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells children only on Linux")
 def test_the_ranks_die_when_the_launcher_is_killed_outright(tmp_path: Path) -> None:
     child = (

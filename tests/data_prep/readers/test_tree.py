@@ -1,10 +1,10 @@
 """Raw trees: which folders are pairs, under which codes, and what selection never looks at."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from data_prep.readers.section import LeftOut
 from data_prep.readers.tree import PairFolder, find_pairs
 from pipeline.errors import ConfigError, DataError
 
@@ -23,7 +23,7 @@ def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
 
 
 def found(root: Path, *wanted: str) -> list[PairFolder]:
-    return find_pairs([root], wanted=wanted, max_line_bytes=100, counts=Counter())
+    return find_pairs([root], wanted=wanted, max_line_bytes=100, counts=LeftOut())
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
         *("en-pt_BR/train.en", "en-pt_BR/train.pt", "en-pt_BR/test.en", "en-pt_BR/test.pt_br"),
     )
     folders = find_pairs(
-        [root], wanted=("en", "pt-BR"), regions="apart", max_line_bytes=100, counts=Counter()
+        [root], wanted=("en", "pt-BR"), regions="apart", max_line_bytes=100, counts=LeftOut()
     )
     assert [(folder.pair, set(folder.files)) for folder in folders] == [
         ("en-pt_BR", {"train", "test"})
@@ -101,9 +101,10 @@ def test_a_folder_that_is_not_selected_stops_nothing(tmp_path: Path, odd: tuple[
 
 def test_what_was_not_selected_is_counted(tmp_path: Path) -> None:
     root = tree(tmp_path, *pair_files("de-en"), *pair_files("en-fr"), "ids/x.ids")
-    counts: Counter[str] = Counter()
+    counts = LeftOut()
     find_pairs([root], wanted=["de", "en"], max_line_bytes=100, counts=counts)
     assert counts == {"pairs_not_selected": 1, "folders_ignored": 1}
+    assert counts.names == {"folders_ignored": ["ids"]}
 
 
 def test_a_wanted_language_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
