@@ -17,9 +17,7 @@ def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
     for verb in _VERBS:
         name = verb.command.removeprefix("checkpoint ")
-        verb.describe_in(
-            verbs.add_parser(name, help=verb.about, description=verb.about, allow_abbrev=False)
-        )
+        verb.describe_in(verbs.add_parser(name, help=verb.about, description=verb.about))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -226,7 +224,9 @@ def _add_language_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the new artifact"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
@@ -292,3 +292,5 @@ _VERBS = (
         _fold,
     ),
 )
+
+CHECKPOINT_COMMANDS = tuple(verb.command.removeprefix("checkpoint ") for verb in _VERBS)
