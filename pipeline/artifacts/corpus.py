@@ -227,7 +227,7 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
     counted = line_counts(corpus, split).get(pair, 0)
     if len(lines) != counted:
         raise ArtifactError(
-            f"{path} has {len(lines):,} lines, the statistics of {corpus.directory} say "
+            f"{path} has {counted(len(lines), 'line')}, the statistics of {corpus.directory} say "
             f"{counted:,}: {RESTORE}."
         )
     return lines

@@ -10,6 +10,7 @@ from pipeline.cli.verb import Verb
 from pipeline.config import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
+from pipeline.summary import counted
 
 
 def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +81,8 @@ def _import(options: argparse.Namespace) -> int:
         )
     languages = len(source.spec.languages)
     print(
-        f"{options.out}: {num_parameters(source.spec):,} parameters, {languages} languages, from "
-        f"{source.origin}"
+        f"{options.out}: {num_parameters(source.spec):,} parameters, "
+        f"{counted(languages, 'language')}, from {source.origin}"
     )
     return 0
 
@@ -144,7 +145,7 @@ def _fold(options: argparse.Namespace) -> int:
         )
     print(
         f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
-        + (f", {folded.matrices} matrices folded" if folded.matrices else "")
+        + (f", {counted(folded.matrices, 'matrix', 'matrices')} folded" if folded.matrices else "")
     )
     return 0
 

@@ -10,6 +10,7 @@ from pipeline.cli.parser import CommandParser
 from pipeline.config import Route
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.stages import Stage
+from pipeline.summary import with_article
 
 DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
 """What ``mmnmt translate`` as a filter uses when no checkpoint is named."""
@@ -21,7 +22,8 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """The options of one stage."""
     parser = CommandParser(
         prog=f"mmnmt {stage.name}",
-        description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes a {stage.makes} artifact.",
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. "
+        f"Makes {with_article(stage.makes)} artifact.",
     )
     unless = _OTHER_FORMS.get(stage.name)
     note = f" (required {unless})" if unless else ""  # else the parser marks those it requires

@@ -24,6 +24,7 @@ from pipeline.hints import hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.settings import Settings, describe_validation, whole
 from pipeline.stages import STAGES, Input, Stage, problem_of_name, stage_config
+from pipeline.summary import with_article
 
 
 class PlanStage(Settings):
@@ -186,8 +187,8 @@ def _check_kind(
 ) -> None:
     if verb in table and table[verb].makes != wanted.kind:
         raise ConfigError(
-            f"{where}: {entry!r} makes a {table[verb].makes} where a {wanted.kind} is wanted: "
-            "name another stage."
+            f"{where}: {entry!r} makes {with_article(table[verb].makes)} artifact where "
+            f"{with_article(wanted.kind)} artifact is wanted: name another stage."
         )
 
 

@@ -930,7 +930,7 @@ def test_an_artifact_is_inspected_and_verified(
     assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
     assert cli.main(["checkpoint", "verify", artifact]) == 0
-    assert capsys.readouterr().out.startswith(f"{artifact}: all 1 files")
+    assert capsys.readouterr().out.startswith(f"{artifact}: all of 1 file (")
     (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
     assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
     said = capsys.readouterr()

@@ -235,7 +235,11 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
     [
         ('run = "train"', 'run = "tarin"', r"no stage 'tarin': did you mean 'train'\?"),
         ('only = "shards"', 'only = "shard"', r"no stage 'shard': did you mean 'shards'\?"),
-        ('only = "shards"', 'only = "corpus"', "'corpus' makes a corpus where a shards is wanted"),
+        (
+            'only = "shards"',
+            'only = "corpus"',
+            "'corpus' makes a corpus artifact where a shards artifact is wanted",
+        ),
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
