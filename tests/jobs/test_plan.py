@@ -240,6 +240,7 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
             'only = "corpus"',
             "'corpus' makes a corpus artifact where a shards artifact is wanted",
         ),
+        ('only = "shards"', '"a/b" = "shards"', "the name 'a/b' has a slash.*: write 'a-b'"),
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
