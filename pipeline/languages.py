@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from pipeline.errors import ConfigError
@@ -300,6 +301,7 @@ def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
     return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
 
 
+@lru_cache(maxsize=1024)
 def code_of_name(name: str) -> str | None:
     """Return the code of a language by its English name, ``de`` for German. Needs Babel.
 
