@@ -274,7 +274,7 @@ def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
         "; ".join(f"{name}: {listed(codes)}" for name, codes in list(members.items())[:LISTED]),
     ]
     if len(members) > LISTED:
-        lines[1] += f"; and {len(members) - LISTED} more groups"
+        lines[1] += f"; and {counted(len(members) - LISTED, 'more group')}"
     if unknown:
         lines.append(
             f"no family is known of {listed(unknown)}: each began alone; set "

@@ -22,6 +22,7 @@ from pydantic import (
 
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
+from pipeline.hints import hint
 from pipeline.languages import Regions
 from pipeline.settings import Settings, describe_validation, number, whole
 
@@ -793,7 +794,8 @@ class TrainingConfig(Settings):
         500_000,
     )
     """Pairs: low ≤ first, high ≥ second, medium between; of three numbers the first is the most of
-    an extremely low one."""
+    an extremely low one. A recipe with another ``corpus.source`` than its parent's does not inherit
+    them: they are of the parent's corpus."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -1202,7 +1204,8 @@ def load_recipe(name: str) -> Recipe:
     try:
         return Recipe.model_validate({**merged, "name": name})
     except ValidationError as error:
-        raise ConfigError(f"Recipe {name!r}: {describe_validation(error, Recipe)}") from error
+        said = describe_validation(error, Recipe, also=("parent",))
+        raise ConfigError(f"Recipe {name!r}: {said}") from error
 
 
 def merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
@@ -1224,15 +1227,33 @@ def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
         return document
     if not isinstance(parent, str):
         raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
-    return merge(_with_parents(parent, seen=(*seen, name)), document)
+    return merge(_inherited(_with_parents(parent, seen=(*seen, name)), document), document)
+
+
+def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a recipe inherits: all of its parent, but no thresholds of another corpus.
+
+    ``training.resource_thresholds`` are numbers of lines of the parent's corpus: by those of the
+    demo every pair of a corpus of ordinary size would be high-resource.
+    """
+    source = CorpusConfig().source
+    own, its = (
+        tree["corpus"].get("source", default) if isinstance(tree.get("corpus"), dict) else default
+        for tree, default in ((parent, source), (document, None))
+    )
+    training = parent.get("training")
+    if its in (None, own) or not isinstance(training, dict):
+        return parent
+    kept = {name: value for name, value in training.items() if name != "resource_thresholds"}
+    return {**parent, "training": kept}
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
     if name.endswith(".toml"):
         return read_toml(Path(name))
     if name not in recipe_names():
-        raise ConfigError(
-            f"There is no recipe {name!r}: choose one of {', '.join(recipe_names())}, "
-            "or give the path of a .toml file."
-        )
+        if Path(f"{name}.toml").is_file():
+            raise ConfigError(f"There is no recipe {name!r}: did you mean '{name}.toml'?")
+        choices = hint(name, recipe_names(), otherwise="or give the path of a .toml file")
+        raise ConfigError(f"There is no recipe {name!r}{choices}")
     return read_toml(Path(str(resources.files("pipeline") / "recipes" / f"{name}.toml")))

@@ -5,8 +5,10 @@ parser take gigabytes, minutes, or the whole of Python's stack; each of that is 
 """
 
 import json
+import math
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +23,7 @@ MAX_JSON_BYTES = 2**24
 """The largest documents of ours are routing statistics: 5 MB with 200 languages, 128 experts."""
 MAX_DEPTH = 64
 """Tables within tables: settings nest 4 deep."""
+_BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 RESTORE = "restore it from a copy or run its stage again"
 
 
@@ -137,6 +140,41 @@ def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
                 yield line
     except OSError as problem:
         raise ArtifactError(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+
+
+def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
+    """Yield the lines of a document as TOML; what is None is left out, since TOML has no null.
+
+    Args:
+        document: text, numbers, truth values, lists and tables.
+        table: the dotted name of the table that the document is.
+    """
+    tables = {name: value for name, value in document.items() if isinstance(value, Mapping)}
+    for name, value in document.items():
+        if name not in tables and value is not None:
+            yield f"{_toml_key(name)} = {_toml_value(value)}"
+    for name, value in tables.items():
+        path = f"{table}.{_toml_key(name)}".removeprefix(".")
+        yield from ("", f"[{path}]")
+        yield from toml_lines(value, table=path)
+
+
+def _toml_key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else _toml_value(name)
+
+
+def _toml_value(value: Any) -> str:
+    match value:
+        case Mapping():
+            entries = {name: entry for name, entry in value.items() if entry is not None}
+            inside = (f"{_toml_key(name)} = {_toml_value(one)}" for name, one in entries.items())
+            return f"{{ {', '.join(inside)} }}" if entries else "{}"
+        case list() | tuple():
+            return f"[{', '.join(map(_toml_value, value))}]"
+        case float() if math.isinf(value):
+            return "inf" if value > 0 else "-inf"
+    # TOML has JSON's escapes, but does not take DEL as it is
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -143,11 +143,9 @@ def ds_config_path(name_or_path: str) -> Path:
     path = Path(name_or_path)
     if name_or_path in ds_config_names():
         path = Path(str(resources.files("ds_configs") / f"{name_or_path}.json"))
-    if not path.suffix == ".json" or not path.is_file():
-        raise ConfigError(
-            f"There is no ds_config {name_or_path!r}: choose one of "
-            f"{', '.join(ds_config_names())}, or give the path of a .json file."
-        )
+    if path.suffix != ".json" or not path.is_file():
+        names = hint(name_or_path, ds_config_names(), otherwise="or give the path of a .json file")
+        raise ConfigError(f"There is no ds_config {name_or_path!r}{names}")
     return path
 
 

@@ -89,6 +89,7 @@ from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_l
 from pipeline.languages import language, parse_tag
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
+from pipeline.summary import counted
 from pipeline.terminal import track
 
 MAX_NAME_BYTES = 200
@@ -282,8 +283,9 @@ def _check_line_counts(
         found = sum(1 for _ in iterate_lines(path))
         if found != profile.test_lines:
             raise ArtifactError(
-                f"System {name!r} has {found} translations in {path} where the corpus has "
-                f"{profile.test_lines} test lines: translate this corpus with it again."
+                f"System {name!r} has {counted(found, 'translation')} in {path} where the corpus "
+                f"has {counted(profile.test_lines, 'test line')}: translate this corpus "
+                "with it again."
             )
 
 

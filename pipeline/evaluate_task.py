@@ -13,6 +13,7 @@ from pipeline.config import Route
 from pipeline.distributed.devices import local_device
 from pipeline.errors import ConfigError
 from pipeline.stages import StageCall
+from pipeline.summary import counted
 from pipeline.tasks.examination import Examination, examination
 from pipeline.tasks.report import RUN_MARK, describe_systems, markdown, scores_document
 from pipeline.tasks.task_model import TaskSpec, load_task_model, read_task_spec
@@ -43,8 +44,9 @@ def run(call: StageCall) -> None:
         writer.path("report.md").write_text(text, encoding="utf-8")
         writer.statistics["systems"] = {report.name: dict(report.mean) for report in reports}
         writer.summary.append(
-            f"{len(reports)} systems scored on {sum(examples.values()):,} test examples in "
-            f"{len(languages)} languages"
+            f"{counted(len(reports), 'system')} scored on "
+            f"{counted(sum(examples.values()), 'test example')} in "
+            f"{counted(len(languages), 'language')}"
         )
     print(text)
 

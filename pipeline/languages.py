@@ -9,14 +9,15 @@ come from Unicode CLDR through Babel, which is imported only where they are aske
 decoding need neither.
 """
 
-import difflib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from pipeline.errors import ConfigError
+from pipeline.hints import nearest_names
 
 FAMILIES: dict[str, tuple[str, ...]] = {
     family: tuple(codes.split())
@@ -143,11 +144,16 @@ def parse_tag(code: str) -> LanguageTag:
     """Take any usual spelling apart: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
 
     Raises:
-        ConfigError: the spelling is that of no language code; names the nearest codes.
+        ConfigError: the spelling is that of no language code; names the code of a language whose
+            English name it is, else the nearest codes.
     """
     spelling = code.strip().lower().replace("-", "_")
     subtags = _SUBTAGS.fullmatch(spelling)
     if subtags is None:
+        if named := code_of_name(code):
+            raise ConfigError(
+                f"{code!r} is the name of a language where its code is wanted: write {named!r}."
+            )
         near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
         raise ConfigError(
             f"{code!r} is no language code: write two or three letters of ISO 639 and, where it "
@@ -304,7 +310,18 @@ def parts_words_by_spaces(code: str) -> bool:
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
     """Up to three candidates spelled most like ``code``, the nearest first."""
-    return difflib.get_close_matches(code.lower(), sorted(set(candidates)), n=3, cutoff=0.5)
+    return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
+
+
+@lru_cache(maxsize=1024)
+def code_of_name(name: str) -> str | None:
+    """Return the code of a language by its English name, ``de`` for German. Needs Babel.
+
+    One wrong letter of eight is allowed. None: CLDR has no language of that name.
+    """
+    codes = {known.casefold(): code for code, known in _cldr_names().items()}
+    near = nearest_names(" ".join(name.split()).casefold(), codes, cutoff=0.85)
+    return ALIASES.get(codes[near[0]], codes[near[0]]) if near else None
 
 
 def codes_one_edit_away(code: str) -> list[str]:

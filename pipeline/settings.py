@@ -1,6 +1,8 @@
 """Settings: frozen tables whose numbers have ranges, and refusals that say what may stand there."""
 
+import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
@@ -101,11 +103,19 @@ def _figure(number: float) -> str:
 # ---------------------------------------------------------------- refusals
 
 
-def describe_validation(error: ValidationError, settings: type[Settings]) -> str:
-    """pydantic's first findings as one sentence: where, what stands there, what may stand there."""
+def describe_validation(
+    error: ValidationError, settings: type[Settings], *, also: Sequence[str] = ()
+) -> str:
+    """Return pydantic's first findings as one sentence: where, what stands there, what may.
+
+    Args:
+        error: what pydantic found.
+        settings: the table that it found it in.
+        also: names that the file may have at its top beside those of ``settings``.
+    """
     findings = error.errors(include_url=False)
     described = _with_choices_once(
-        [_describe_finding(finding, settings) for finding in findings[:MAX_FINDINGS]]
+        [_describe_finding(finding, settings, also) for finding in findings[:MAX_FINDINGS]]
     )
     if len(findings) > MAX_FINDINGS:
         described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
@@ -124,12 +134,14 @@ def _with_choices_once(sentences: Sequence[str]) -> list[str]:
     return kept
 
 
-def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> str:
+def _describe_finding(
+    finding: Mapping[str, Any], settings: type[Settings], also: Sequence[str]
+) -> str:
     location: tuple[str | int, ...] = finding["loc"]
     where = ".".join(shown(str(part)) for part in location)
     match finding["type"]:
         case "extra_forbidden":
-            known = _names_at(settings, location[:-1])
+            known = (*_names_at(settings, location[:-1]), *(also if len(location) == 1 else ()))
             return f"there is no setting {where!r}{hint(str(location[-1]), known)}"
         case "missing":
             return f"{where} is missing: set it"
@@ -137,6 +149,20 @@ def _describe_finding(finding: Mapping[str, Any], settings: type[Settings]) -> s
             return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
         case "value_error":
             return f"{where} is {shown(finding['input'])}: {finding['ctx']['error']}"
+        case "list_type" | "tuple_type":
+            example = shown(json.dumps([finding["input"]], ensure_ascii=False, default=str))
+            return f"{where} is {shown(finding['input'])}: write a list, {example}"
+        case "string_type":
+            return f"{where} is {shown(finding['input'])}: write text in quotes"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{where} is {shown(finding['input'])}: it is a table, write [{where}]"
+        case "bool_type" | "bool_parsing":
+            return f"{where} is {shown(finding['input'])}: write true or false"
+        case "literal_error" | "union_tag_invalid":
+            context = finding["ctx"]
+            choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))
+            given = str(context.get("tag", finding["input"]))
+            return f"{where} is {shown(given)}{hint(given, choices)}"
     return f"{where} is {shown(finding['input'])}: {finding['msg']}"
 
 

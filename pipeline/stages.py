@@ -41,6 +41,18 @@ class Input:
     """Of a corpus, all that the stage is given, and that makes its result stale; none: all."""
 
 
+def problem_of_name(name: str) -> str:
+    """Return why an artifact among several cannot have a name; empty where it can."""
+    if "/" not in name:
+        return ""
+    return f"the name {name!r} has a slash, and names become folders: write {_without(name)!r}."
+
+
+def _without(name: str) -> str:
+    """Return the name with dashes in place of slashes."""
+    return "-".join(part for part in name.split("/") if part) or "name"
+
+
 @dataclass(frozen=True)
 class Stage:
     """One verb of the command line."""

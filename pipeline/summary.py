@@ -14,9 +14,20 @@ def listed(names: Iterable[str]) -> str:
     return f"{', '.join(found[: LISTED - 1])} and {len(found) - LISTED + 1} more"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 line``, ``2,000 lines``: the noun is given in the singular."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``1 line``, ``2,000 lines``.
+
+    Args:
+        number: how many.
+        noun: what, in the singular.
+        plural: where it is not the noun and an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def with_article(noun: str) -> str:
+    """Return ``a corpus``, ``an evaluation``, by the first letter."""
+    return f"{'an' if noun[:1] in tuple('aeiou') else 'a'} {noun}"
 
 
 def tallied(counts: Mapping[str, int]) -> str:

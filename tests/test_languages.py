@@ -137,15 +137,31 @@ def test_any_well_formed_code_is_a_language_of_unknown_family(
     assert family(code) == "unknown"
 
 
-@pytest.mark.parametrize("code", ["german", "d", "", "de en", "de_", "d3", "zh_Hant_TW_x", "1a"])
+@pytest.mark.parametrize("code", ["d", "", "de en", "de_", "d3", "zh_Hant_TW_x", "1a"])
 def test_what_is_no_code_is_refused_with_how_codes_are_written(code: str) -> None:
     with pytest.raises(ConfigError, match="is no language code: write two or three letters"):
         canonical(code)
 
 
-def test_a_name_in_place_of_a_code_is_refused_with_the_nearest_codes() -> None:
-    with pytest.raises(ConfigError, match=r"'ger_man'.*nearest codes: .*\bger\b"):
-        canonical("ger_man")
+def test_what_is_nearly_a_code_is_refused_with_the_nearest_codes() -> None:
+    with pytest.raises(ConfigError, match=r"'gerx'.*nearest codes: .*\bger\b"):
+        canonical("gerx")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("German", "de"),
+        ("ukrainian", "uk"),
+        ("Portugese", "pt"),  # a letter is missing
+        ("Filipino", "tl"),
+        ("Simplified  Chinese", "zh_Hans"),
+    ],
+)
+def test_the_english_name_of_a_language_is_refused_with_its_code(name: str, code: str) -> None:
+    with pytest.raises(ConfigError, match=f"is the name of a language .*: write '{code}'"):
+        canonical(name)
+    assert canonical(code)
 
 
 @pytest.mark.parametrize(

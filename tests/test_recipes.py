@@ -10,7 +10,8 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-from pipeline.config import Recipe, load_recipe, merge, recipe_names
+from pipeline.cli.recipe_verbs import recipe_toml
+from pipeline.config import Recipe, TrainingConfig, load_recipe, merge, recipe_names
 from pipeline.ds_config import SECTIONS, ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
 from pipeline.model.parameters import count_parameters
@@ -142,6 +143,7 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
         ("[trainnig]\nupdates = 3", "'trainnig': did you mean 'training'?"),
         ("[model.moe]\nnumexperts = 3", "'model.moe.numexperts': did you mean 'num_experts'?"),
         ("[corpus.cldr]\nzeroshot = []", "'corpus.cldr.zeroshot': did you mean 'zero_shot'?"),
+        ('parnt = "demo_dense"', "'parnt': did you mean 'parent'?"),
         ("[loss]\nfocal = 3", "'loss.focal': choose from objective, label_smoothing"),
     ):
         path = write(tmp_path, "wrong", text)
@@ -160,6 +162,83 @@ def test_a_setting_that_does_not_exist_is_refused_by_its_name(tmp_path: Path) ->
 def test_a_value_that_does_not_fit_is_refused(tmp_path: Path, text: str, place: str) -> None:
     path = write(tmp_path, "wrong", text)
     assert place in refusal(lambda: load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[corpus]\nlanguages = "de"', 'corpus.languages is de: write a list, ["de"].'),
+        ('[evaluation.language_sets]\nLong = "my"', 'Long is my: write a list, ["my"].'),
+        ('corpus = "tmx"', "corpus is tmx: it is a table, write [corpus]."),
+        ("[corpus]\npivot = 3", "corpus.pivot is 3: write text in quotes."),
+        ("[evaluation]\nword_accuracy = 3", "word_accuracy is 3: write true or false."),
+        ('[corpus]\nsource = "mses"', "corpus.source is mses: did you mean 'moses'?"),
+        ('[corpus]\nsource = "xml"', "corpus.source is xml: choose from tree, cldr, hub, tmx,"),
+        ('[model.front]\nkind = "mcs"', "model.front is mcs: did you mean 'msc'?"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_how_it_is_written(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = write(tmp_path, "wrong", text)
+    assert said in refusal(lambda: load_recipe(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("demo_dens", "demo_dense"), ("dense_opus100+smok", "smoke")]
+)
+def test_a_slip_in_the_name_of_a_recipe_is_answered_with_the_nearest(
+    name: str, nearest: str
+) -> None:
+    assert refusal(lambda: load_recipe(name)).endswith(f": did you mean {nearest!r}?")
+
+
+def test_a_recipe_of_ones_own_needs_its_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "office", "")
+    assert refusal(lambda: load_recipe("office")).endswith(": did you mean 'office.toml'?")
+
+
+def test_thresholds_are_inherited_with_the_corpus_that_they_describe(tmp_path: Path) -> None:
+    def thresholds(text: str) -> tuple[int, ...]:
+        path = write(tmp_path, "mine", f'parent = "demo_dense"\n{text}')
+        return load_recipe(path).training.resource_thresholds
+
+    default, of_the_demo = TrainingConfig().resource_thresholds, (1000, 5000)
+    assert thresholds("[training]\nupdates = 600") == of_the_demo
+    assert thresholds('[corpus]\nsource = "cldr"') == of_the_demo
+    assert thresholds('[corpus]\nsource = "tmx"') == default
+    own = '[corpus]\nsource = "tmx"\n[training]\nresource_thresholds = [5, 9]'
+    assert thresholds(own) == (5, 9)
+    write(tmp_path, "child", f'parent = "{tmp_path}/mine.toml"\n[training]\nupdates = 700')
+    assert load_recipe(str(tmp_path / "child.toml")).training.resource_thresholds == (5, 9)
+
+
+@pytest.mark.parametrize("name", ALL_RECIPES)
+def test_what_describe_prints_is_a_recipe_with_the_same_settings(name: str, tmp_path: Path) -> None:
+    recipe = load_recipe(name)
+    path = write(tmp_path, "pasted", recipe_toml(recipe))
+    assert load_recipe(path).model_dump(exclude={"name"}) == recipe.model_dump(exclude={"name"})
+
+
+def test_text_of_any_kind_is_described_as_toml(tmp_path: Path) -> None:
+    text = """
+description = "a \\"quoted\\" \\\\ line\\nand \\u007f, ü, 🙂"
+[corpus]
+source = "listed"
+files = [{ pair = "de-en", paths = ["a.tsv"] }, { pair = "fr-en", paths = ["b.fr", "b.en"] }]
+columns = { "zh_Hant" = "a column.with dots" }
+[mixture]
+sampling_temperature = inf
+phases = [{ pairs = ["de-en"] }, { from_update = 5, sampling_temperature = 1 }]
+"""
+    recipe = load_recipe(write(tmp_path, "mine", text))
+    pasted = load_recipe(write(tmp_path, "pasted", recipe_toml(recipe)))
+    assert pasted.model_dump(exclude={"name"}) == recipe.model_dump(exclude={"name"})
+    assert pasted.mixture.sampling_temperature == float("inf")
+    assert pasted.corpus.columns == {"zh_Hant": "a column.with dots"}
 
 
 def test_a_circle_of_parents_is_refused(tmp_path: Path) -> None:

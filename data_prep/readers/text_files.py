@@ -15,6 +15,7 @@ from typing import BinaryIO, Protocol
 
 from data_prep.readers.section import RawLine, Source
 from pipeline.errors import ConfigError, DataError
+from pipeline.summary import counted
 
 BLOCK_BYTES = 2**18
 """Read at a time; a block of nothing but line ends is a list of as many empty lines."""
@@ -117,9 +118,9 @@ class FilesInStep:
                 found = {short: number - 1, long: number + sum(1 for _ in sides[long])}
                 first, second = sorted(found)
                 raise DataError(
-                    f"{self.paths[first]} has {found[first]} lines and {self.paths[second]} has "
-                    f"{found[second]}: line n of one must translate line n of the other, so fetch "
-                    "or align them again."
+                    f"{self.paths[first]} has {counted(found[first], 'line')} and "
+                    f"{self.paths[second]} has {found[second]}: line n of one must translate "
+                    "line n of the other, so fetch or align them again."
                 )
             yield RawLine(number, raws)
 

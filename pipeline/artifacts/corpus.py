@@ -25,6 +25,7 @@ from pipeline.artifacts.parts import OTHER_LANGUAGES
 from pipeline.documents import RESTORE, read_json_lines
 from pipeline.errors import ArtifactError
 from pipeline.settings import shown
+from pipeline.summary import counted
 
 Split = Literal["train", "valid", "test"]
 
@@ -226,11 +227,11 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
     """
     path = corpus.file(text_name(split, pair, language))
     lines = list(iterate_lines(path))
-    counted = line_counts(corpus, split).get(pair, 0)
-    if len(lines) != counted:
+    wanted = line_counts(corpus, split).get(pair, 0)
+    if len(lines) != wanted:
         raise ArtifactError(
-            f"{path} has {len(lines):,} lines, the statistics of {corpus.directory} say "
-            f"{counted:,}: {RESTORE}."
+            f"{path} has {counted(len(lines), 'line')}, the statistics of {corpus.directory} say "
+            f"{wanted:,}: {RESTORE}."
         )
     return lines
 

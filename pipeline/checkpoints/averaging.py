@@ -23,6 +23,7 @@ from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ArtifactError, CheckpointError
+from pipeline.summary import counted
 from pipeline.terminal import track
 
 ReadTensor = Callable[[str, torch.Size], Tensor]
@@ -65,9 +66,10 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     )
     if len(state_dirs) < last:
         raise ArtifactError(
-            f"{run_dir} holds {len(state_dirs)} training states where {last} are wanted: name the "
-            "run folder OUT.run of a training stage, ask for fewer, or train with more of them in "
-            'training.keep_last, and saving.keep_states = "all", which keeps them when it is done.'
+            f"{run_dir} holds {counted(len(state_dirs), 'training state')}, and {last} are wanted: "
+            "name the run folder OUT.run of a training stage, ask for fewer, or train with more of "
+            'them in training.keep_last, and saving.keep_states = "all", which keeps them '
+            "when it is done."
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
     best = open_checkpoint(run_dir / "best")

@@ -20,6 +20,7 @@ from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_heade
 from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
+from pipeline.summary import counted
 from pipeline.terminal import text_table, track
 
 
@@ -186,8 +187,8 @@ def verify(directory: Path) -> str:
         artifact.verify([name])
     size = sum(record.size for record in files.values())
     return (
-        f"{directory}: all {len(files)} files ({size:,} bytes) of this {artifact.manifest.kind} "
-        "are as its manifest says."
+        f"{directory}: all of {counted(len(files), 'file')} ({counted(size, 'byte')}) of this "
+        f"{artifact.manifest.kind} is as its manifest says."
     )
 
 
@@ -228,7 +229,7 @@ class CheckpointDifference:
     def lines(self) -> list[str]:
         """A line per difference (values as a table) and a summary."""
         if self.identical:
-            return [f"identical: {self.compared} tensors, settings and tokenizer"]
+            return [f"identical: {counted(self.compared, 'tensor')}, settings and tokenizer"]
         lines = [*self.settings]
         lines += ["tokenizer: another one"] * self.other_tokenizer
         lines += [f"{name}: only in the first" for name in self.only_in_first]
@@ -241,8 +242,8 @@ class CheckpointDifference:
             ]
             lines.append(text_table(["tensor", "max |a - b|", "‖a - b‖ / ‖a‖"], rows))
         lines.append(
-            f"different: {len(self.settings)} settings, "
-            f"{len(self.only_in_first) + len(self.only_in_second)} tensors in only one, "
+            f"different: {counted(len(self.settings), 'setting')}, "
+            f"{counted(len(self.only_in_first) + len(self.only_in_second), 'tensor')} in only one, "
             f"{len(self.shapes)} of another shape or type, "
             f"{len(self.values)} of {self.compared} with other values"
         )

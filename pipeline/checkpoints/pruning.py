@@ -24,6 +24,7 @@ from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec
+from pipeline.summary import counted
 from pipeline.terminal import text_table, track
 
 
@@ -162,8 +163,8 @@ def plan_pruning(
     num_experts = mass_LE.shape[1]
     if experts is not None and not top_k <= experts <= num_experts:
         raise ConfigError(
-            f"--experts {experts} does not fit a model of {num_experts} experts that sends every "
-            f"token to {top_k}: choose {top_k} to {num_experts}."
+            f"--experts {experts} does not fit a model of {counted(num_experts, 'expert')} that "
+            f"sends every token to {top_k}: choose {top_k} to {num_experts}."
         )
     if keep_mass is not None and not 0 < keep_mass <= 1:
         raise ConfigError(f"--keep-mass {keep_mass} is no share: choose more than 0, at most 1.")

@@ -4,14 +4,12 @@ A model that was imported or assembled has a vocabulary and a shape of its own: 
 the one, and the recipe that trains it must describe the other.
 """
 
-import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.tokenizer import copy_tokenizer, tokenizer_folder
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
+from pipeline.documents import toml_lines
 
 
 def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:
@@ -47,17 +45,4 @@ def recipe_text(directory: Path) -> str:
         "batches": {"tag_scheme": spec.tag_scheme},
     }
     lines = [f"# What the checkpoint {directory} decides: lay it over a recipe, RECIPE+THIS.toml"]
-    for name, table in document.items():
-        lines += _table(name, table)
-    return "\n".join(lines) + "\n"
-
-
-def _table(name: str, values: Mapping[str, Any]) -> Iterator[str]:
-    """A TOML table: its own values, then the tables within it."""
-    yield f"\n[{name}]"
-    for key, value in values.items():
-        if not isinstance(value, Mapping):
-            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _table(f"{name}.{key}", value)
+    return "\n".join([*lines, *toml_lines(document)]) + "\n"

@@ -5,16 +5,16 @@ folder. This package imports neither torch nor a stage until one is to run, so t
 options and "already done" come at once.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from pipeline.cli.checkpoint_verbs import add_checkpoint_verbs
+from pipeline.cli.checkpoint_verbs import CHECKPOINT_COMMANDS, add_checkpoint_verbs
 from pipeline.cli.ending import guarded, own_rank
 from pipeline.cli.export_verb import EXPORT_VERBS
 from pipeline.cli.option_types import refuse_paths
+from pipeline.cli.parser import CommandParser
 from pipeline.cli.plan_verbs import PLAN_VERBS
 from pipeline.cli.recipe_verbs import RECIPE_VERBS
 from pipeline.cli.stage_verbs import stage_main
@@ -25,6 +25,11 @@ from pipeline.entry import prepare_process
 from pipeline.stages import STAGES
 
 __all__ = ["command", "main", "stage_main"]
+
+
+VERBS = (*PLAN_VERBS, *RECIPE_VERBS, *SURVEY_VERBS, *EXPORT_VERBS)
+OTHER_COMMANDS = (*(verb.command for verb in VERBS), "checkpoint")
+"""Those beside the stages."""
 
 
 def command() -> NoReturn:
@@ -43,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stage_main(arguments[0], arguments[1:])
     if own_rank() != 0:
         return 0  # one process does it, however many a launcher started
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if arguments:
+        parser.refuse_unknown_command(arguments[0], [*STAGES, *OTHER_COMMANDS])
+    if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
+        parser.refuse_unknown_command(arguments[1], CHECKPOINT_COMMANDS)
+    options = parser.parse_args(arguments)
     verb: Verb = options.chosen
 
     def act() -> int:
@@ -53,18 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(verb.command, act)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="mmnmt",
         description="Massively multilingual translation with mixtures of experts, in stages.",
         epilog="mmnmt STAGE --help lists a stage's options.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mmnmt {metadata.version('mmnmt')}")
     verbs = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
-    for verb in (*PLAN_VERBS, *RECIPE_VERBS, *SURVEY_VERBS, *EXPORT_VERBS):
+    for verb in VERBS:
         verb.describe_in(verbs.add_parser(verb.command, help=verb.about, description=verb.about))
     about = "look into checkpoints and other artifacts, and make new ones of them"
     add_checkpoint_verbs(verbs.add_parser("checkpoint", help=about, description=about))

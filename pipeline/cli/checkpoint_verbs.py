@@ -10,6 +10,7 @@ from pipeline.cli.verb import Verb
 from pipeline.config import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
+from pipeline.summary import counted
 
 
 def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
@@ -17,9 +18,7 @@ def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
     for verb in _VERBS:
         name = verb.command.removeprefix("checkpoint ")
-        verb.describe_in(
-            verbs.add_parser(name, help=verb.about, description=verb.about, allow_abbrev=False)
-        )
+        verb.describe_in(verbs.add_parser(name, help=verb.about, description=verb.about))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -82,8 +81,8 @@ def _import(options: argparse.Namespace) -> int:
         )
     languages = len(source.spec.languages)
     print(
-        f"{options.out}: {num_parameters(source.spec):,} parameters, {languages} languages, from "
-        f"{source.origin}"
+        f"{options.out}: {num_parameters(source.spec):,} parameters, "
+        f"{counted(languages, 'language')}, from {source.origin}"
     )
     return 0
 
@@ -146,7 +145,7 @@ def _fold(options: argparse.Namespace) -> int:
         )
     print(
         f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
-        + (f", {folded.matrices} matrices folded" if folded.matrices else "")
+        + (f", {counted(folded.matrices, 'matrix', 'matrices')} folded" if folded.matrices else "")
     )
     return 0
 
@@ -226,7 +225,9 @@ def _add_language_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the new artifact"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
@@ -292,3 +293,5 @@ _VERBS = (
         _fold,
     ),
 )
+
+CHECKPOINT_COMMANDS = tuple(verb.command.removeprefix("checkpoint ") for verb in _VERBS)

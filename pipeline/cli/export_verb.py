@@ -30,7 +30,9 @@ def _export(options: argparse.Namespace) -> int:
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--to", choices=FORMATS, required=True, help="what is to load it")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the export"
+    )
     parser.add_argument(
         "--target-group",
         metavar="GROUP",

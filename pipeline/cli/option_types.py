@@ -10,6 +10,7 @@ from pipeline.artifacts.places import refuse_path
 from pipeline.ds_config import AUTO, ds_config_names
 from pipeline.errors import ConfigError
 from pipeline.settings import shown
+from pipeline.stages import problem_of_name
 
 _DIGITS = 20
 """Longer numbers are out of every range."""
@@ -46,13 +47,15 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
     """``NAME=PATH`` for each of several folders.
 
     Raises:
-        ConfigError: one is not of that form, or a name is there twice.
+        ConfigError: one is not of that form, a name cannot be used, or is there twice.
     """
     paths: dict[str, Path] = {}
     for pair in pairs:
         name, separator, path = pair.partition("=")
-        if not separator or not name or not path or "/" in name:
+        if not separator or not name or not path:
             raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+        if problem := problem_of_name(name):
+            raise ConfigError(f"{option} {pair!r}: {problem}")
         if name in paths:
             raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
         paths[name] = Path(path)

@@ -7,8 +7,10 @@ from dataclasses import asdict
 from pipeline.cli.option_types import add_ds_config_option, whole_number
 from pipeline.cli.verb import Verb
 from pipeline.config import MAX_GROUPS, MAX_VOCABULARY, Recipe, load_recipe, recipe_names
+from pipeline.documents import toml_lines
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import ConfigError
+from pipeline.settings import shown
 from pipeline.terminal import text_table
 
 MAX_RANKS = 10**5
@@ -35,19 +37,18 @@ def _describe(options: argparse.Namespace) -> int:
         }
         print(json.dumps(described, indent=1, ensure_ascii=False))
     else:
-        _print_recipe(recipe)
-        print(f"\nParameters with a vocabulary of {vocabulary_size:,}:")
         rows = [[part, f"{count:,}"] for part, count in parameters.items()]
-        print(text_table(["part", "parameters"], rows))
+        table = text_table(["part", "parameters"], rows)
+        print(recipe_toml(recipe))
+        print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
+        print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
     return 0
 
 
-def _print_recipe(recipe: Recipe) -> None:
-    print(f"{recipe.name}: {recipe.description}")
-    for section, values in recipe.model_dump(mode="json").items():
-        if isinstance(values, dict):
-            print(f"\n[{section}]")
-            print("\n".join(f"{name} = {json.dumps(value)}" for name, value in values.items()))
+def recipe_toml(recipe: Recipe) -> str:
+    """Return a recipe with all its settings as TOML, which is a recipe without a parent."""
+    settings = recipe.model_dump(mode="json", exclude={"name"})
+    return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
 
 
 def _num_groups(recipe: Recipe, asked: int | None) -> int:

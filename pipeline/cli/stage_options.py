@@ -2,41 +2,58 @@
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from pipeline.cli.filter_options import add_detail_options, first_detail_option
 from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.cli.parser import CommandParser
 from pipeline.config import Route
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.stages import Stage
+from pipeline.summary import with_article
 
 DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
 """What ``mmnmt translate`` as a filter uses when no checkpoint is named."""
+_OTHER_FORMS = {"translate": "without --from and --to", "upcycle": "without ASSEMBLY.toml"}
+"""Stages that have another form, which needs fewer options, and how it is told apart."""
 
 
 def stage_parser(stage: Stage) -> argparse.ArgumentParser:
     """The options of one stage."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"mmnmt {stage.name}",
-        description=f"{stage.help[0].upper()}{stage.help[1:]}. Makes a {stage.makes} artifact.",
-        allow_abbrev=False,
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. "
+        f"Makes {with_article(stage.makes)} artifact.",
     )
+    unless = _OTHER_FORMS.get(stage.name)
+    note = f" (required {unless})" if unless else ""  # else the parser marks those it requires
     if stage.sections:
+        required = stage.needs_recipe
         parser.add_argument(
             "--recipe",
             metavar="NAME",
+            required=required and not unless,
             help=f"settings: a name of `mmnmt recipes`, or PATH.toml, with overlays NAME+OVERLAY "
-            f"(reads {', '.join(stage.sections)})",
+            f"(reads {', '.join(stage.sections)}){note * required}",
         )
     for name, wanted in stage.inputs.items():
-        about = wanted.help + ("" if wanted.required else " (optional)")
+        form: dict[str, Any] = {
+            "required": wanted.required and not unless,
+            "help": wanted.help + (note if wanted.required else " (optional)"),
+        }
         if wanted.many:
-            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", help=about)
+            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", **form)
         elif wanted.kind == "raw":
-            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", help=about)
+            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", **form)
         else:
-            parser.add_argument(f"--{name}", type=Path, metavar="DIR", help=about)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the new artifact")
+            parser.add_argument(f"--{name}", type=Path, metavar="DIR", **form)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        required=not unless,
+        help=f"folder of the new artifact{note}",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="build again, and replace what --out holds"
     )

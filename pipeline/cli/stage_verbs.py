@@ -45,6 +45,7 @@ from pipeline.jobs.launch import MAX_PROCESSES, launch
 from pipeline.jobs.plan import splits_to_compare
 from pipeline.jobs.training_at_stake import training_done, why_anew
 from pipeline.stages import STAGES, Stage, StageCall, stage_config
+from pipeline.summary import counted
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
@@ -126,7 +127,7 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
     if started is not None and started != asked:
         say_once(
             f"mmnmt {stage.name}: --processes {asked} is not used, since a launcher started "
-            f"{started} rank{'s' * (started != 1)}: leave it out, or change the launcher's number."
+            f"{counted(started, 'rank')}: leave it out, or change the launcher's number."
         )
 
 

@@ -8,6 +8,7 @@ from pipeline.artifacts.places import refuse_inputs
 from pipeline.cli.verb import Verb
 from pipeline.documents import unfinished_path
 from pipeline.errors import ArtifactError
+from pipeline.summary import counted
 
 
 def _survey(options: argparse.Namespace) -> int:
@@ -32,7 +33,7 @@ def _survey(options: argparse.Namespace) -> int:
         raise ArtifactError(
             f"{options.out} cannot be written ({error.strerror}): name another --out."
         ) from error
-    print(f"{options.out}: {len(survey.sizes):,} pairs of {survey.origin}")
+    print(f"{options.out}: {counted(len(survey.sizes), 'pair')} of {survey.origin}")
     return 0
 
 

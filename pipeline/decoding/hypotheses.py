@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipeline.config import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.summary import counted
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def length_limit(source: Source, config: DecodingConfig, *, positions: int) -> i
     if forced and needed > positions:
         what = "A forced prefix has" if not source.required else "What a translation must have is"
         raise ConfigError(
-            f"{what} {forced:,} tokens, and the model has positions for {positions - 1:,}: shorten "
-            "it."
+            f"{what} {counted(forced, 'token')}, and the model has positions for "
+            f"{positions - 1:,}: shorten it."
         )
     return max(max_target_length(len(source.tokens), config, positions=positions), needed)
 

@@ -31,7 +31,7 @@ from pipeline.decoding.search import search
 from pipeline.decoding.sentences import join_sentences, split_to_fit
 from pipeline.decoding.words import align, texts_of, word_spans
 from pipeline.errors import ConfigError
-from pipeline.languages import canonical, find_code, nearest_codes
+from pipeline.languages import canonical, code_of_name, find_code, nearest_codes
 from pipeline.model.front.ada_msha import AdaMsha
 from pipeline.model.language_modules.choice import (
     has_two_routes,
@@ -200,6 +200,11 @@ class Translator:
             ConfigError: there is none, or the route wants a module that it does not have.
         """
         if code not in self._language:
+            named = code_of_name(code)
+            if named is not None and (meant := find_code(named, self._language)):
+                raise ConfigError(
+                    f"{code!r} is the name of a language where its code is wanted: write {meant!r}."
+                )
             near = nearest_codes(code, self._language)
             raise ConfigError(
                 f"This model does not know the language {code!r}: it knows "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pipeline.evaluation.budgets import OPERATIONS_PER_PARAMETER, Spent, SystemTraining
 from pipeline.evaluation.history import History
 from pipeline.evaluation.tables import NO_VALUE, format_count, format_duration, format_large
+from pipeline.summary import counted
 
 SPENT_COLUMNS = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
 BUDGET_GROUPS = {
@@ -116,7 +117,7 @@ def budget_notes(history: History) -> list[str]:
 def _notes_of(training: SystemTraining) -> list[str]:
     found = []
     if training.before:
-        runs = [f"{run.folder} ({run.spent.updates:,} updates)" for run in training.before]
+        runs = [f"{run.folder} ({counted(run.spent.updates, 'update')})" for run in training.before]
         found.append(f"{training.system} rests on {_listed(runs)}.")
     if training.groups_from:
         found.append(

@@ -95,7 +95,7 @@ def _header(evaluation: Evaluation, title: str, imprint: Imprint) -> str:
     facts = [
         f"{format_count(len(evaluation.directions), 'direction')} ({', '.join(kinds)})",
         format_count(len(targets), "target language"),
-        f"{lines:,} test lines",
+        format_count(lines, "test line"),
     ]
     return (
         f'<header><p class="eyebrow">Evaluation report, {escape_html(imprint.text)}</p>'

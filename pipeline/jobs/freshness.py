@@ -26,6 +26,7 @@ from pipeline.artifacts.settings_diff import setting_changes, with_defaults
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages import Stage
+from pipeline.summary import with_article
 
 _SHOWN_CHANGES = 3
 
@@ -64,7 +65,7 @@ def changes_since(
 ) -> list[str]:
     """What differs between an artifact and what the stage would make now, all that decides."""
     if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
-        return [f"it holds a {manifest.kind} made by {manifest.stage}"]
+        return [f"it holds {with_article(manifest.kind)} artifact made by {manifest.stage}"]
     noted = with_defaults(manifest.config, sections=stage.sections)
     changes = setting_changes(stage.deciding(noted), stage.deciding(config))
     for name in sorted({*manifest.inputs, *digests}):

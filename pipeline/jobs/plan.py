@@ -20,10 +20,11 @@ from pipeline.config import Recipe, load_recipe
 from pipeline.documents import read_toml
 from pipeline.ds_config import AUTO
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.hints import hint
+from pipeline.hints import hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.settings import Settings, describe_validation, whole
-from pipeline.stages import STAGES, Input, Stage, stage_config
+from pipeline.stages import STAGES, Input, Stage, problem_of_name, stage_config
+from pipeline.summary import with_article
 
 
 class PlanStage(Settings):
@@ -87,10 +88,12 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
     else:
         path = Path(str(resources.files("pipeline") / "plans" / f"{name_or_path}.toml"))
         if name_or_path not in plan_names():
-            raise ConfigError(
-                f"There is no plan {name_or_path!r}: choose one of {', '.join(plan_names())}, "
-                "or give the path of a .toml file."
-            )
+            if Path(f"{name_or_path}.toml").is_file():
+                raise ConfigError(
+                    f"There is no plan {name_or_path!r}: did you mean '{name_or_path}.toml'?"
+                )
+            choices = hint(name_or_path, plan_names(), otherwise="or give the path of a .toml file")
+            raise ConfigError(f"There is no plan {name_or_path!r}{choices}")
     try:
         plan = Plan.model_validate({"name": path.stem, **read_toml(path)})
     except ValidationError as error:
@@ -160,14 +163,21 @@ def _check_input(
     if wanted.many != isinstance(source, dict):
         form = '{name = "stage", ...}' if wanted.many else "one stage name"
         raise ConfigError(f"{where}: this input takes {form}.")
+    for name in source if isinstance(source, dict) else ():
+        if problem := problem_of_name(name):
+            raise ConfigError(f"{where}: {problem}")
     for entry in source.values() if isinstance(source, dict) else (source,):
         if entry.startswith("$"):
             if entry[1:] not in plan.inputs:
-                raise ConfigError(f"{where}: {entry!r} is not declared: add it under [inputs].")
+                near = nearest_names(entry[1:], plan.inputs)
+                remedy = f"did you mean '${near[0]}'?" if near else "add it under [inputs]."
+                raise ConfigError(f"{where}: {entry!r} is not declared: {remedy}")
         elif wanted.kind == "raw":
             raise ConfigError(f'{where}: raw data comes from outside: name an input as "$name".')
         elif entry not in plan.stages:
-            raise ConfigError(f"{where}: the plan has no stage {entry!r}: name one of its stages.")
+            raise ConfigError(
+                f"{where}: the plan has no stage {entry!r}{hint(entry, [*plan.stages])}"
+            )
         else:
             _check_kind(plan.stages[entry].run, entry, wanted=wanted, where=where, table=table)
 
@@ -177,8 +187,8 @@ def _check_kind(
 ) -> None:
     if verb in table and table[verb].makes != wanted.kind:
         raise ConfigError(
-            f"{where}: {entry!r} makes a {table[verb].makes} where a {wanted.kind} is wanted: "
-            "name another stage."
+            f"{where}: {entry!r} makes {with_article(table[verb].makes)} artifact where "
+            f"{with_article(wanted.kind)} artifact is wanted: name another stage."
         )
 
 

@@ -9,6 +9,7 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
+from pipeline.summary import counted
 from pipeline.tasks.data import LabelledData
 from pipeline.tasks.files import Found, Split, with_split
 from pipeline.tasks.pieces import Pieces
@@ -56,7 +57,7 @@ class Labelling:
         """Examples and languages."""
         counts = self.data.train.num_examples
         what = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
-        return f"{sum(counts.values()):,} {what} of {len(counts)} languages"
+        return f"{sum(counts.values()):,} {what} of {counted(len(counts), 'language')}"
 
 
 def trained_languages(files: Found, wanted: tuple[str, ...]) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages import StageCall
+from pipeline.summary import counted
 from pipeline.terminal import JsonLines
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine, StepResult
@@ -587,14 +588,15 @@ class TrainingRun:
     def _summary(self, weights: Artifact) -> list[str]:
         progress = self.position
         lines = [
-            f"{progress.update:,} updates on {self.task.trained_on()}, "
+            f"{counted(progress.update, 'update')} on {self.task.trained_on()}, "
             f"{progress.seconds:,.0f} s of training",
             self._which_weights(weights),
         ]
         if self._is_out_of_patience() and progress.update < self.recipe.training.updates:
             lines.append(
-                f"ended {self.recipe.training.updates - progress.update:,} updates early: "
-                f"{progress.validations_since_best:,} validations in a row found none lower"
+                f"ended {counted(self.recipe.training.updates - progress.update, 'update')} early: "
+                f"{counted(progress.validations_since_best, 'validation')} in a row found none "
+                "lower"
             )
         if self.replanned:
             changes = (
@@ -604,14 +606,14 @@ class TrainingRun:
             lines.append(f"the number of updates was changed on the way: {'; '.join(changes)}")
         if progress.overflows:
             lines.append(
-                f"fp16 overflowed {progress.overflows:,} times; each of these updates was made "
-                "again at a smaller loss scale"
+                f"fp16 overflowed {counted(progress.overflows, 'time')}; each of these updates was "
+                "made again at a smaller loss scale"
             )
         lines += self.task.notes
         if self.quarantine.entries:
             lines.append(
-                f"{len(self.quarantine.entries):,} micro-batches were left out, whose gradients "
-                f"were not finite: see {self.quarantine.path.name}"
+                f"{counted(len(self.quarantine.entries), 'micro-batch', 'micro-batches')} left "
+                f"out, since gradients were not finite: see {self.quarantine.path.name}"
             )
         return lines
 

@@ -17,6 +17,7 @@ from pipeline.batching.labelled import AnyBatch
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.model.spec import ModelSpec
 from pipeline.stages import StageCall
+from pipeline.summary import counted
 from pipeline.training.validation import Validation, summarize_validation
 
 
@@ -125,4 +126,7 @@ class Translation:
     def trained_on(self) -> str:
         """Lines and pairs."""
         lines = self.data.train_lines
-        return f"{sum(lines.values()):,} sentence pairs of {len(lines)} language pairs"
+        return (
+            f"{counted(sum(lines.values()), 'sentence pair')} of "
+            f"{counted(len(lines), 'language pair')}"
+        )

@@ -209,7 +209,7 @@ def test_a_mean_that_takes_the_place_of_a_trained_model_keeps_it(
 
 def test_more_states_than_a_run_keeps_are_refused_with_how_many_there_are(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "moe.run", {1: tiny_model(SPEC)})
-    with pytest.raises(ArtifactError, match=r"moe.run holds 1 training states where 2 are wanted"):
+    with pytest.raises(ArtifactError, match=r"moe.run holds 1 training state, and 2 are wanted"):
         average_states(run_dir, last=2, out_dir=tmp_path / "mean")
     with pytest.raises(ArtifactError, match=r"moe holds 0 training states.*name the run folder"):
         average_states(tmp_path / "moe", last=1, out_dir=tmp_path / "mean")

@@ -1,6 +1,7 @@
 """Checkpoints of models with language modules: folded, pruned, grown from a plain one."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeline.checkpoints.assembly.plan import PARTS, Part
 from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.checkpoint import load_model
-from pipeline.checkpoints.exporting import Export, export_checkpoint
+from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.folding import fold_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.language_pruning import prune_languages
@@ -308,6 +309,25 @@ def test_a_folded_model_is_exported_like_any_other(tmp_path: Path) -> None:
     assert sorted(rows) == list(range(folded.spec.vocabulary_size))
     scale = ours.abs().max()
     torch.testing.assert_close(theirs[:, places] / scale, ours[:, rows] / scale, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_language_modules_are_not_exported_and_the_way_to_a_plain_model_is_named(
+    kind: str, to: Format, tmp_path: Path
+) -> None:
+    whole = make_checkpoint(tmp_path / "whole", trained_model(kind))
+    with pytest.raises(CheckpointError, match=r"\(model.language_modules\)") as caught:
+        export_checkpoint(whole, out_dir=tmp_path / "out", export=Export(to=to))
+    assert not (tmp_path / "out").exists()
+    command = re.search("`mmnmt (checkpoint fold .*) --out DIR`", str(caught.value))
+    if kind == "clsr":  # has no shared route, so that nothing can be folded
+        assert command is None
+        assert "model.language_modules.shared" in str(caught.value)
+    else:
+        assert command is not None
+        assert cli.main([*command[1].split(), "--out", str(tmp_path / "folded")]) == 0
+        assert loaded(tmp_path / "folded").spec.model.language_modules is None
 
 
 def test_a_damaged_module_is_named(tmp_path: Path) -> None:

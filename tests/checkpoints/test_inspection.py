@@ -115,7 +115,7 @@ def test_any_kind_of_artifact_can_be_inspected_and_verified(tmp_path: Path) -> N
     found = inspect(tmp_path / "corpus")
     assert (found["kind"], list(found["files"])) == ("corpus", ["text.json"])
     assert inspection_text(found).startswith(f"{tmp_path / 'corpus'}: corpus made by clean, ")
-    assert "all 1 files (8 bytes) of this corpus" in verify(tmp_path / "corpus")
+    assert "all of 1 file (8 bytes) of this corpus" in verify(tmp_path / "corpus")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_verifying_names_the_file_and_the_chunk_that_differ(
     monkeypatch.setattr(digests, "CHUNK_BYTES", 4096)
     made = make_checkpoint(tmp_path / "model", tiny_model(SPEC))
     files = inspect(made)["files"]
-    assert f"all {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)
+    assert f"all of {len(files)} files ({sum(files.values()):,} bytes)" in verify(made)
     flip(made / "weights/part-00000-000.safetensors", 2 * 4096 + 17)
     with pytest.raises(ArtifactError, match=r"part-00000-000.safetensors is damaged in chunk 2 "):
         verify(made)

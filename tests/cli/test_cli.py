@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.run_removal import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
-from pipeline.config import DecodingConfig, ModelConfig, Recipe
+from pipeline.config import DecodingConfig, ModelConfig, Recipe, load_recipe
 from pipeline.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 from pipeline.stages import STAGES, Input, Stage, StageCall
@@ -196,6 +197,66 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
     assert ended.value.code == EXIT_USER_ERROR
     assert named in capsys.readouterr().err.split("error:")[1]
     assert bench.calls == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trane"], "mmnmt: error: there is no command 'trane': did you mean 'train'?"),
+        (["descrbe"], "mmnmt: error: there is no command 'descrbe': did you mean 'describe'?"),
+        (["checkpoint", "flod"], "mmnmt: error: there is no command 'flod': did you mean 'fold'?"),
+        (
+            ["train", "--recipie=x"],
+            "mmnmt train: error: there is no option '--recipie': did you mean '--recipe'?",
+        ),
+        (
+            ["describe", "--recipie", "x"],
+            "mmnmt describe: error: there is no option '--recipie': did you mean '--recipe'?",
+        ),
+        (
+            ["run", "demo", "--dry"],
+            "mmnmt run: error: there is no option '--dry': did you mean '--dry-run'?",
+        ),
+        (
+            ["checkpoint", "fold", "x", "--ouput", "y"],
+            "mmnmt checkpoint fold: error: there is no option '--ouput': did you mean '--out'?",
+        ),
+    ],
+)
+def test_a_slip_in_a_command_or_an_option_is_answered_with_the_nearest(
+    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == EXIT_USER_ERROR
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert bench.calls == []
+
+
+def test_a_value_that_looks_like_an_option_is_taken_as_a_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["describe", "--recipe=--smoke"]) == EXIT_USER_ERROR
+    assert "There is no recipe '--smoke'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [*STAGES, *OTHER_VERBS[:-2], "checkpoint fold", "export"])
+def test_help_marks_every_option_that_is_required_and_no_other(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its required options a command ends with their names."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    entries = re.findall(r"^  (--[\w-]+)(.*?)(?=^  \S|^\S|^$|\Z)", text, re.MULTILINE | re.DOTALL)
+    marked = {name for name, about in entries if "(required" in " ".join(about.split())}
+    try:
+        cli.main(command.split())
+        said = ""
+    except SystemExit:
+        said = capsys.readouterr().err.partition("error:")[2].partition(";")[0]
+    assert marked == set(re.findall(r"--[\w-]+", said))
 
 
 # ---------------------------------------------------------------- one stage
@@ -373,7 +434,14 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
         (["--corpus", "nowhere"], "nowhere does not exist: run the stage that makes the corpus"),
         (["--others", "corpus"], "--others 'corpus' is not of the form NAME=PATH"),
         (["--others", "a=x", "a=y"], "--others names 'a' twice"),
-        (["--ds-config", "cpu"], "There is no ds_config 'cpu': choose one of cpu_bf16, cpu_fp32"),
+        (
+            ["--others", "MoE/LGR=x"],
+            "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become folders: "
+            "write 'MoE-LGR'.",
+        ),
+        (["--recipe", "demo_dens"], "There is no recipe 'demo_dens': did you mean 'demo_dense'?"),
+        (["--ds-config", "cpu"], "There is no ds_config 'cpu': choose from cpu_bf16, cpu_fp32"),
+        (["--ds-config", "cpu_bf61"], "There is no ds_config 'cpu_bf61': did you mean 'cpu_bf16'?"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_that_says_what_and_where(
@@ -796,8 +864,12 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     assert described["recipe"]["training"]["updates"] == 10
     assert cli.main(arguments) == 0
     said = capsys.readouterr().out
-    assert "updates = 10" in said
     assert f"{64_000 * 1024:,}" in said
+    pasted = bench.folder / "pasted.toml"
+    pasted.write_text(said)
+    assert load_recipe(str(pasted)) == load_recipe(str(bench.recipe_path)).model_copy(
+        update={"name": str(pasted)}
+    )
     bench.recipe_path.write_text('[model.moe]\ndecoder_router = "language_group"\n')
     assert cli.main(arguments) == EXIT_USER_ERROR
     assert "pass --groups N" in capsys.readouterr().err
@@ -1070,7 +1142,7 @@ def test_an_artifact_is_inspected_and_verified(
     assert cli.main(["checkpoint", "inspect", artifact, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == {"text.json": len('"read"\n')}
     assert cli.main(["checkpoint", "verify", artifact]) == 0
-    assert capsys.readouterr().out.startswith(f"{artifact}: all 1 files")
+    assert capsys.readouterr().out.startswith(f"{artifact}: all of 1 file (")
     (bench.folder / "corpus" / "text.json").write_text('"Read"\n')
     assert cli.main(["checkpoint", "verify", artifact]) == EXIT_USER_ERROR
     said = capsys.readouterr()

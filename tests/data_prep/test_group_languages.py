@@ -296,7 +296,7 @@ def test_the_recipe_says_what_family_a_language_has(tmp_path: Path) -> None:
 
 
 def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'cherokee' is no language code"):
+    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*: write 'chr'"):
         group(tmp_path, GroupsConfig(method="typology"), families={"cherokee": "Iroquoian"})
 
 

@@ -64,5 +64,5 @@ def test_a_fault_that_a_worker_finds_is_the_same_sentence(tmp_path: Path) -> Non
             imported(tmp_path / "raw", tmp_path / "out", processes=processes)
         said.append(str(refused.value))
     assert said[0] == said[1]
-    assert "test.en has 1 lines and" in said[0]
+    assert "test.en has 1 line and" in said[0]
     assert not (tmp_path / "out").exists()

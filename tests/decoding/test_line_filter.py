@@ -365,6 +365,17 @@ def test_an_unknown_language_is_refused_before_anything_is_read(
     assert found == (EXIT_USER_ERROR, [])
     (said,) = apart_from_invalid(capsys.readouterr().err).splitlines()
     assert f"This model does not know the language {target!r}: it knows de, en, fr, ru" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [("en", "German", "'German' .*'de'"), ("Russian", "en", "'Russian' .*'ru'")],
+)
+def test_the_name_of_a_language_is_refused_with_the_models_code(
+    checkpoint: Artifact, source: str, target: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        find_direction(Translator(checkpoint, DECODING), source=source, target=target)
     assert ("nearest is 'de'" in said) == (target == "dx")
 
 

@@ -646,7 +646,7 @@ def test_training_ends_when_its_patience_is_at_an_end(impatient: Path) -> None:
     assert model.statistics["updates"] == 5
     assert (model.statistics["update"], model.statistics["perplexity"]) == (3, 3.0)
     assert model.manifest.summary[2] == (
-        "ended 1 updates early: 2 validations in a row found none lower"
+        "ended 1 update early: 2 validations in a row found none lower"
     )
     assert names_in(impatient.parent / "model.run" / "states") == ["update-0000004"]
 

@@ -41,6 +41,7 @@ from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.pretrain import model_spec
 from pipeline.seeds import derive_seed
+from pipeline.summary import counted
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import Engine, Verdict
 from pipeline.training.loop import training_data
@@ -315,7 +316,7 @@ def test_the_model_names_what_it_was_not_trained_on(straight: Path, sentence: Se
     model = open_artifact(straight, kind="checkpoint")
     assert "quarantine.jsonl" in model.names()
     count = len(recorded(straight))
-    wanted = f"{count} micro-batches were left out, whose gradients were not finite"
+    wanted = f"{counted(count, 'micro-batch', 'micro-batches')} left out, since gradients were not"
     assert [line for line in model.manifest.summary if line.startswith(wanted)]
     first = json.loads((straight / "quarantine.jsonl").read_text().splitlines()[0])
     assert sentence[1] + 1 in [line for lines in first["lines"].values() for line in lines]

@@ -1,5 +1,6 @@
 """The README's commands and links are ones that there are; `test_page_commands` runs them."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -60,6 +61,7 @@ def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
     assert starts == {
         "make demo",
         "make test",
+        "source .venv/bin/activate",
         "mmnmt run",
         "mmnmt status",
         "mmnmt checkpoint",
@@ -81,8 +83,87 @@ def test_make_targets_exist(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+OPENED_ONCE = "[quick start](../README.md#quick-start)"
+
+
+def test_the_command_is_put_on_the_path_once_and_before_it_is_first_used() -> None:
+    assert README.count("source .venv/bin/activate") == 1
+    in_order = [command for _, command in blocks()]
+    first = next(n for n, command in enumerate(in_order) if "mmnmt" in command.split())
+    assert in_order.index("source .venv/bin/activate") < first
+    assert "VENV := .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\n## Quick start\n" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_page_names_the_command_alone_and_links_to_how_it_is_found(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert ".venv" not in text
+    assert OPENED_ONCE in text.split("\n\n")[1]
+
+
+SOURCES = re.compile(r"runs/demo/(dense|moe_lgr|assembled|translate_dense|translate_moe_lgr)(?!\w)")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_pages_translate_export_and_start_from_the_demos_models_of_the_whole_budget(
+    page: Path,
+) -> None:
+    """The sources that the demo trains for 150 updates do not translate."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if " diff " not in line]
+    assert not [line for line in commands if SOURCES.search(line)]
+
+
+def promises() -> list[tuple[str, list[str]]]:
+    """What the README promises, each with the tests that it names."""
+    section = README.partition("\n### What holds\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", section, re.MULTILINE)[1:]
+    return [(promise, re.findall("`([^`]+)`", tests)) for promise, tests in rows]
+
+
+def functions_of(name: str) -> set[str]:
+    """Names of the test functions of a module, or of all modules of a folder, of ``tests/``."""
+    place = ROOT / "tests" / name
+    files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    return {
+        node.name
+        for file in files
+        if file.is_file()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    found = promises()
+    assert len(found) > 30
+    assert [promise for promise, names in found if not names] == []
+    missing = []
+    for _, names in found:
+        for name in names:
+            module, _, function = name.partition("::")
+            known = functions_of(module)
+            if not known or (function and function not in known):
+                missing.append(name)
+    assert missing == []
+
+
+def test_a_promise_of_every_row_or_of_a_papers_size_names_the_very_test() -> None:
+    """A module has many tests; such a promise is read as a claim about all of a paper."""
+    of_papers = [
+        (promise, names)
+        for promise, names in promises()
+        if re.search(r"(?i)\bevery row\b|\bpapers?'s? (sizes|equations)|Tables? \d", promise)
+    ]
+    assert of_papers
+    assert [promise for promise, names in of_papers if not any("::" in n for n in names)] == []
+
+
 def test_files_the_readme_links_to_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
     assert len(links) > 10
     missing = [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
     assert not missing

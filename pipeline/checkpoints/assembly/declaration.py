@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pipeline.config import MAX_GROUPS, MAX_VOCABULARY, MoEConfig, UpcyclingConfig
 from pipeline.documents import read_toml
 from pipeline.errors import ConfigError
+from pipeline.hints import hint
 from pipeline.settings import Settings, describe_validation, whole
 
 FRESH = "fresh"
@@ -129,8 +130,6 @@ def _path(name: str) -> Path:
     if name.endswith(".toml"):
         return Path(name)
     if name not in assembly_names():
-        raise ConfigError(
-            f"There is no assembly {name!r}: name one of {', '.join(assembly_names())}, or give "
-            "the path of a .toml file."
-        )
+        names = hint(name, assembly_names(), otherwise="or give the path of a .toml file")
+        raise ConfigError(f"There is no assembly {name!r}{names}")
     return Path(str(resources.files("pipeline") / "assemblies" / f"{name}.toml"))

@@ -22,6 +22,7 @@ from pipeline.checkpoints.assembly.writing import remove_finished, write_assembl
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
 from pipeline.checkpoints.sources import ModelSource, Tensors
 from pipeline.checkpoints.tensor_file import TensorFolder
+from pipeline.summary import counted
 
 Sources: TypeAlias = Mapping[Part, ModelSource | None]
 """Where each part comes from; None: it starts fresh."""
@@ -124,7 +125,7 @@ def _summary(
 ) -> list[str]:
     rules = Counter(entry.rule for entry in receipt)
     counts = ", ".join(f"{count:,} {rule}" for rule, count in sorted(rules.items()))
-    lines = [f"{len(receipt):,} tensors: {counts}; each one's source in {RECEIPT_FILE}"]
+    lines = [f"{counted(len(receipt), 'tensor')}: {counts}; each one's source in {RECEIPT_FILE}"]
     lines += unused_lines(unused)
     if parts.blueprint.rows is not None:
         lines += parts.blueprint.rows.lines()

@@ -16,6 +16,7 @@ from pipeline.checkpoints.sources import Tensors
 from pipeline.config import UpcyclingConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
+from pipeline.summary import counted
 
 Part = Literal["embeddings", "encoder", "decoder"]
 PARTS: tuple[Part, ...] = ("embeddings", "encoder", "decoder")
@@ -270,7 +271,7 @@ def _refuse_unused(
         ]
         if unused:
             raise CheckpointError(
-                f"{len(unused)} tensors of the {part} of {tensors.origin} would be lost "
+                f"{counted(len(unused), 'tensor')} of the {part} of {tensors.origin} would be lost "
                 f"({unused[0]}, …): the [model] that is asked for must have a place for each."
             )
 

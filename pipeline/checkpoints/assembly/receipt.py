@@ -9,6 +9,7 @@ from pipeline.checkpoints.assembly.diversity import expert_parts, is_diverse
 from pipeline.checkpoints.assembly.plan import PARTS, Assignment, Part, part_of
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.names import dense_name, is_router
+from pipeline.summary import counted
 from pipeline.terminal import text_table
 
 RECEIPT_FILE = "receipt.json"
@@ -102,7 +103,9 @@ def unused_lines(unused: Mapping[str, Sequence[str]]) -> list[str]:
         counts = Counter(part_of(name) for name in names)
         if counts:
             listed = ", ".join(f"{count:,} of the {part}" for part, count in counts.items())
-            lines.append(f"not used of {source}: {sum(counts.values()):,} tensors ({listed})")
+            lines.append(
+                f"not used of {source}: {counted(sum(counts.values()), 'tensor')} ({listed})"
+            )
     return lines
 
 
