@@ -91,7 +91,7 @@ def test_every_system_of_lobef_has_the_settings_of_its_paper_and_scripts() -> No
                 assert (decoding.beam_size, decoding.length_penalty) == (5, 1.0), title
                 assert decoding.targets == ("en",)
                 assert recipe.clean.max_bytes == 800
-                assert recipe.shards.max_tokens > 800  # nothing is dropped by tokens
+                assert recipe.max_tokens > 800  # nothing is dropped by tokens
                 assert recipe.mixture.sampling_temperature == 1.5
                 assert (optimizer.schedule, optimizer.learning_rate) == ("inverse_sqrt", 5e-4)
                 assert (optimizer.warmup_updates, optimizer.betas) == (4000, (0.9, 0.98))

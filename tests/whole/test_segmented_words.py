@@ -206,6 +206,7 @@ def test_a_worker_finds_the_words_by_the_names_that_it_is_sent(made: Made, tmp_p
             tokenizer=tokenizer,
             work_dir=tmp_path,
             config=recipe.shards,
+            max_tokens=recipe.max_tokens,
             segmenters=recipe.tokenizer.segmenters,
         )
         if job.pair == "de-th"
