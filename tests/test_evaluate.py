@@ -425,6 +425,29 @@ def test_word_accuracy_stands_in_both_reports_by_every_trait_that_is_known(
     assert "<h2>Word accuracy</h2>" in made.file("report.html").read_text(encoding="utf-8")
 
 
+def test_source_words_are_grouped_where_the_recipe_asks_for_them(
+    tmp_path: Path, corpus: Artifact
+) -> None:
+    """Translations equal to the references have all their aligned source words right."""
+    made = evaluated(
+        stage_call(
+            tmp_path / "out",
+            corpus,
+            {"perfect": translations(tmp_path / "a", corpus, perfect)},
+            settings=EvaluationConfig(word_accuracy=True, word_side="source", scores=("bleu",)),
+            training=artifact(tmp_path / "trained", "corpus", "clean", write_training_lines),
+        )
+    )
+    words = made.read_json("scores.json")["words"]
+    assert words["side"] == "source"
+    assert words["directions"]["de-en"].keys() == {"seen", "frequency", "length"}
+    counts = [one["perfect"] for one in words["directions"]["de-en"]["length"].values()]
+    assert sum(one["reference"] for one in counts) > 0
+    assert all(one["shared"] == one["reference"] == one["hypothesis"] for one in counts)
+    report = made.file("report.md").read_text(encoding="utf-8")
+    assert "of words of the source language" in report
+
+
 @pytest.mark.parametrize(
     ("settings", "given", "finding"),
     [

@@ -144,7 +144,7 @@ def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None
         "retrieve": "--corpus --out --overwrite",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
         "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --without",
-        "analyze_lengths": "--corpus --out --overwrite",
+        "analyze_lengths": "--corpus --out --overwrite --tokenizer",
         "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --systems "
         "--tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
