@@ -11,6 +11,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from support.page_commands import PAGES
 
 from pipeline.stages import STAGES
 
@@ -274,6 +275,48 @@ def test_docstrings_cite_only_pages_that_are_here() -> None:
         for page in pages.findall(path.read_text(encoding="utf-8"))
     }
     assert not {page for page in cited if not (ROOT / page).is_file()}
+
+
+NAMED_PATH = re.compile(
+    r"(?<![\w./-])(?P<path>(?:pipeline|data_prep|ds_configs|slurm|tests|docs)/[\w./*-]*)"
+    r"(?:::(?P<test>\w+))?"
+)
+"""A path of this repository in a page; of a test file also ``tests/….py::test_name``. Tables of
+tests may leave out ``tests/`` and ``.py``."""
+RELATIVE_LINK = re.compile(r"\]\((?!\w+:)(?P<path>[^)#\s]+)")
+
+
+def missing_paths(text: str, *, folder: Path) -> list[str]:
+    """What a page in ``folder`` names and links to that is not there."""
+    missing = []
+    for match in NAMED_PATH.finditer(text):
+        path, test = match["path"].rstrip("."), match["test"]
+        found = [*ROOT.glob(path), *ROOT.glob(f"tests/{path}.py")]
+        defined = test is None or any(
+            f"def {test}(" in file.read_text(encoding="utf-8") for file in found
+        )
+        if not (found and defined):
+            missing.append(match[0])
+    links = (match["path"] for match in RELATIVE_LINK.finditer(text))
+    return missing + [link for link in links if not (folder / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_path_test_and_link_of_a_page_exists(page: Path) -> None:
+    assert not missing_paths(page.read_text(encoding="utf-8"), folder=page.parent)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "See `pipeline/no_such.py`.",
+        "Every `pipeline/recipes/no_such_*.toml`",
+        "`tests/whole/test_architecture.py::test_no_such_name`",
+        "a [page](no_such.md#part)",
+    ],
+)
+def test_a_path_that_is_gone_is_found(text: str) -> None:
+    assert len(missing_paths(text, folder=ROOT / "docs")) == 1
 
 
 @pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])
