@@ -1,7 +1,7 @@
-"""finetune: train an assembled (or any) checkpoint on, with a fresh optimizer (paper §4.3).
+"""Stage ``finetune``: train a checkpoint further, with a new optimizer (paper §4.3).
 
-Reads shards, mixture and the checkpoint to start from; makes a checkpoint. The model's shape is
-the checkpoint's; the recipe decides how it is trained.
+It reads shards, a mixture and the checkpoint to start from, assembled or not, and makes a
+checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.
 """
 
 if __name__ == "__main__":
@@ -23,11 +23,11 @@ from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.loop import train, training_data
+from pipeline.training.translation import train, training_data
 
 
 def run(call: StageCall) -> None:
-    """Load the checkpoint's model and train it on."""
+    """Load the checkpoint's model and train it further."""
     training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
     with distributed_world() as world:
         connect(world)
@@ -44,7 +44,11 @@ def run(call: StageCall) -> None:
 
 
 def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
-    """Raises ConfigError where recipe or shards are of another model than the checkpoint."""
+    """Check that recipe and shards belong to the checkpoint's model.
+
+    Raises:
+        ConfigError: they do not.
+    """
     checkpoint, shards = call.artifacts["checkpoint"], call.artifacts["shards"]
     tokenizer = read_tokenizer(checkpoint)
     refuse_other_tokenizer(checkpoint, tokenizer)
@@ -54,7 +58,7 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
             "shards with the checkpoint's tokenizer."
         )
     spec, recipe = read_spec(checkpoint), call.recipe
-    over = {"initialization"}  # what it started from is no part of a trained model
+    over = {"initialization"}  # how a model was initialized is not part of a trained one
     change = describe_change(
         spec.model.model_dump(exclude=over), recipe.model.model_dump(exclude=over)
     )

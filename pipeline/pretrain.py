@@ -1,7 +1,8 @@
-"""pretrain: a dense, MoE or MoE-LGR model from scratch (paper §4.1).
+"""Stage ``pretrain``: train a dense, MoE or MoE-LGR model from scratch (paper §4.1).
 
-Reads shards, mixture and, for a language-group router, groups; makes a checkpoint. Started once
-per rank, by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
+It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Each
+rank runs it once, started by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
+The loop is in :mod:`pipeline.training.loop`.
 """
 
 if __name__ == "__main__":
@@ -19,11 +20,11 @@ from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks
 from pipeline.model.transformer import build_model
 from pipeline.stages import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.loop import train, training_data
+from pipeline.training.translation import train, training_data
 
 
 def run(call: StageCall) -> None:
-    """Build the recipe's model, initialise it, train it."""
+    """Build the recipe's model, initialize it and train it."""
     training = call.recipe.training
     with distributed_world() as world:
         connect(world)
@@ -39,7 +40,7 @@ def run(call: StageCall) -> None:
 
 
 def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
-    """The model's full shape, stated here once and carried by its checkpoints from now on."""
+    """Return the model's full shape, which all later checkpoints of the model carry."""
     groups = call.artifacts.get("groups")
     recipe = call.recipe
     return make_spec(

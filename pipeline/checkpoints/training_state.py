@@ -138,7 +138,7 @@ class Position:
     """In a row, none of which found a lower perplexity."""
     seconds: Seconds = 0.0
     interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=5)] = (0.0,) * 5
-    """Sums over all ranks since the last line of metrics: see ``training/loop.py``. Earlier
+    """Sums over all ranks since the last line of metrics (``training/metrics.py``). Earlier
     versions have four, without source tokens."""
     overflows: Whole = 0
     """Tries of updates that fp16's loss scale was too large for: made again at a smaller one."""

@@ -1,1 +1,5 @@
-"""The loop, the engine behind it, and what a run keeps."""
+"""Training: the loop, the engine behind it, and what a run writes.
+
+Read ``loop.py`` first; it names its collaborators. ``engine.py`` is the only module that imports
+DeepSpeed. ``translation.py`` connects the loop with shards and translation models.
+"""

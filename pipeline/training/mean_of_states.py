@@ -1,19 +1,70 @@
-"""Which of a run's training states its result is the mean of (``training.average_last``).
+"""The mean of a run's last training states as its result (``training.average_last``).
 
-They are those after every ``checkpoint_every`` updates, and that of the run's end. States that a
-stop request left in between are none of them, so that the mean is a function of the settings,
-however often a run was stopped.
+The mean is of the states after every ``checkpoint_every`` updates and of the state at the run's
+end. A stop request saves a state in between; it never counts. The mean is therefore a function of
+the settings, however often a run was stopped.
 """
 
 from collections.abc import Collection
 
+from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.config import TrainingConfig
+from pipeline.errors import CheckpointError
+from pipeline.training.engine import Engine
+from pipeline.training.run_directory import RunDirectory
+
+
+class MeanOfLastStates:
+    """Loads the mean of the last training states into the model.
+
+    Each rank reads its shares of every tensor, as it does when it resumes from one state.
+
+    Invariant: the mean is of exactly the states that :func:`averaged_updates` lists. If one of
+    them is gone, the run fails instead of averaging the rest.
+    """
+
+    def __init__(
+        self, training: TrainingConfig, engine: Engine, run_directory: RunDirectory
+    ) -> None:
+        self._training, self._engine, self._run_directory = training, engine, run_directory
+
+    def load(self, *, end: int) -> list[int]:
+        """Put the mean of a run that ended after update ``end`` into the model.
+
+        All ranks call this. Returns the updates after which the averaged states were saved.
+        """
+        self._run_directory.wait()
+        self.refuse_missing(end=end, update=end)
+        averaged = averaged_updates(self._training, end=end)
+        states = [
+            open_artifact(self._run_directory.state_dir(update), kind="training_state")
+            for update in averaged
+        ]
+        for state in states:
+            check_together(state, state.names())
+        self._engine.load_weights(MeanOfStates(states))
+        return averaged
+
+    def refuse_missing(self, *, end: int, update: int) -> None:
+        """Check the states of a run that ends after ``end`` and stands at ``update``.
+
+        Raises:
+            CheckpointError: on all ranks, if a state that the mean needs is gone.
+        """
+        if not self._training.average_last:
+            return
+        there = self._run_directory.states_after()
+        problem = describe_missing(self._training, end=end, update=update, there=there)
+        if problem is not None:
+            raise CheckpointError(f"{self._run_directory.directory}: {problem}.")
 
 
 def averaged_updates(training: TrainingConfig, *, end: int) -> list[int]:
-    """After which updates the states are, oldest first, of a run that ends after ``end``.
+    """Return the updates whose states are averaged in a run that ends after ``end``, oldest first.
 
-    As many as ``average_last``, or all where the run is too short for so many.
+    There are ``average_last`` of them, or fewer if the run is too short.
     """
     regular = range(training.checkpoint_every, end, training.checkpoint_every)
     before_the_end = training.average_last - 1
@@ -21,8 +72,13 @@ def averaged_updates(training: TrainingConfig, *, end: int) -> list[int]:
 
 
 def updates_kept(training: TrainingConfig, *, update: int, is_end: bool) -> list[int]:
-    """Those that the mean may need, oldest first: wherever from ``update`` on the run ends, or
-    where it ends with it."""
+    """Return the updates whose states the mean may need, oldest first.
+
+    Args:
+        training: the recipe's section.
+        update: the last update so far.
+        is_end: whether the run ends with it; otherwise it may end at any later one.
+    """
     if is_end and training.average_last:
         return averaged_updates(training, end=update)
     every = training.checkpoint_every
@@ -33,9 +89,9 @@ def updates_kept(training: TrainingConfig, *, update: int, is_end: bool) -> list
 def describe_missing(
     training: TrainingConfig, *, end: int, update: int, there: Collection[int]
 ) -> str | None:
-    """What of the states that the mean needs is not there after ``update``, and what to do.
+    """Describe the states that the mean needs and that are gone, and what to do.
 
-    None where nothing is missing, but states that are still to come.
+    Returns None if all states up to ``update`` are there.
     """
     needed = averaged_updates(training, end=end)
     missing = [one for one in needed if one <= update and one not in there]

@@ -1,24 +1,20 @@
-"""What the training loop knows of that which it trains, and translation as one such task.
+"""The interface between the training loop and what it trains.
 
-Updates, states, resuming, curves and the choice of the kept weights are the same for all tasks.
+Updates, states, resuming, metrics and the choice of the kept weights are the same for all tasks.
+Translation implements it in :mod:`pipeline.training.translation`, labelling in
+:mod:`pipeline.tasks.training`.
 """
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
-from pipeline.artifacts.tokenizer import tokenizer_folder
-from pipeline.batching.feed import TrainingData, Update
+from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.labelled import AnyBatch
-from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.model.spec import ModelSpec
-from pipeline.stages import StageCall
-from pipeline.summary import counted
-from pipeline.training.validation import Validation, summarize_validation
 
 
 class Reader(Protocol):
@@ -26,21 +22,21 @@ class Reader(Protocol):
 
     @property
     def offsets(self) -> Mapping[str, object]:
-        """By the name of a pair, in the order of their numbers."""
+        """The pairs by name, in the order of their numbers."""
 
     def batch(self, plan: MicroBatch) -> AnyBatch:
         """Read and assemble the sentences of a plan."""
 
 
 class Windows(Protocol):
-    """Who plans the updates."""
+    """The plan of the updates, in windows of several."""
 
     def largest(self, window: int) -> MicroBatch:
-        """The micro-batch of most tokens of a window."""
+        """Return the micro-batch of a window that has the most tokens."""
 
 
 class Data(Protocol):
-    """What a run reads: updates as a function of (seed, update), and sentences to validate on."""
+    """The data of a run: updates as a function of (seed, update), and validation sentences."""
 
     @property
     def train(self) -> Reader: ...
@@ -50,83 +46,52 @@ class Data(Protocol):
     def planner(self) -> Windows: ...
 
     def check(self, *, max_positions: int) -> None:
-        """Raises ConfigError where a model of so many positions cannot be trained on it."""
+        """Check that a model with ``max_positions`` positions can be trained on the data.
+
+        Raises:
+            ConfigError: it cannot.
+        """
 
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
     ) -> Generator[Update]:
-        """Updates from a cursor on, before which ``update`` were made, as a rank sees them."""
+        """Yield one rank's updates from a cursor on, before which ``update`` were made."""
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Every validation sentence once, in batches of one direction, in a fixed order."""
+        """Return every validation sentence once, in batches of one direction, in a fixed order."""
 
 
 class Summary(Protocol):
-    """What a validation found: a dataclass of what the metrics are to say, this among it."""
+    """The result of a validation: a dataclass whose fields go into the metrics."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def perplexity(self) -> float:
-        """The lower, the better the weights."""
+        """The perplexity over all validation tokens."""
 
 
 class Task(Protocol):
-    """What is trained, beside its model."""
+    """What a run trains for, apart from the model."""
 
     @property
     def data(self) -> Data: ...
     @property
     def makes(self) -> Kind:
-        """The kind of artifact."""
+        """The kind of the stage's artifact."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else its summary is to say, a line each."""
+        """Further lines for the artifact's summary."""
 
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> Summary:
-        """Of summed losses by direction: (nats, labels)."""
+        """Average losses, given for each direction as (summed loss in nats, labels)."""
 
     def kept_by(self, found: Any) -> float:
-        """Of a summary: what is lowest where weights are kept."""
+        """Return the perplexity of a summary by which weights are kept; the lowest wins."""
 
     def describe(self, writer: ArtifactWriter, spec: ModelSpec) -> None:
-        """Write what the artifact has beside its weights."""
+        """Write what the artifact holds apart from its weights."""
 
     def trained_on(self) -> str:
-        """``40 sentence pairs of 3 language pairs``."""
-
-
-@dataclass(frozen=True)
-class Translation:
-    """Sentence pairs of shards, drawn by a mixture."""
-
-    call: StageCall
-    data: TrainingData
-    makes: Kind = "checkpoint"
-    notes: tuple[str, ...] = ()
-
-    def summarize(self, losses: dict[Direction, tuple[float, int]]) -> Validation:
-        """By direction, pair and resource tier."""
-        return summarize_validation(
-            losses,
-            imported_lines=self.data.imported_lines,
-            thresholds=self.call.recipe.training.resource_thresholds,
-        )
-
-    def kept_by(self, found: Validation) -> float:
-        """The perplexity of all directions, or of one resource tier."""
-        return found.perplexity_of(self.call.recipe.training.best_by)
-
-    def describe(self, writer: ArtifactWriter, spec: ModelSpec) -> None:
-        """Shape and tokenizer."""
-        tokenizer_dir = tokenizer_folder(self.call.artifacts["shards"])
-        write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
-
-    def trained_on(self) -> str:
-        """Lines and pairs."""
-        lines = self.data.train_lines
-        return (
-            f"{counted(sum(lines.values()), 'sentence pair')} of "
-            f"{counted(len(lines), 'language pair')}"
-        )
+        """Return the amount of training data, such as ``40 sentence pairs of 3 language pairs``."""

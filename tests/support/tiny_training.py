@@ -28,7 +28,7 @@ from pipeline.model.transformer import build_model
 from pipeline.pretrain import model_spec
 from pipeline.stages import STAGES, StageCall, stage_config
 from pipeline.training.engine import Engine, connect, expert_parallel_group
-from pipeline.training.loop import train, training_data
+from pipeline.training.translation import train, training_data
 
 PAIRS = {"de-en": 40, "en-ru": 16, "en-fr": 9}
 VALID_LINES = {"de-en": 7, "en-ru": 7, "en-fr": 3}

@@ -23,7 +23,7 @@ from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.config import OptimizerConfig, Recipe
 from pipeline.errors import ConfigError
-from pipeline.training.loop import training_data
+from pipeline.training.translation import training_data
 
 LINES = {"en-ru": 300, "de-en": 200}
 UPDATES = 40

@@ -48,11 +48,12 @@ from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.stages import STAGES
-from pipeline.training import loop
+from pipeline.training import loop, resuming
 from pipeline.training.engine import Engine, StepResult
-from pipeline.training.loop import _Interval, training_data
+from pipeline.training.metrics import Interval
 from pipeline.training.optim import learning_rate
-from pipeline.training.validation import summarize_validation
+from pipeline.training.translation import summarize_validation, training_data
+from pipeline.training.validation import ValidationResult
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_the_curves_count_the_tokens_of_every_update(
 def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:
     """Earlier versions kept four sums; what they did not count is not made up."""
     earlier = Position.from_json({"interval": [6.0, 1.0, 3.0, 0.5]})
-    interval = _Interval(earlier.interval)
+    interval = Interval(earlier.interval)
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), 1, 7, 1.0, was_made=True)
     interval.add(result, seconds=0.5)
     assert len(interval.over_ranks()) == 4
@@ -167,7 +168,7 @@ def pretrain_measuring(
     """Pretrain where every rank measures something else."""
     measured = replace(by_processor(), fused_attention_from=fused_from + world.rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "measured_kernels", lambda *_, **__: measured)
+        patch.setattr(resuming, "measured_kernels", lambda *_, **__: measured)
         return pretrain(world, inputs, out_dir, recipe, **options)
 
 
@@ -619,8 +620,8 @@ def pretrain_scripted(
     """Pretrain where the validation after an update finds what stands there for it."""
     keep = loop.TrainingRun._keep_if_best
 
-    def keep_scripted(run: loop.TrainingRun, _: float) -> None:
-        keep(run, perplexities[run.position.update])
+    def keep_scripted(run: loop.TrainingRun, found: ValidationResult) -> None:
+        keep(run, replace(found, perplexity=perplexities[run.position.update]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.TrainingRun, "_keep_if_best", keep_scripted)

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ from pipeline.distributed.world import World
 from pipeline.stages import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
-from pipeline.training.loop import training_data
 from pipeline.training.mean_of_states import averaged_updates, describe_missing, updates_kept
+from pipeline.training.saving import Publishing
+from pipeline.training.translation import training_data
+from pipeline.training.validation import ValidationResult
 
 UPDATES = 7
 AVERAGED = [4, 6, 7]
@@ -283,11 +286,10 @@ def pretrain_stopped_after(
     """Asked to stop when that update is made."""
     make = loop.TrainingRun._update
 
-    def make_and_stop(run: loop.TrainingRun, feed: Update) -> str:
-        note = make(run, feed)
+    def make_and_stop(run: loop.TrainingRun, feed: Update) -> None:
+        make(run, feed)
         if run.position.update == update:
             os.kill(os.getpid(), signal.SIGTERM)
-        return note
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.TrainingRun, "_update", make_and_stop)
@@ -312,7 +314,7 @@ def pretrain_dying(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, 
     def die(*_: object, **__: object) -> None:
         raise OSError("killed")
 
-    where: type = Engine if hasattr(Engine, at) else loop.TrainingRun
+    where: type = Engine if hasattr(Engine, at) else Publishing
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, at, die)
         return pretrain(world, inputs, out_dir, recipe)
@@ -378,8 +380,8 @@ def pretrain_scripted(world: World, inputs: Inputs, out_dir: Path, recipe: Recip
     perplexities = {1: 5.0, 2: 4.0, 3: 3.0, 4: 3.0, 5: 3.5}
     keep = loop.TrainingRun._keep_if_best
 
-    def keep_scripted(run: loop.TrainingRun, _: float) -> None:
-        keep(run, perplexities[run.position.update])
+    def keep_scripted(run: loop.TrainingRun, found: ValidationResult) -> None:
+        keep(run, replace(found, perplexity=perplexities[run.position.update]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.TrainingRun, "_keep_if_best", keep_scripted)

@@ -44,10 +44,10 @@ from pipeline.seeds import derive_seed
 from pipeline.summary import counted
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import Engine, Verdict
-from pipeline.training.loop import training_data
 from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import LeftOut, Quarantine, culprits, left_out
+from pipeline.training.translation import training_data
 
 Sentence = tuple[int, int]
 """Numbers of a pair and of a line."""

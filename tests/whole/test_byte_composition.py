@@ -38,7 +38,7 @@ from pipeline.errors import Interrupted
 from pipeline.model.front.ada_msha import AdaMsha
 from pipeline.model.regularization import Regularization
 from pipeline.training.engine import connect, expert_parallel_group
-from pipeline.training.loop import train, training_data
+from pipeline.training.translation import train, training_data
 
 FRONT = AdaMshaConfig(language_vector=True, max_scale=3)
 TEST_LINES = ["abcd dcba", "b", "äß Ω"]

@@ -61,6 +61,9 @@ print([name for name in before if before[name] != after[name]])
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
     *("pipeline.training.quarantine", "pipeline.training.updates"),
+    *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
+    *("pipeline.training.resuming", "pipeline.training.mean_of_states"),
+    "pipeline.training.translation",
     *("pipeline.pretrain", "pipeline.finetune"),
     *("pipeline.finetune_tagger", "pipeline.finetune_reader"),
 )

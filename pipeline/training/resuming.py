@@ -1,0 +1,99 @@
+"""Resuming a training run from its newest state, with the CPU kernels that it began with."""
+
+from dataclasses import dataclass, replace
+
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.artifacts.training_states import replanned
+from pipeline.checkpoints.training_state import PieceReader, Position, read_position
+from pipeline.distributed.collectives import from_rank_zero
+from pipeline.distributed.world import World
+from pipeline.kernels.cpu_choice import CpuKernels, by_processor
+from pipeline.kernels.cpu_timing import Shape, measured_kernels
+from pipeline.stages import StageCall
+from pipeline.training.engine import Engine
+from pipeline.training.mean_of_states import MeanOfLastStates
+from pipeline.training.run_directory import RunDirectory
+
+MEASURED_TOKENS = 512
+"""The most tokens of a micro-batch for measuring kernels: all threads work, for a few seconds."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run continues.
+
+    Attributes:
+        replanned: all changes of ``training.updates`` so far: ``after`` which update, ``from``
+            and ``to`` which number.
+    """
+
+    position: Position
+    replanned: list[dict[str, int]]
+
+
+class Resuming:
+    """Restores the newest complete training state of a run, or begins where there is none.
+
+    The state holds master weights, moments, loss scale and position. It may come from another
+    number of ranks.
+
+    Invariant: a run that was stopped and resumed makes the same updates as one that was not. A
+    state that cannot be continued from is an error on all ranks before the first update.
+    """
+
+    def __init__(
+        self,
+        call: StageCall,
+        engine: Engine,
+        run_directory: RunDirectory,
+        mean: MeanOfLastStates,
+        *,
+        world: World,
+    ) -> None:
+        self._config, self._recipe, self._world = call.config, call.recipe, world
+        self._engine, self._run_directory, self._mean = engine, run_directory, mean
+
+    def resume(self) -> Resumed:
+        """Load the newest state into the engine; all ranks call this.
+
+        Raises:
+            CheckpointError: the state belongs to other settings or inputs, or a state is missing
+                that the mean of the last states needs.
+        """
+        state = self._run_directory.resume_from()
+        if state is None:
+            return Resumed(Position(), replanned=[])
+        check_together(state, state.names())
+        position = read_position(state)
+        position = replace(position, **self._run_directory.best_after(position.update))
+        changes = replanned(state, config=self._config)
+        self._engine.load_optimizer_pieces(PieceReader(state), update=position.update)
+        self._engine.restore_loss_scale(position.loss_scale)
+        training = self._recipe.training
+        if not training.patience:  # otherwise the last update is not known yet
+            self._mean.refuse_missing(end=training.updates, update=position.update)
+        return Resumed(position, changes)
+
+    def choose_kernels(self, position: Position) -> tuple[CpuKernels, Position]:
+        """Return the run's CPU kernels and the position that records them; all ranks call this.
+
+        All ranks use those of rank 0, since the order in which gradients arrive depends on the
+        kernels (:mod:`pipeline.training.gradient_order`). Measured kernels are stored in training
+        states, so that a resumed run does not measure again.
+        """
+        if self._recipe.training.cpu_kernels == "processor":
+            return from_rank_zero(by_processor()), position
+        kernels = position.cpu_kernels
+        if kernels is None:
+            kernels = from_rank_zero(self._measure_kernels() if self._world.rank == 0 else None)
+        return kernels or by_processor(), replace(position, cpu_kernels=kernels)
+
+    def _measure_kernels(self) -> CpuKernels:
+        model = self._engine.model.spec.model
+        shape = Shape(
+            tokens=min(self._recipe.batches.tokens, MEASURED_TOKENS),
+            width=model.width,
+            hidden_width=model.feed_forward_width,
+            num_heads=model.num_heads,
+        )
+        return measured_kernels(shape, dtype=next(self._engine.model.parameters()).dtype)

@@ -1,0 +1,284 @@
+"""Writing what a training run makes: training states, kept weights, and the stage's artifact.
+
+:class:`Saving` writes into the run directory while training goes on, and :class:`Publishing` makes
+the stage's artifact from it at the end.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from pipeline.artifacts.places import link_or_copy
+from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, write_pieces
+from pipeline.checkpoints.weights import write_weights
+from pipeline.config import Recipe
+from pipeline.distributed.world import World
+from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.stages import StageCall
+from pipeline.summary import counted
+from pipeline.training.engine import Engine
+from pipeline.training.mean_of_states import updates_kept
+from pipeline.training.quarantine import Quarantine
+from pipeline.training.resuming import Resumed
+from pipeline.training.run_directory import RunDirectory
+from pipeline.training.task import Task
+from pipeline.training.validation import ValidationResult, is_out_of_patience
+
+
+class Saving:
+    """Writes training states and weights into the run directory; all ranks call it together.
+
+    With ``saving.in_background`` it writes a copy in host memory while training goes on.
+
+    Invariant: every rank writes its own share, each tensor is written exactly once, and an
+    artifact appears in the run directory only when all ranks have written theirs. An older state
+    is removed only after the newer one is complete or handed to the background write.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        task: Task,
+        recipe: Recipe,
+        run_directory: RunDirectory,
+        *,
+        world: World,
+    ) -> None:
+        self._engine, self._task, self._recipe = engine, task, recipe
+        self._run_directory, self._world = run_directory, world
+
+    def is_state_due(self, position: Position, *, is_done: bool) -> bool:
+        """Return whether a state is saved at ``position``.
+
+        The last update needs a state only if it is averaged, or kept so that training can be
+        continued to more updates.
+        """
+        update, training = position.update, self._recipe.training
+        if is_done and training.average_last:
+            return True
+        if update == training.updates:
+            return self._recipe.saving.keep_states != "none"
+        return update % training.checkpoint_every == 0
+
+    def save_state(
+        self, position: Position, *, replanned: Sequence[Mapping[str, int]], is_done: bool
+    ) -> None:
+        """Write the training state of ``position`` and remove states that nothing needs."""
+        in_background = self._recipe.saving.in_background
+        pieces = self._engine.optimizer_pieces(copied=in_background)
+        held = iter(list(pieces)) if in_background else pieces
+
+        def write(writer: ArtifactWriter) -> None:
+            writer.settled |= write_pieces(
+                writer.directory / "optimizer", held, part=self._world.rank
+            )
+            if self._world.rank == 0:
+                writer.write_json(PROGRESS_FILE, position.to_json())
+                writer.statistics.update(update=position.update, replanned=replanned)
+
+        self._run_directory.write(
+            self._run_directory.state_dir(position.update),
+            kind="training_state",
+            write=write,
+            in_background=in_background,
+        )
+        training = self._recipe.training
+        self._run_directory.prune(
+            keep_last=training.keep_last,
+            updates_kept=updates_kept(training, update=position.update, is_end=is_done),
+        )
+
+    def save_best(self, position: Position, found: ValidationResult) -> None:
+        """Write the current weights as those of the best validation."""
+        best = {"update": position.best_update, "perplexity": position.best_perplexity}
+        self._save_weights(self._run_directory.best_dir, best, found.routing)
+
+    def save_mean(self, averaged: Sequence[int], found: ValidationResult) -> None:
+        """Write the current weights as the mean of the states after the ``averaged`` updates."""
+        mean = {
+            "averaged": len(averaged),
+            "averaged_updates": averaged,
+            "perplexity": found.perplexity,
+        }
+        self._save_weights(self._run_directory.mean_dir, mean, found.routing)
+
+    def _save_weights(
+        self, directory: Path, statistics: Mapping[str, object], routing: RoutingStatistics
+    ) -> None:
+        in_background = self._recipe.saving.in_background
+        weights = self._own_weights(copied=in_background)
+        held = iter(list(weights)) if in_background else weights
+
+        def write(writer: ArtifactWriter) -> None:
+            try:
+                writer.settled |= write_weights(
+                    writer.directory / "weights", held, part=self._world.rank
+                )
+            finally:  # even if writing failed: the other ranks wait for this rank's shares
+                for _ in held:
+                    pass
+            if self._world.rank == 0:
+                self._task.describe(writer, self._engine.model.spec)
+                if routing.layers:
+                    writer.write_json(ROUTING_FILE, routing.to_json())
+                writer.statistics.update(statistics)
+
+        self._run_directory.write(
+            directory, kind=self._task.makes, write=write, in_background=in_background
+        )
+
+    def _own_weights(self, *, copied: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that this rank writes; all ranks iterate to the end together."""
+        # Counted apart, since ranks may hold different numbers of experts (of languages).
+        passed = {True: 0, False: 0}
+        for entry, value in self._engine.published_weights():
+            is_expert = entry.expert is not None
+            if self._writes(passed[is_expert], is_expert=is_expert):
+                yield entry.name, value.detach().to("cpu", copy=copied)
+            passed[is_expert] += 1
+
+    def _writes(self, index: int, *, is_expert: bool) -> bool:
+        """Return whether this rank writes its ``index``-th expert or other tensor."""
+        parallel = self._engine.model.expert_parallel_size
+        if not is_expert or parallel == 1:
+            return index % self._world.size == self._world.rank
+        return index % (self._world.size // parallel) == self._world.rank // parallel
+
+
+class Publishing:
+    """Makes the stage's artifact from the weights that a finished run kept.
+
+    The artifact holds the weights, the metrics, the quarantine if there is one, and a summary.
+
+    Invariant: nothing that is needed to make the artifact is removed before it is complete. A
+    process that is killed here makes the same artifact when it is started again.
+    """
+
+    def __init__(
+        self,
+        call: StageCall,
+        task: Task,
+        run_directory: RunDirectory,
+        quarantine: Quarantine,
+        *,
+        world: World,
+        ds_config: Mapping[str, object],
+    ) -> None:
+        """Publish for ``call``; ``ds_config`` is the merged one, for the manifest."""
+        self._call, self._task, self._recipe = call, task, call.recipe
+        self._run_directory, self._quarantine = run_directory, quarantine
+        self._world, self._ds_config = world, ds_config
+
+    def publish(
+        self,
+        position: Position,
+        resumed: Resumed,
+        *,
+        averaged: Sequence[int],
+    ) -> None:
+        """Make the artifact and remove what is no longer needed; all ranks call this.
+
+        Args:
+            position: where training ended.
+            resumed: where this attempt at the run began.
+            averaged: the updates whose states were averaged; empty: publish the best weights.
+        """
+        self._run_directory.wait()
+        if self._world.rank != 0:
+            return
+        self._settle_states(averaged)
+        directory = self._run_directory.mean_dir if averaged else self._run_directory.best_dir
+        weights = open_artifact(directory, kind=self._task.makes)
+        # The metrics' clock leaves out loading, the last validation and writing; this one has them.
+        wall_seconds = time.monotonic() - self._call.clock + resumed.position.seconds
+        with self._call.new_artifact(wall_seconds=round(wall_seconds, 3)) as writer:
+            for name in weights.names():
+                writer.take_over(name, weights)
+            link_or_copy(self._run_directory.metrics_path, writer.path("metrics.jsonl"))
+            if self._quarantine.entries:
+                link_or_copy(self._quarantine.path, writer.path(self._quarantine.path.name))
+            writer.statistics.update(
+                weights.statistics, updates=position.update, deepspeed=self._ds_config
+            )
+            if resumed.replanned:
+                writer.statistics["replanned"] = resumed.replanned
+            writer.summary += self._summary(weights, position, resumed.replanned, averaged)
+        self._remove_leftovers(averaged)
+
+    def _settle_states(self, averaged: Sequence[int]) -> None:
+        """Prepare the removal of states before the artifact exists."""
+        match self._recipe.saving.keep_states:
+            case "none":  # all of them are needed until the artifact exists
+                self._run_directory.announce_removal(key=self._call.key)
+            case "last" if not averaged:
+                self._run_directory.prune(keep_last=1)
+            case _:
+                pass
+
+    def _remove_leftovers(self, averaged: Sequence[int]) -> None:
+        """Remove what is not needed once the artifact exists."""
+        keep_states = self._recipe.saving.keep_states
+        if keep_states == "none":
+            self._run_directory.remove()
+        elif averaged:
+            self._run_directory.remove_mean()
+            if keep_states == "last":
+                self._run_directory.prune(keep_last=1)
+
+    def _summary(
+        self,
+        weights: Artifact,
+        position: Position,
+        replanned: Sequence[Mapping[str, int]],
+        averaged: Sequence[int],
+    ) -> list[str]:
+        updates = self._recipe.training.updates
+        lines = [
+            f"{counted(position.update, 'update')} on {self._task.trained_on()}, "
+            f"{position.seconds:,.0f} s of training",
+            self._which_weights(weights, position, averaged),
+        ]
+        if is_out_of_patience(self._recipe.training, position) and position.update < updates:
+            lines.append(
+                f"ended {counted(updates - position.update, 'update')} early: "
+                f"{counted(position.validations_since_best, 'validation')} in a row found none "
+                "lower"
+            )
+        if replanned:
+            changes = (
+                f"{change['from']:,} → {change['to']:,} after update {change['after']:,}"
+                for change in replanned
+            )
+            lines.append(f"the number of updates was changed on the way: {'; '.join(changes)}")
+        if position.overflows:
+            lines.append(
+                f"fp16 overflowed {counted(position.overflows, 'time')}; each of these updates was "
+                "made again at a smaller loss scale"
+            )
+        lines += self._task.notes
+        if self._quarantine.entries:
+            lines.append(
+                f"{counted(len(self._quarantine.entries), 'micro-batch', 'micro-batches')} left "
+                f"out, since gradients were not finite: see {self._quarantine.path.name}"
+            )
+        return lines
+
+    def _which_weights(self, weights: Artifact, position: Position, averaged: Sequence[int]) -> str:
+        training = self._recipe.training
+        tier = training.best_by.replace("_", " ")
+        of_tier = "" if training.best_by == "all" else f" on {tier}-resource pairs"
+        if not averaged:
+            return (
+                f"kept the weights of update {position.best_update:,}, whose validation perplexity"
+                f"{of_tier}, {position.best_perplexity:.3f}, is the lowest"
+            )
+        updates, last = ", ".join(f"{update:,}" for update in averaged), training.average_last
+        fewer = f"; {last} were asked for" if len(averaged) < last else ""
+        return (
+            f"took the mean of the weights after updates {updates}{fewer}: its validation "
+            f"perplexity{of_tier} is {weights.statistics['perplexity']:.3f}, the lowest "
+            f"of one update's weights {position.best_perplexity:.3f}"
+        )

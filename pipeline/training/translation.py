@@ -1,0 +1,185 @@
+"""Translation as a task of the training loop: its data, its checks and its validation summary."""
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipeline.artifacts.artifact import ArtifactWriter
+from pipeline.artifacts.corpus import Direction, Resource, resource_of
+from pipeline.artifacts.manifest import Kind
+from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.artifacts.tokenizer import tokenizer_folder
+from pipeline.batching.equal_epochs import with_resolved_updates
+from pipeline.batching.feed import TrainingData
+from pipeline.checkpoints.checkpoint import write_model_files
+from pipeline.config import TrainingConfig
+from pipeline.distributed.world import World
+from pipeline.errors import ConfigError
+from pipeline.model.language_modules.choice import languages_with_modules
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+from pipeline.stages import StageCall
+from pipeline.summary import counted
+from pipeline.training.loop import train_task
+from pipeline.training.unspaced_lines import unspaced_notes
+
+
+def training_data(call: StageCall) -> TrainingData:
+    """Open and check the shards and the mixture of a training stage; all ranks call this."""
+    shards = call.artifacts["shards"]
+    check_together(shards, shards.names())
+    return TrainingData(
+        shards,
+        read_mixture(call.artifacts["mixture"]),
+        call.recipe.batches,
+        seed=call.recipe.training.seed,
+    )
+
+
+def train(call: StageCall, model: Transformer, data: TrainingData, *, world: World) -> None:
+    """Train a translation model and write the stage's checkpoint; all ranks call this.
+
+    Raises:
+        ConfigError: the data does not fit the recipe or the model.
+    """
+    # The manifest records the recipe as given (call.config), not with the resolved updates.
+    call = replace(call, recipe=with_resolved_updates(call.recipe, data))
+    check_tier(data, call.recipe.training)
+    check_languages(data, model.spec)
+    notes = unspaced_notes(model.spec, data.train_lines, segmented=data.tokenizer.segmenters.keys())
+    for note in notes if world.rank == 0 else ():
+        print(f"{call.out_dir}: {note}.", file=sys.stderr, flush=True)
+    train_task(call, model, Translation(call, data, notes=notes), world=world)
+
+
+def check_tier(data: TrainingData, training: TrainingConfig) -> None:
+    """Check that some validation pair is of the resource tier ``training.best_by``.
+
+    Raises:
+        ConfigError: none is.
+    """
+    tiers = {
+        resource_of(data.imported_lines.get(pair, 0), thresholds=training.resource_thresholds)
+        for pair in data.valid.offsets
+    }
+    if training.best_by != "all" and training.best_by not in tiers:
+        raise ConfigError(
+            f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
+            f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
+            "training.resource_thresholds."
+        )
+
+
+def check_languages(data: TrainingData, spec: ModelSpec) -> None:
+    """Check that a model with language modules has one for every language of the shards.
+
+    Raises:
+        ConfigError: a language has none.
+    """
+    own = languages_with_modules(spec)
+    pairs = (*data.train.offsets, *data.valid.offsets)
+    missing = sorted({code for pair in pairs for code in pair.split("-")} - set(own))
+    if missing:
+        raise ConfigError(
+            f"The shards have text in {', '.join(missing)}, for which the model has no language "
+            f"module: it has those of {', '.join(own)}; make shards of these languages alone "
+            "(corpus.languages), or train a model that has all modules."
+        )
+
+
+@dataclass(frozen=True)
+class TranslationLosses:
+    """Validation losses per token, in nats, and the perplexity over all tokens.
+
+    Attributes:
+        directions: loss of each direction.
+        pairs: loss of each language pair, over both of its directions.
+        resources: loss of each resource tier, over all of its pairs.
+    """
+
+    loss: float
+    perplexity: float
+    directions: Mapping[str, float]
+    pairs: Mapping[str, float]
+    resources: Mapping[str, float]
+
+    def perplexity_of(self, tier: Resource | Literal["all"]) -> float:
+        """Return the perplexity over all pairs or over those of one tier, which must exist."""
+        return self.perplexity if tier == "all" else perplexity_of_loss(self.resources[tier])
+
+
+def perplexity_of_loss(loss: float) -> float:
+    """Return exp(loss), bounded so that it stays finite."""
+    return math.exp(min(loss, 700.0))
+
+
+def summarize_validation(
+    losses: dict[Direction, tuple[float, int]],
+    *,
+    imported_lines: dict[str, int],
+    thresholds: tuple[int, ...],
+) -> TranslationLosses:
+    """Average summed losses over tokens, by direction, pair and resource tier.
+
+    Args:
+        losses: direction → (summed loss in nats, labels).
+        imported_lines: lines of each pair in the imported corpus, which decide its tier.
+        thresholds: ``training.resource_thresholds``.
+    """
+
+    def mean(chosen: Iterable[Direction]) -> float:
+        pairs = [losses[direction] for direction in chosen]
+        return sum(loss for loss, _ in pairs) / sum(labels for _, labels in pairs)
+
+    by_pair: dict[str, list[Direction]] = {}
+    by_resource: dict[str, list[Direction]] = {}
+    for direction in losses:
+        by_pair.setdefault(direction.pair, []).append(direction)
+        resource = resource_of(imported_lines.get(direction.pair, 0), thresholds=thresholds)
+        by_resource.setdefault(resource, []).append(direction)
+    overall = mean(losses)
+    return TranslationLosses(
+        loss=overall,
+        perplexity=perplexity_of_loss(overall),
+        directions={str(direction): mean([direction]) for direction in losses},
+        pairs={pair: mean(chosen) for pair, chosen in by_pair.items()},
+        resources={resource: mean(chosen) for resource, chosen in by_resource.items()},
+    )
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Training on the sentence pairs of shards, sampled by a mixture."""
+
+    call: StageCall
+    data: TrainingData
+    makes: Kind = "checkpoint"
+    notes: tuple[str, ...] = ()
+
+    def summarize(self, losses: dict[Direction, tuple[float, int]]) -> TranslationLosses:
+        """Average losses by direction, pair and resource tier."""
+        return summarize_validation(
+            losses,
+            imported_lines=self.data.imported_lines,
+            thresholds=self.call.recipe.training.resource_thresholds,
+        )
+
+    def kept_by(self, found: TranslationLosses) -> float:
+        """Return the perplexity over all directions, or of the tier ``training.best_by``."""
+        return found.perplexity_of(self.call.recipe.training.best_by)
+
+    def describe(self, writer: ArtifactWriter, spec: ModelSpec) -> None:
+        """Write the model's shape and tokenizer."""
+        tokenizer_dir = tokenizer_folder(self.call.artifacts["shards"])
+        write_model_files(writer, spec=spec, tokenizer_dir=tokenizer_dir)
+
+    def trained_on(self) -> str:
+        """Return the numbers of sentence pairs and language pairs."""
+        lines = self.data.train_lines
+        return (
+            f"{counted(sum(lines.values()), 'sentence pair')} of "
+            f"{counted(len(lines), 'language pair')}"
+        )

@@ -1,0 +1,115 @@
+"""The metrics of a run without a model: intervals, lines, monitors and resuming."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_training import changed, make_recipe
+
+from pipeline.checkpoints.training_state import LossScale, Position
+from pipeline.distributed.world import LOOPBACK, World
+from pipeline.training.engine import StepResult
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.optim import learning_rate
+
+EVERY_SECOND = changed(make_recipe(updates=5), "logging", every=2)
+Event = tuple[str, float, int]
+
+
+def metrics(path: Path, events: list[Event] | None = None, *, rank: int = 0) -> MetricsLog:
+    """Return the metrics of one rank; no process group is open, so that sums stay its own."""
+    world = World(rank, 2, rank, 2, LOOPBACK, 0)
+    monitored: list[Event] = [] if events is None else events
+    return MetricsLog(path, EVERY_SECOND, world=world, write_events=monitored.extend)
+
+
+def make_updates(log: MetricsLog, *updates: int, position: Position | None = None) -> Position:
+    """Log updates of ten labels each, whose loss per label is the update's number."""
+    position = position or Position()
+    for update in updates:
+        loss = torch.tensor(10.0 * update)
+        log.add(StepResult(loss, torch.tensor(20.0), 10, 7, 1.5, was_made=True), seconds=0.5)
+        position = replace(position, update=update, seconds=float(update))
+        log.write_update_if_due(position, gradient_norm=1.5)
+    return position
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of metrics."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_holds_means_over_the_labels_of_its_interval(tmp_path: Path) -> None:
+    log = metrics(tmp_path / "metrics.jsonl")
+    make_updates(log, 1, 2, 3, 4, 5)
+    lines = lines_of(tmp_path / "metrics.jsonl")
+    assert [(one["update"], one["loss"]) for one in lines] == [(2, 1.5), (4, 3.5), (5, 5.0)]
+    assert lines[0] == {
+        "kind": "train",
+        "update": 2,
+        "seconds": 2.0,
+        "loss": 1.5,
+        "balance": 2.0,
+        "tokens_per_second": 20.0,
+        "target_tokens": 20,
+        "source_tokens": 14,
+        "gradient_norm": 1.5,
+        "learning_rate": learning_rate(EVERY_SECOND.optimizer, 2, total_updates=5),
+    }
+    assert log.note == "loss 5.000"
+
+
+def test_the_loss_scale_of_fp16_is_part_of_a_line(tmp_path: Path) -> None:
+    scale = LossScale(scale=1024.0, steps=3, last_overflow=1, hysteresis=1)
+    log = metrics(tmp_path / "metrics.jsonl")
+    make_updates(log, 1, 2, position=Position(loss_scale=scale, overflows=2))
+    [line] = lines_of(tmp_path / "metrics.jsonl")
+    assert (line["loss_scale"], line["overflows"]) == (1024.0, 2)
+
+
+def test_monitors_get_the_numbers_of_a_line_that_are_no_counts(tmp_path: Path) -> None:
+    events: list[Event] = []
+    log = metrics(tmp_path / "metrics.jsonl", events)
+    log.write_validation({"loss": 2.0, "directions": {"de-en": 2.0}}, Position(update=4))
+    assert events == [("validation/loss", 2.0, 4)]
+    make_updates(log, 1, 2)
+    assert ("train/loss", 1.5, 2) in events
+    assert not [name for name, _, _ in events if name.endswith("_tokens")]
+
+
+def test_ranks_other_than_0_write_nothing(tmp_path: Path) -> None:
+    events: list[Event] = []
+    log = metrics(tmp_path / "metrics.jsonl", events, rank=1)
+    make_updates(log, 1, 2)
+    log.write_validation({"loss": 2.0}, Position(update=2))
+    assert not events
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2, 3])
+def test_a_resumed_run_writes_the_lines_of_an_uninterrupted_one(
+    tmp_path: Path, stopped_after: int
+) -> None:
+    """The first attempt dies after update 4; its last state is an earlier one."""
+    make_updates(metrics(tmp_path / "straight.jsonl"), 1, 2, 3, 4, 5)
+    path, updates = tmp_path / "metrics.jsonl", range(1, 6)
+    first = metrics(path)
+    saved = make_updates(first, *updates[:stopped_after])
+    saved = replace(saved, interval=first.interval_sums())
+    make_updates(first, *updates[stopped_after:4], position=saved)
+    second = metrics(path)
+    second.resume(Position.from_json(json.loads(json.dumps(saved.to_json()))))
+    make_updates(second, *updates[stopped_after:], position=saved)
+    assert lines_of(path) == lines_of(tmp_path / "straight.jsonl")
+
+
+def test_only_rank_0_takes_up_the_sums_of_a_state(tmp_path: Path) -> None:
+    """They are sums over all ranks, and would otherwise count once for each rank."""
+    saved = Position(update=1, interval=(10.0, 0.0, 10.0, 0.5, 7.0))
+    for rank, expected in ((0, saved.interval), (1, (0.0,) * 5)):
+        log = metrics(tmp_path / "metrics.jsonl", rank=rank)
+        log.resume(saved)
+        assert log.interval_sums() == expected

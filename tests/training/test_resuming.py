@@ -1,0 +1,136 @@
+"""Resuming without training: what a state restores, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.tiny_training import make_call, make_recipe
+
+from pipeline.artifacts.artifact import ArtifactWriter
+from pipeline.checkpoints.training_state import (
+    PROGRESS_FILE,
+    LossScale,
+    Piece,
+    PieceReader,
+    Position,
+    write_pieces,
+)
+from pipeline.config import Recipe
+from pipeline.distributed.world import LOOPBACK, World
+from pipeline.errors import CheckpointError
+from pipeline.kernels.cpu_choice import by_processor
+from pipeline.training import resuming
+from pipeline.training.engine import Engine
+from pipeline.training.mean_of_states import MeanOfLastStates
+from pipeline.training.resuming import Resuming
+from pipeline.training.run_directory import RunDirectory
+
+ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
+SCALE = LossScale(scale=512.0, steps=4, last_overflow=1, hysteresis=1)
+SAVED = Position(update=4, cursor=(1, 2), validated=4, seconds=9.0, loss_scale=SCALE)
+
+
+class NotedState:
+    """An engine that notes what it is given to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[object] = []
+
+    def load_optimizer_pieces(self, reader: PieceReader, *, update: int) -> None:
+        """Note the update and the values of the one tensor."""
+        values = reader.read(what="master", tensor="weight", start=0, length=3)
+        self.loaded += [update, values.tolist()]
+
+    def restore_loss_scale(self, saved: LossScale | None) -> None:
+        """Note the loss scale."""
+        self.loaded.append(saved)
+
+
+def directory_of(recipe: Recipe, tmp_path: Path) -> RunDirectory:
+    call = make_call("pretrain", recipe, {}, tmp_path / "model")
+    return RunDirectory(call.out_dir, stage="pretrain", config=call.config, inputs={}, world=ALONE)
+
+
+def save(recipe: Recipe, tmp_path: Path, position: Position = SAVED) -> RunDirectory:
+    """Leave a state of the recipe's run, and return its directory."""
+    directory = directory_of(recipe, tmp_path)
+
+    def write(writer: ArtifactWriter) -> None:
+        piece = Piece("master", "weight", 0, torch.arange(3.0))
+        writer.settled |= write_pieces(writer.directory / "optimizer", iter([piece]), part=0)
+        writer.write_json(PROGRESS_FILE, position.to_json())
+
+    directory.write(directory.state_dir(position.update), kind="training_state", write=write)
+    return directory
+
+
+def resuming_of(recipe: Recipe, tmp_path: Path, engine: NotedState) -> Resuming:
+    directory = directory_of(recipe, tmp_path)
+    engine_, call = cast(Engine, engine), make_call("pretrain", recipe, {}, tmp_path / "model")
+    mean = MeanOfLastStates(recipe.training, engine_, directory)
+    return Resuming(call, engine_, directory, mean, world=ALONE)
+
+
+def test_a_run_without_states_begins_and_loads_nothing(tmp_path: Path) -> None:
+    engine = NotedState()
+    resumed = resuming_of(make_recipe(), tmp_path, engine).resume()
+    assert (resumed.position, resumed.replanned) == (Position(), [])
+    assert not engine.loaded
+
+
+def test_the_newest_state_restores_tensors_loss_scale_and_position(tmp_path: Path) -> None:
+    engine = NotedState()
+    save(make_recipe(), tmp_path, replace(SAVED, update=2))
+    save(make_recipe(), tmp_path)
+    resumed = resuming_of(make_recipe(), tmp_path, engine).resume()
+    assert (resumed.position, resumed.replanned) == (SAVED, [])
+    assert engine.loaded == [4, [0.0, 1.0, 2.0], SCALE]
+
+
+def test_best_weights_that_were_kept_after_the_state_stay_the_best(tmp_path: Path) -> None:
+    directory = save(make_recipe(), tmp_path)
+
+    def write(writer: ArtifactWriter) -> None:
+        writer.statistics.update(update=5, perplexity=2.5)
+
+    directory.write(directory.best_dir, kind="checkpoint", write=write)
+    position = resuming_of(make_recipe(), tmp_path, NotedState()).resume().position
+    assert position == replace(SAVED, best_update=5, best_perplexity=2.5)
+
+
+def test_a_changed_number_of_updates_is_noted(tmp_path: Path) -> None:
+    save(make_recipe(updates=6), tmp_path)
+    resumed = resuming_of(make_recipe(updates=8), tmp_path, NotedState()).resume()
+    assert resumed.replanned == [{"after": 4, "from": 6, "to": 8}]
+
+
+def test_a_run_that_lacks_a_state_of_its_mean_is_refused(tmp_path: Path) -> None:
+    recipe = make_recipe(updates=6, checkpoint_every=2, average_last=3)
+    save(recipe, tmp_path)
+    with pytest.raises(CheckpointError, match=r"not there any more: 2; lower it to 2, "):
+        resuming_of(recipe, tmp_path, NotedState()).resume()
+
+
+def test_measured_kernels_are_recorded_and_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(by_processor(), fused_attention_from=7)
+    monkeypatch.setattr(Resuming, "_measure_kernels", lambda _: measured)
+    one = resuming_of(make_recipe(cpu_kernels="measured"), tmp_path, NotedState())
+    assert one.choose_kernels(Position()) == (measured, Position(cpu_kernels=measured))
+    noted = replace(measured, fused_attention_from=8)
+    position = Position(cpu_kernels=noted)
+    assert one.choose_kernels(position) == (noted, position)
+
+
+def test_the_processors_kernels_leave_the_position_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, **__: Any) -> None:
+        raise AssertionError("nothing is to be measured")
+
+    monkeypatch.setattr(resuming, "measured_kernels", measure)
+    one = resuming_of(make_recipe(), tmp_path, NotedState())
+    assert one.choose_kernels(SAVED) == (by_processor(), SAVED)
