@@ -68,11 +68,11 @@ FILES: dict[Kind, dict[str, str]] = {
     "corpus": {
         "SPLIT/PAIR/LANGUAGE.txt": "one sentence per line, UTF-8; SPLIT is train, valid or test",
         "quarantine.jsonl": "lines that could not be imported",
-        "dropped_samples.jsonl": "examples of the lines that each rule of `clean` dropped",
-        "held_out_leaks.json": "training lines that repeat validation or test lines",
+        "dropped_samples.jsonl": "at most ten lines that each rule of `clean` dropped",
+        "held_out_leaks.json": "number of training lines that repeat held-out lines, by pair",
     },
     "tokenizer": {
-        "tokenizer.json": "kind, language tokens and special tokens",
+        "tokenizer.json": "kind, languages, and how their tokens are spelled and numbered",
         "sentencepiece.model": "the pieces, except for bytes",
         "sentencepiece.target.model": "the pieces of `tokenizer.target_languages`",
     },
@@ -82,7 +82,7 @@ FILES: dict[Kind, dict[str, str]] = {
         "SPLIT/PAIR/LANGUAGE.begins": "1 where a word begins, for languages with a segmenter",
         "tokenizer/FILE": "a copy of the tokenizer",
     },
-    "mixture": {"mixture.json": "sampling probabilities and expected epochs, by phase"},
+    "mixture": {"mixture.json": "training lines and sampling probability of every pair, by phase"},
     "groups": {"groups.json": "the language groups, and how they were made"},
     "checkpoint": {
         "model.json": "shape of the model",
