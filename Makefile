@@ -1,4 +1,7 @@
-# make demo — the whole story on this machine; make test — linters, types, tests.
+# make demo — the whole story on this machine.
+# make check — linters, types, the fast tests: what to run after every change.
+# make test — linters, types, all tests.
+# make docs — the generated pages, and the documentation site in build/site.
 # PIP_ARGS is passed to pip, e.g. to point it at an index with CPU-only builds of torch.
 
 PYTHON ?= python3
@@ -6,10 +9,13 @@ PIP_ARGS ?=
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test test-faults lint bench clean
+.PHONY: demo check test test-faults lint docs bench clean
 
 demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
+
+check: lint
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
 
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile
@@ -23,6 +29,10 @@ lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(VENV)/installed-docs
+	$(VENV)/bin/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 bench: $(VENV)/installed-dev
 	for script in $$(grep -l '__main__' tests/bench/*.py); do $(VENV)/bin/python $$script; done
 
@@ -33,6 +43,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(PIP_INSTALL) --editable '.[docs]'
 	touch $@
 
 clean:

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # before folders of the same names
 
 import sentencepiece
-from ratios import Row, Seconds, compare, processor
+from ratios import Row, Seconds, compare, processor, provenance
 from support.corpora import make_corpus
 
 from data_prep import clean, import_corpus, make_shards, train_tokenizer
@@ -326,6 +326,7 @@ def report(options: argparse.Namespace) -> None:
         found = {
             "processor": processor(),
             "python": platform.python_version(),
+            **provenance(),
             "sentencepiece": sentencepiece.__version__,
             "rows": [asdict(row) for row in rows],
             "rates": rates,

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that tests share
 
-from ratios import processor
+from ratios import processor, provenance
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Split
@@ -246,6 +246,7 @@ def report(rows: list[Row], *, sentences: int, json_path: Path | None) -> None:
         "threads": 1,
         "numpy": np.__version__,
         "python": platform.python_version(),
+        **provenance(),
         "sentences": sentences,
         "pairs": PAIRS,
         "rows": [asdict(row) for row in rows],

@@ -8,9 +8,11 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -132,8 +134,21 @@ def processor() -> str:
     return f"{said.get('model name', platform.machine())} ({numbers}; {', '.join(units)})"
 
 
+def provenance() -> dict[str, str]:
+    """Return the commit and the date (UTC) of a measurement.
+
+    Changes that are not committed show as ``-modified``: their figures cannot be measured again.
+    """
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=-modified"]
+    try:
+        commit = subprocess.check_output(command, cwd=Path(__file__).parent, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "not in a git checkout"
+    return {"commit": commit, "date": datetime.now(UTC).date().isoformat()}
+
+
 def environment(options: Options) -> dict[str, str | int]:
-    """Where and with what the rows were measured."""
+    """Where, when and with what the rows were measured."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     return {
         "processor": device,
@@ -141,6 +156,7 @@ def environment(options: Options) -> dict[str, str | int]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        **provenance(),
     }
 
 

@@ -83,7 +83,8 @@ def test_make_targets_exist(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem != "benchmarks")
+"""Pages with commands."""
 OPENED_ONCE = "[quick start](../README.md#quick-start)"
 
 
