@@ -1,4 +1,4 @@
-"""Run every command of README.md, CONTRIBUTING.md and docs/ on text made here, with two-layer models.
+"""Run every command of README.md, CONTRIBUTING.md and docs/ on made-up text, with small models.
 
 A command is run as it stands there except for its size: a plan is run dry; an overlay makes a stage
 small, which runs in one process on a CPU without the launcher that the page names.
