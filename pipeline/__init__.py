@@ -1,6 +1,6 @@
 """mmnmt: massively multilingual machine translation with mixtures of experts, in stages.
 
-A verb is a file here, a noun is a folder; ``stages`` is the place to begin. The rooms, and in what
-order to read them, are in the README. Importing any of it changes nothing in the process; what an
-entry point sets there is in ``entry``.
+Start with ``stages``, the table of all stages; docs/explanation/architecture.md lists the packages
+and a reading order. Importing a module changes nothing in the process; ``entry`` holds what an
+entry point sets there.
 """

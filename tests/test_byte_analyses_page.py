@@ -4,15 +4,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from support.page_commands import blocks
 
 from pipeline.config import load_recipe, recipe_names
 from pipeline.languages import parse_tag
 from pipeline.stages import STAGES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "byte_analyses.md"
-COMMANDS = [
-    line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("mmnmt ")
-]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "byte_analyses.md"
+COMMANDS = [line for block in blocks([PAGE]) for line in block.commands()]
 BASE = "dense_opus100"
 
 

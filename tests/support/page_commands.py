@@ -1,4 +1,4 @@
-"""The commands of README.md and of the pages in docs/, by block."""
+"""The commands of README.md, CONTRIBUTING.md and the pages in docs/, by block."""
 
 import re
 import shlex
@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parent.parts),
 ]
 PROGRAMS = ("mmnmt", "make", "sbatch", "srun", "mpirun", "torchrun", "deepspeed", "python", "pip")

@@ -1,4 +1,4 @@
-"""The page docs/bytes.md: its commands, run one after the other for a few updates."""
+"""Run the commands of docs/tutorials/from_bytes.md in order, for a few updates."""
 
 import os
 import re
@@ -16,7 +16,9 @@ from pipeline.cli import main
 from pipeline.config import SEGMENTERS, TokenizerConfig, load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
 
-PAGE = (Path(__file__).parents[2] / "docs" / "bytes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "from_bytes.md").read_text(
+    encoding="utf-8"
+)
 FEW = """
 [corpus]
 max_train_lines = 20

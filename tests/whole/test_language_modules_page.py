@@ -18,7 +18,7 @@ from pipeline.config import recipe_names
 from pipeline.jobs.plan import load_plan
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "language_modules.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "module_per_language.md").read_text(encoding="utf-8")
 FEW = """
 parent = "dense.toml"
 [training]

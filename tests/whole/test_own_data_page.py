@@ -15,7 +15,9 @@ import pytest
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import iterate_lines, line_counts
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your_own_data.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "your_own_data.md").read_text(
+    encoding="utf-8"
+)
 SHORTER = {
     "vocabulary_size = 4000": "vocabulary_size = 80",
     "updates = 600": "updates = 4",

@@ -1,50 +1,83 @@
-"""The README's commands and links are ones that there are; `test_page_commands` runs them."""
+"""Check the README's claims, and the commands and links of all pages.
 
-import ast
+``test_page_commands`` runs the commands.
+"""
+
+import json
 import re
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.page_commands import without_launcher
+from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
 
 from pipeline.cli.stage_options import stage_parser
 from pipeline.config import recipe_names
 from pipeline.stages import STAGES
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TAGS = {"run", "demo", "cluster", "needs-data"}
-
-
-def blocks() -> list[tuple[str, str]]:
-    """(tag, command) for every line of every tagged shell block, comments left out."""
-    found = []
-    for tag, body in re.findall(r"^```bash ([\w-]+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL):
-        lines = [line.split("  #")[0].strip() for line in body.split("\n")]
-        found += [(tag, line) for line in lines if line]
-    return found
+TAGS = ("run", "demo", "cluster", "needs-data")
 
 
 def commands(*tags: str) -> list[str]:
-    return [command for tag, command in blocks() if tag in tags]
+    """Return the commands of all pages' blocks with one of these tags."""
+    return [command for block in blocks() if block.tag in tags for command in block.commands()]
 
 
-def test_every_shell_block_has_a_known_tag() -> None:
+# The README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 130
+
+
+def test_every_shell_block_of_the_readme_has_a_known_tag() -> None:
     opened = re.findall(r"^```(bash.*|sh.*|console.*|shell.*)$", README, re.MULTILINE)
-    assert {line.removeprefix("bash ") for line in opened} <= TAGS
-    assert {tag for tag, _ in blocks()} == TAGS
+    assert opened
+    assert {line.removeprefix("bash ") for line in opened} <= set(TAGS)
 
 
-STAGE_COMMANDS = [
-    command
-    for command in commands("demo", "cluster", "needs-data")
-    if (without_launcher(command) or [""])[0] in STAGES
-]
+def test_the_environment_is_activated_once_and_before_the_first_command() -> None:
+    assert README.count("source .venv/bin/activate") == 1
+    in_order = [line for block in blocks([ROOT / "README.md"]) for line in block.commands()]
+    first = next(n for n, command in enumerate(in_order) if "mmnmt" in command.split())
+    assert in_order.index("source .venv/bin/activate") < first
+    assert "VENV := .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\n## Quick start\n" in README
 
 
-@pytest.mark.parametrize("command", STAGE_COMMANDS)
+def results() -> list[tuple[str, list[str], str]]:
+    """Return the rows of the README's results: case, numbers, file."""
+    section = README.partition("\n## Results\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \| `([\w.-]+\.json)` \|$", section, re.MULTILINE)
+    return [(case, numbers.split(" | "), name) for case, numbers, name in rows]
+
+
+def test_the_readmes_results_are_those_of_the_result_files() -> None:
+    found = results()
+    assert len(found) >= 5
+    for case, numbers, name in found:
+        stored = json.loads((ROOT / "tests" / "bench" / "results" / name).read_text("utf-8"))
+        for kind, number in zip(("float32", "bfloat16"), numbers, strict=True):
+            ratios = {f"{row['ratio']:.2f}" for row in stored["rows"] if kind in row["case"]}
+            assert number in ratios, f"{case}, {kind}: {number} is not in {name}"
+
+
+# Commands of all pages
+
+
+def has_stage_options(command: str) -> bool:
+    """Whether a command is a stage's, other than ``upcycle DECLARATION.toml``."""
+    words = without_launcher(command)
+    return bool(words) and words[0] in STAGES and not words[1].endswith(".toml")
+
+
+STAGE_COMMANDS = [c for c in commands("demo", "cluster", "needs-data") if has_stage_options(c)]
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(STAGE_COMMANDS))
 def test_the_options_of_stage_commands_exist(command: str) -> None:
     name, *arguments = without_launcher(command)
     options = vars(stage_parser(STAGES[name]).parse_args(arguments))
@@ -58,19 +91,20 @@ def test_the_options_of_stage_commands_exist(command: str) -> None:
 def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
     others = set(commands("demo", "cluster", "needs-data")) - set(STAGE_COMMANDS)
     starts = {" ".join(command.split()[:2]) for command in others}
-    assert starts == {
-        "make demo",
-        "make test",
+    assert {start for start in starts if not start.startswith("make ")} == {
         "source .venv/bin/activate",
         "mmnmt run",
         "mmnmt status",
         "mmnmt checkpoint",
         "mmnmt export",
         "mmnmt survey",
+        "mmnmt upcycle",
     }
 
 
-@pytest.mark.parametrize("command", [c for c in commands("demo") if c.startswith("make ")])
+@pytest.mark.parametrize(
+    "command", dict.fromkeys(c for c in commands("demo") if c.startswith("make "))
+)
 def test_make_targets_exist(command: str) -> None:
     done = subprocess.run(
         ["make", "--dry-run", *shlex.split(command)[1:]],
@@ -83,88 +117,81 @@ def test_make_targets_exist(command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem != "benchmarks")
-"""Pages with commands."""
-OPENED_ONCE = "[quick start](../README.md#quick-start)"
+TAUGHT = [
+    page
+    for folder in ("tutorials", "how-to")
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    if page.name != "first_run.md" and any(map(Block.has_commands, blocks([page])))
+]
 
 
-def test_the_command_is_put_on_the_path_once_and_before_it_is_first_used() -> None:
-    assert README.count("source .venv/bin/activate") == 1
-    in_order = [command for _, command in blocks()]
-    first = next(n for n, command in enumerate(in_order) if "mmnmt" in command.split())
-    assert in_order.index("source .venv/bin/activate") < first
-    assert "VENV := .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert "\n## Quick start\n" in README
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_page_names_the_command_alone_and_links_to_how_it_is_found(page: Path) -> None:
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: page.stem)
+def test_a_page_names_the_command_alone_and_says_at_the_top_where_it_comes_from(
+    page: Path,
+) -> None:
     text = page.read_text(encoding="utf-8")
     assert ".venv" not in text
-    assert OPENED_ONCE in text.split("\n\n")[1]
+    introduction = text.partition("\n## ")[0].partition("```")[0]
+    assert re.search(r"\[activated environment\]\([\w/.-]*first_run\.md#install\)", introduction)
 
 
 SOURCES = re.compile(r"runs/demo/(dense|moe_lgr|assembled|translate_dense|translate_moe_lgr)(?!\w)")
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_translate_export_and_start_from_the_demos_models_of_the_whole_budget(
     page: Path,
 ) -> None:
     """The sources that the demo trains for 150 updates do not translate."""
+    lines = [line for block in blocks([page]) for line in block.text.splitlines()]
+    assert not [line for line in lines if " diff " not in line and SOURCES.search(line)]
+
+
+# Links
+
+LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
+COMING = {
+    "docs/benchmarks.md",
+    "docs/explanation/architecture.md",
+    *(f"docs/papers/{name}.md" for name in ("mmnmt", "moce", "lobef", "lms_fd")),
+    *(f"docs/reference/{name}.md" for name in ("commands", "settings", "recipes", "artifacts")),
+}
+"""Pages that are written or generated elsewhere, and may not be here."""
+
+
+def without_blocks(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if " diff " not in line]
-    assert not [line for line in commands if SOURCES.search(line)]
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def promises() -> list[tuple[str, list[str]]]:
-    """What the README promises, each with the tests that it names."""
-    section = README.partition("\n### What holds\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", section, re.MULTILINE)[1:]
-    return [(promise, re.findall("`([^`]+)`", tests)) for promise, tests in rows]
+def links(page: Path) -> Iterator[tuple[Path, str]]:
+    """Yield target and anchor of every relative link of a page."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
+        if not re.match(r"[a-z]+:", link):
+            path, _, anchor = link.partition("#")
+            yield (page.parent / path).resolve() if path else page, anchor
 
 
-def functions_of(name: str) -> set[str]:
-    """Names of the test functions of a module, or of all modules of a folder, of ``tests/``."""
-    place = ROOT / "tests" / name
-    files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place.with_suffix(".py")]
-    return {
-        node.name
-        for file in files
-        if file.is_file()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs spell them."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_promise_names_tests_that_exist() -> None:
-    found = promises()
-    assert len(found) > 30
-    assert [promise for promise, names in found if not names] == []
-    missing = []
-    for _, names in found:
-        for name in names:
-            module, _, function = name.partition("::")
-            known = functions_of(module)
-            if not known or (function and function not in known):
-                missing.append(name)
-    assert missing == []
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
+def test_relative_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    broken = []
+    for target, anchor in links(page):
+        name = target.relative_to(ROOT).as_posix()
+        if not target.exists():
+            broken += [name] if name not in COMING else []
+        elif anchor and anchor not in anchors(target):
+            broken.append(f"{name}#{anchor}")
+    assert not broken
 
 
-def test_a_promise_of_every_row_or_of_a_papers_size_names_the_very_test() -> None:
-    """A module has many tests; such a promise is read as a claim about all of a paper."""
-    of_papers = [
-        (promise, names)
-        for promise, names in promises()
-        if re.search(r"(?i)\bevery row\b|\bpapers?'s? (sizes|equations)|Tables? \d", promise)
-    ]
-    assert of_papers
-    assert [promise for promise, names in of_papers if not any("::" in n for n in names)] == []
-
-
-def test_files_the_readme_links_to_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
-    assert len(links) > 10
-    missing = [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
-    assert not missing
+def test_the_readme_and_the_index_lead_to_every_tutorial_and_how_to() -> None:
+    index = {target for target, _ in links(ROOT / "docs" / "index.md")}
+    for folder in ("tutorials", "how-to"):
+        assert set((ROOT / "docs" / folder).glob("*.md")) <= index
+    assert ROOT / "docs" / "index.md" in {target for target, _ in links(ROOT / "README.md")}

@@ -1,6 +1,6 @@
-"""The README's way from a checkpoint of other software to experts and back, command by command.
+"""Run the commands of docs/tutorials/experts_in_your_checkpoint.md in order.
 
-On the stored run instead of the demo's, and trained for a few updates.
+They run on the stored run instead of the demo's, and train for a few updates.
 """
 
 import json
@@ -20,8 +20,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.opening import open_model
 from pipeline.cli import main
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-SECTION = README.partition("### Experts in a checkpoint from elsewhere")[2].partition("\n### ")[0]
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorials" / "experts_in_your_checkpoint.md").read_text(encoding="utf-8")
 RECIPE = """
 [shards]
 max_tokens = 40
@@ -40,7 +40,7 @@ every = 1
 
 
 def block(kind: str) -> str:
-    found = re.search(rf"^```{kind}\n(.*?)^```", SECTION, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert found is not None
     return found[1]
 
