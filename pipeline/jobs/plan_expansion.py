@@ -61,8 +61,8 @@ def expand(
     for name, stage in _over_rows(stages, matrices, where):
         if name in expanded:
             raise ConfigError(
-                f"{where}: two stages are named {name!r}. Write a placeholder, such as {{row}}, "
-                "into the name of a stage with a matrix."
+                f"{where}: two stages are named {name!r}. Write {{row}}, or another placeholder "
+                "that tells the rows apart, into the name of the stage with a matrix."
             )
         expanded[name] = stage
     defaults = _Defaults(document.get("defaults", {}), where=where, table=table)
@@ -97,7 +97,7 @@ def _over_rows(
                 f'{where}: no stage has matrix = "{name}". Remove [matrix.{name}], or give it to '
                 "a stage."
             )
-    for chosen, group in groupby(stages.items(), key=lambda item: item[1].get("matrix")):
+    for (chosen, is_repeated), group in groupby(stages.items(), key=_group_of):
         templates = list(group)
         if chosen is None:
             yield from templates
@@ -107,10 +107,17 @@ def _over_rows(
                 f"{where}, stage {templates[0][0]!r}: there is no matrix {chosen!r}"
                 f"{hint(str(chosen), [*matrices], otherwise='add it under [matrix]')}"
             )
-        yield from _expand_group(templates, matrices[chosen], where)
+        expand_group = _repeated if is_repeated else _with_repeated_inputs
+        yield from expand_group(templates, matrices[chosen], where)
 
 
-def _expand_group(
+def _group_of(item: tuple[str, dict[str, Any]]) -> tuple[Any, bool]:
+    """Return the matrix of a stage, and whether the stage is repeated for every row."""
+    name, stage = item
+    return stage.get("matrix"), _PLACEHOLDER.search(name) is not None
+
+
+def _repeated(
     templates: Sequence[tuple[str, dict[str, Any]]], matrix: Matrix, where: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     pairs = (
@@ -119,10 +126,39 @@ def _expand_group(
         else [(row, template) for template in templates for row in matrix.rows]
     )
     for row, (name, stage) in pairs:
-        values = matrix.row(row)
-        own = {key: value for key, value in stage.items() if key != "matrix"}
-        at = f"{where}, stage {name!r}, row {row!r}"
-        yield str(_filled(name, values, at)), _filled(own, values, at)
+        values, at = matrix.row(row), f"{where}, stage {name!r}, row {row!r}"
+        yield str(_filled(name, values, at)), _filled(_without_matrix(stage), values, at)
+
+
+def _with_repeated_inputs(
+    templates: Sequence[tuple[str, dict[str, Any]]], matrix: Matrix, where: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, stage in templates:
+        own, at = _without_matrix(stage), f"{where}, stage {name!r}"
+        inputs = own.get("inputs")
+        if isinstance(inputs, dict):
+            own["inputs"] = {
+                key: _entries_over_rows(table, matrix, at) if isinstance(table, dict) else table
+                for key, table in inputs.items()
+            }
+        yield name, own
+
+
+def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> dict[str, Any]:
+    """Return a table whose entries with a placeholder in their name are repeated per row."""
+    found: dict[str, Any] = {}
+    for key, entry in table.items():
+        if _PLACEHOLDER.search(key) is None:
+            found[key] = entry
+            continue
+        for row in matrix.rows:
+            values, at = matrix.row(row), f"{where}, row {row!r}"
+            found[str(_filled(key, values, at))] = _filled(entry, values, at)
+    return found
+
+
+def _without_matrix(stage: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stage.items() if key != "matrix"}
 
 
 def _filled(value: Any, values: Mapping[str, Any], where: str) -> Any:
