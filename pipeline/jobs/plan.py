@@ -12,24 +12,26 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
     [defaults.translate]              # of every stage that runs translate
     inputs = { corpus = "clean" }
 
-    [matrix.ranks.rows]
-    lms_32 = { rank = 32 }
-    lms_64 = { rank = 64 }
+    [matrix.systems.rows]
+    plain = { label = "no modules" }
+    lms_64 = { recipe = "+lms", set = { model.language_modules.rank = 64 }, label = "d = 64" }
 
     [stages]
     corpus = { run = "import_corpus", inputs = { raw = "$corpus" } }
     clean = { run = "clean", inputs = { corpus = "corpus" } }
     # … tokenizer, shards, mixture
-    [stages."{row}"]                  # becomes the stages lms_32 and lms_64
-    matrix = "ranks"
+    [stages."{row}"]                  # becomes the stages plain and lms_64
+    matrix = "systems"
     run = "pretrain"
-    recipe = "+lms"                   # an overlay on the default: "dense_opus100+lms"
-    set = { model.language_modules.rank = "{rank}" }
     inputs = { shards = "shards", mixture = "mixture" }
     [stages."translate_{row}"]
-    matrix = "ranks"
+    matrix = "systems"
     run = "translate"
     inputs = { checkpoint = "{row}" }
+    [stages.evaluation]               # one stage, with one system per row
+    matrix = "systems"
+    run = "evaluate"
+    inputs = { corpus = "clean", systems = { "{label}" = "translate_{row}" } }
 
 - ``[defaults]`` holds ``recipe``, ``set``, ``processes``, ``threads`` and ``ds_config``. Each
   applies to the stages that take it. ``[defaults.KIND]`` is laid over it, and may hold ``inputs``,
@@ -37,12 +39,15 @@ to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``:
   that begins with ``+`` adds overlays to the default.
 - ``set`` has the structure of a recipe and is laid over it, after its overlays. ``--with`` and
   ``--set`` of a command are laid over ``set``.
-- A stage with ``matrix = "NAME"`` is expanded once per row of ``[matrix.NAME.rows]``. ``{row}``
-  stands for the name of the row, ``{key}`` for its value of that key. A text that is one
-  placeholder alone becomes the value, whatever its type. ``[matrix.NAME.values]`` holds values of
-  rows that do not have their own.
-- Consecutive stages of one matrix come stage by stage: the first with all rows, then the next. With
-  ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
+- ``[matrix.NAME.rows]`` holds rows of values, ``[matrix.NAME]`` the ``values`` of rows that do not
+  have their own. In a stage with ``matrix = "NAME"``, ``{row}`` stands for the name of a row and
+  ``{key}`` for its value of that key. A text that is one placeholder alone becomes the value,
+  whatever its type.
+- A stage with a placeholder in its name is repeated per row. ``recipe``, ``set``, ``processes``,
+  ``threads`` and ``ds_config`` of the row are settings of it, unless it says otherwise. In a stage
+  without a placeholder in its name, entries of ``inputs`` with one in theirs are repeated.
+- Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
+  next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
 
 ``pipeline/jobs/plan_expansion.py`` expands all of this. ``mmnmt run PLAN --dry-run`` lists the
 stages that result.

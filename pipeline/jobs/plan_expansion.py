@@ -27,7 +27,8 @@ class Matrix(Settings):
     """``[matrix.NAME]``: the rows over which stages are expanded."""
 
     rows: dict[str, dict[str, Any]]
-    """Row → its values, which placeholders of a stage stand for."""
+    """Row → its values. Placeholders stand for them; ``recipe``, ``set`` and the like are settings
+    of the row's stages, too."""
     values: dict[str, Any] = Field(default_factory=dict)
     """Values of the rows that do not have their own."""
     order: Literal["stages", "rows"] = "stages"
@@ -127,7 +128,8 @@ def _repeated(
     )
     for row, (name, stage) in pairs:
         values, at = matrix.row(row), f"{where}, stage {name!r}, row {row!r}"
-        yield str(_filled(name, values, at)), _filled(_without_matrix(stage), values, at)
+        of_row = {key: values[key] for key in _OF_ALL if key in values}
+        yield str(_filled(name, values, at)), of_row | _filled(_without_matrix(stage), values, at)
 
 
 def _with_repeated_inputs(
