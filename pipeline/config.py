@@ -20,11 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.documents import read_toml
+from pipeline.documents import merge, read_toml
 from pipeline.errors import ConfigError
 from pipeline.hints import hint
 from pipeline.languages import Regions
-from pipeline.settings import Settings, describe_validation, number, whole
+from pipeline.overrides import override_texts
+from pipeline.settings import Settings, describe_validation, number, shown, whole
 
 TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
 TAG_PRESETS: dict[str, TagScheme] = {
@@ -1185,37 +1186,48 @@ def recipe_names() -> list[str]:
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load_recipe(name: str) -> Recipe:
-    """Resolve ``NAME`` or ``PATH.toml``, its parents and its ``+overlays``.
+def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Resolve ``NAME`` or ``PATH.toml``: its parents, itself, its ``+overlays``, the overrides.
+
+    Args:
+        name: the recipe; None: all settings at their defaults.
+        overrides: sections and settings, as ``--set`` of a command or ``set`` of a plan has them.
 
     Raises:
         ConfigError: no such recipe, a circle of parents, or a setting that does not exist or fit.
     """
-    base, *overlays = name.split("+")
-    merged = _with_parents(base, seen=())
+    base, *overlays = (None,) if name is None else name.split("+")
+    merged = {} if base is None else _with_parents(base, seen=())
     for overlay in overlays:
-        document = _read_recipe(overlay)
-        if "parent" in document:
-            raise ConfigError(
-                f"Recipe {overlay!r} has a parent, so it cannot be laid over {base!r}: "
-                "an overlay states only differences."
-            )
-        merged = merge(merged, document)
+        merged = merge(merged, read_overlay(overlay, base=base))
+    sections = overrides or {}
+    where = "The default settings" if name is None else f"Recipe {name!r}"
+    if sections:
+        where += f" with {', '.join(map(shown, override_texts(sections)))}"
+    for key in ("name", "description", "parent"):
+        if key in sections:
+            raise ConfigError(f"{where}: {key!r} is not a section. Set SECTION.SETTING.")
     try:
-        return Recipe.model_validate({**merged, "name": name})
+        resolved = {**merge(merged, sections), "name": "defaults" if name is None else name}
+        return Recipe.model_validate(resolved)
     except ValidationError as error:
         said = describe_validation(error, Recipe, also=("parent",))
-        raise ConfigError(f"Recipe {name!r}: {said}") from error
+        raise ConfigError(f"{where}: {said}") from error
 
 
-def merge(base: dict[str, Any], difference: dict[str, Any]) -> dict[str, Any]:
-    """Lay ``difference`` over ``base``, table by table; lists and values replace."""
-    merged = dict(base)
-    for key, value in difference.items():
-        old = merged.get(key)
-        both_tables = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
+def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
+    """Return what an overlay states.
+
+    Raises:
+        ConfigError: no such recipe, or it has a parent.
+    """
+    document = _read_recipe(name)
+    if "parent" in document:
+        raise ConfigError(
+            f"Recipe {name!r} has a parent, so it cannot be laid over {base!r}: "
+            "an overlay states only differences."
+        )
+    return document
 
 
 def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,7 +48,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
         raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
-    _check_depth(document, path=path, error=ConfigError)
+    check_depth(document, path=path, error=ConfigError)
     return document
 
 
@@ -115,7 +116,7 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
         _refuse_depth(what, error, problem)
     except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
         raise error(f"{what} is not valid JSON ({problem}): {remedy}.") from problem
-    _check_depth(document, path=what, error=error)
+    check_depth(document, path=what, error=error)
     return document
 
 
@@ -152,37 +153,54 @@ def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]
     tables = {name: value for name, value in document.items() if isinstance(value, Mapping)}
     for name, value in document.items():
         if name not in tables and value is not None:
-            yield f"{_toml_key(name)} = {_toml_value(value)}"
+            yield f"{toml_key(name)} = {toml_value(value)}"
     for name, value in tables.items():
-        path = f"{table}.{_toml_key(name)}".removeprefix(".")
+        path = f"{table}.{toml_key(name)}".removeprefix(".")
         yield from ("", f"[{path}]")
         yield from toml_lines(value, table=path)
 
 
-def _toml_key(name: str) -> str:
-    return name if _BARE_KEY.fullmatch(name) else _toml_value(name)
+def toml_key(name: str) -> str:
+    """Return a key as TOML writes it: bare where possible, else in quotes."""
+    return name if _BARE_KEY.fullmatch(name) else toml_value(name)
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML on one line; entries of a table that are None are left out."""
     match value:
         case Mapping():
             entries = {name: entry for name, entry in value.items() if entry is not None}
-            inside = (f"{_toml_key(name)} = {_toml_value(one)}" for name, one in entries.items())
+            inside = (f"{toml_key(name)} = {toml_value(one)}" for name, one in entries.items())
             return f"{{ {', '.join(inside)} }}" if entries else "{}"
         case list() | tuple():
-            return f"[{', '.join(map(_toml_value, value))}]"
+            return f"[{', '.join(map(toml_value, value))}]"
+        case date() | time():  # of no setting: for the message that refuses it
+            return value.isoformat()
         case float() if math.isinf(value):
             return "inf" if value > 0 else "-inf"
     # TOML has JSON's escapes, but does not take DEL as it is
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def merge(base: dict[str, Any], difference: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay ``difference`` over ``base``, table by table; lists and values replace."""
+    merged = dict(base)
+    for key, value in difference.items():
+        old = merged.get(key)
+        both_tables = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _check_depth(document: object, *, path: Path | str, error: type[UserError]) -> None:
-    """Level by level: what is checked for its depth must not be walked by recursion."""
+def check_depth(document: object, *, path: Path | str, error: type[UserError]) -> None:
+    """Refuse a document that nests too deep.
+
+    It walks level by level: what is checked for its depth must not be walked by recursion.
+    """
     level = [document]
     for _ in range(MAX_DEPTH):
         level = [

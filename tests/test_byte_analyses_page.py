@@ -47,4 +47,4 @@ def test_sets_of_languages_are_the_papers() -> None:
 def test_the_overlays_that_the_page_names_ship() -> None:
     text = PAGE.read_text(encoding="utf-8")
     named = {name for name in recipe_names() if f"+{name}" in text}
-    assert {"sets_moce", "sets_moce_low", "few_shot_1k", "few_shot_4k"} <= named
+    assert {"sets_moce", "sets_moce_low", "few_shot"} <= named

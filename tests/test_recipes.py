@@ -11,7 +11,8 @@ from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
 from pipeline.cli.recipe_verbs import recipe_toml
-from pipeline.config import Recipe, TrainingConfig, load_recipe, merge, recipe_names
+from pipeline.config import Recipe, TrainingConfig, load_recipe, recipe_names
+from pipeline.documents import merge
 from pipeline.ds_config import SECTIONS, ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
 from pipeline.model.parameters import count_parameters
@@ -22,10 +23,8 @@ OVERLAYS = ("hub", "smoke", "tmx")
 ONE_WAY = ("subwords_32k_to_8k", "subwords_64k_to_8k")
 """Overlays that want a recipe of one direction: the plans of LOBEF have them."""
 SYSTEMS = (
-    *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_5_lid_top1"),
-    *("ada_msha_5_lid_top3", "ada_msha_6", "ada_msha_6_lid", "msc", "msc_1"),
-    *(f"ada_msha_5_lid_layer{number}" for number in range(2, 7)),
-    *("ncf_1", "ncf_2", "ncf_3", "ncf_4", "ncf_5", "wsf_1", "wsf_2", "wsf_3", "wsf_4", "wsf_5"),
+    *("ada_msha_4", "ada_msha_4_lid", "ada_msha_5", "ada_msha_5_lid", "ada_msha_6"),
+    *("ada_msha_6_lid", "msc", "msc_1", "ncf_1", "ncf_4", "wsf_2", "wsf_4"),
     *("lobef_code", "one_hot"),
     *("byte_bpe_2k", "byte_bpe_4k", "characters"),
     *("subwords_3k", "subwords_8k", "subwords_32k", "subwords_64k"),

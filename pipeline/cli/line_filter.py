@@ -6,8 +6,9 @@ import sys
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.cli.ending import say_once
 from pipeline.cli.filter_options import with_details
+from pipeline.cli.option_types import chosen_recipe
 from pipeline.cli.stage_options import DEMO_CHECKPOINT
-from pipeline.config import DecodingConfig, load_recipe
+from pipeline.config import DecodingConfig
 from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
 
@@ -19,7 +20,7 @@ def filter_command(options: argparse.Namespace) -> int:
             f"There is no {DEMO_CHECKPOINT}: name a model with --checkpoint, or run "
             "`mmnmt run demo` first."
         )
-    recipe = load_recipe(options.recipe) if options.recipe else None
+    recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:

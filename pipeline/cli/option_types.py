@@ -7,8 +7,10 @@ from pathlib import Path
 
 from pipeline.artifacts.manifest import as_text, is_text
 from pipeline.artifacts.places import refuse_path
+from pipeline.config import Recipe, load_recipe
 from pipeline.ds_config import AUTO, ds_config_names
 from pipeline.errors import ConfigError
+from pipeline.overrides import parse_overrides
 from pipeline.settings import shown
 from pipeline.stages import problem_of_name
 
@@ -88,3 +90,25 @@ def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
         help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
         "(default: %(default)s, by the machine)",
     )
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, which changes single settings of the recipe."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.SETTING=VALUE",
+        help="change a setting, after all overlays, training.updates=300: VALUE is a number, true, "
+        "false, a word or another value of TOML (may be repeated)",
+    )
+
+
+def chosen_recipe(options: argparse.Namespace) -> Recipe:
+    """Load the recipe that ``--recipe`` and ``--set`` choose; defaults where none is named.
+
+    Raises:
+        ConfigError: there is no such recipe, or a setting does not exist or fit.
+    """
+    return load_recipe(options.recipe, parse_overrides(options.overrides))

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import launched_size, say, say_once
-from pipeline.cli.option_types import named_paths, whole_number
+from pipeline.cli.option_types import add_set_option, named_paths, whole_number
 from pipeline.cli.verb import Verb
 from pipeline.distributed.world import is_launched
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan import load_plan, place_plan, plan_names
 from pipeline.jobs.runner import dry_run, run_plan, show_status
+from pipeline.overrides import parse_overrides
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -19,6 +20,7 @@ def _run(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
+        overrides=parse_overrides(options.overrides),
         given=_given(options.input),
         processes=options.processes,
     ).chosen(only=options.only, until=options.until)
@@ -44,6 +46,7 @@ def _status(options: argparse.Namespace) -> int:
         load_plan(options.plan),
         out_dir=options.out,
         overlay=options.overlay,
+        overrides=parse_overrides(options.overrides),
         given=_given(options.input),
     ).chosen(only=options.only, until=options.until)
     show_status(placed)
@@ -79,6 +82,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with", dest="overlay", default="", metavar="OVERLAY", help="lay this over every recipe"
     )
+    add_set_option(parser)
     parser.add_argument(
         "--input",
         nargs="+",

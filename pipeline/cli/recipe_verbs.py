@@ -4,12 +4,18 @@ import argparse
 import json
 from dataclasses import asdict
 
-from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.cli.option_types import (
+    add_ds_config_option,
+    add_set_option,
+    chosen_recipe,
+    whole_number,
+)
 from pipeline.cli.verb import Verb
 from pipeline.config import MAX_GROUPS, MAX_VOCABULARY, Recipe, load_recipe, recipe_names
 from pipeline.documents import toml_lines
 from pipeline.ds_config import load_ds_config
 from pipeline.errors import ConfigError
+from pipeline.overrides import override_texts, parse_overrides
 from pipeline.settings import shown
 from pipeline.terminal import text_table
 
@@ -18,7 +24,7 @@ MAX_RANKS = 10**5
 
 
 def _describe(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe)
+    recipe = chosen_recipe(options)
     vocabulary_size = options.vocabulary or recipe.tokenizer.ids
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
@@ -39,6 +45,8 @@ def _describe(options: argparse.Namespace) -> int:
     else:
         rows = [[part, f"{count:,}"] for part, count in parameters.items()]
         table = text_table(["part", "parameters"], rows)
+        for text in override_texts(parse_overrides(options.overrides)):
+            print(f"# --set {text}")
         print(recipe_toml(recipe))
         print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
         print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
@@ -106,7 +114,7 @@ def _list(_options: argparse.Namespace) -> int:
 
 
 def _estimate_memory(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe)
+    recipe = chosen_recipe(options)
     from pipeline.estimates.memory import estimate  # once the recipe is known to be good
 
     estimated = estimate(
@@ -127,7 +135,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 
 def _estimate_time(options: argparse.Namespace) -> int:
-    recipe = load_recipe(options.recipe)
+    recipe = chosen_recipe(options)
     sizes: dict[str, int] = {
         "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
         "num_groups": _num_groups(recipe, options.groups),
@@ -180,6 +188,7 @@ def _estimate_time(options: argparse.Namespace) -> int:
 
 def _add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
+    add_set_option(parser)
     parser.add_argument(
         "--vocabulary",
         type=whole_number(MAX_VOCABULARY),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.cli.filter_options import add_detail_options, first_detail_option
-from pipeline.cli.option_types import add_ds_config_option, whole_number
+from pipeline.cli.option_types import add_ds_config_option, add_set_option, whole_number
 from pipeline.cli.parser import CommandParser
 from pipeline.config import Route
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -36,6 +36,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
             help=f"settings: a name of `mmnmt recipes`, or PATH.toml, with overlays NAME+OVERLAY "
             f"(reads {', '.join(stage.sections)}){note * required}",
         )
+        add_set_option(parser)
     for name, wanted in stage.inputs.items():
         form: dict[str, Any] = {
             "required": wanted.required and not unless,
@@ -124,7 +125,8 @@ def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.Argu
         if options.dry_run:
             parser.error("--dry-run is of an ASSEMBLY.toml: name one")
         return False
-    given = [name for name in ("recipe", *stage.inputs) if getattr(options, name)]
+    options_of = {"recipe": "recipe", "overrides": "set", **{name: name for name in stage.inputs}}
+    given = [option for name, option in options_of.items() if getattr(options, name)]
     if given:
         parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
     if options.out is None and not options.dry_run:

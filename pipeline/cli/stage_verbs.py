@@ -33,9 +33,9 @@ from pipeline.artifacts.run_removal import finish_removal
 from pipeline.cli.assembly_command import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.line_filter import filter_command
-from pipeline.cli.option_types import named_paths, refuse_paths, whole_number
+from pipeline.cli.option_types import chosen_recipe, named_paths, refuse_paths, whole_number
 from pipeline.cli.stage_options import check_required, is_declared, is_filter, stage_parser
-from pipeline.config import Recipe, load_recipe
+from pipeline.config import load_recipe
 from pipeline.distributed.signals import interruptible
 from pipeline.distributed.world import is_launched
 from pipeline.entry import prepare_process
@@ -160,8 +160,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         UserError: a recipe, ds_config or input that cannot be used.
     """
     given = vars(options)
-    named = stage.sections and options.recipe
-    recipe = load_recipe(options.recipe) if named else Recipe(name="defaults")
+    recipe = chosen_recipe(options) if stage.sections else load_recipe(None)
     if given.get("route"):
         route = {"route": given["route"]}
         recipe = recipe.model_copy(update={"decoding": recipe.decoding.model_copy(update=route)})

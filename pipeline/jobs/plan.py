@@ -1,7 +1,56 @@
 """Plans: a graph of stages, read, checked, and laid out in a folder.
 
-A plan is a TOML file: ``[inputs]`` names the raw data it wants, ``[stages.NAME]`` says which stage
-to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``.
+A plan is a TOML file. ``[inputs]`` names the raw data that it wants. ``[stages]`` says which stage
+to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``::
+
+    [inputs]
+    corpus = "a tree of pair folders"
+
+    [defaults]                        # of every stage that takes such a setting
+    recipe = "dense_opus100"
+    processes = 8
+    [defaults.translate]              # of every stage that runs translate
+    inputs = { corpus = "clean" }
+
+    [matrix.systems.rows]
+    plain = { label = "no modules" }
+    lms_64 = { recipe = "+lms", set = { model.language_modules.rank = 64 }, label = "d = 64" }
+
+    [stages]
+    corpus = { run = "import_corpus", inputs = { raw = "$corpus" } }
+    clean = { run = "clean", inputs = { corpus = "corpus" } }
+    # … tokenizer, shards, mixture
+    [stages."{row}"]                  # becomes the stages plain and lms_64
+    matrix = "systems"
+    run = "pretrain"
+    inputs = { shards = "shards", mixture = "mixture" }
+    [stages."translate_{row}"]
+    matrix = "systems"
+    run = "translate"
+    inputs = { checkpoint = "{row}" }
+    [stages.evaluation]               # one stage, with one system per row
+    matrix = "systems"
+    run = "evaluate"
+    inputs = { corpus = "clean", systems = { "{label}" = "translate_{row}" } }
+
+- ``[defaults]`` holds ``recipe``, ``set``, ``processes``, ``threads`` and ``ds_config``. Each
+  applies to the stages that take it. ``[defaults.KIND]`` is laid over it, and may hold ``inputs``,
+  too. What a stage itself says is laid over both: ``set`` and ``inputs`` entry by entry. A recipe
+  that begins with ``+`` adds overlays to the default.
+- ``set`` has the structure of a recipe and is laid over it, after its overlays. ``--with`` and
+  ``--set`` of a command are laid over ``set``.
+- ``[matrix.NAME.rows]`` holds rows of values, ``[matrix.NAME]`` the ``values`` of rows that do not
+  have their own. In a stage with ``matrix = "NAME"``, ``{row}`` stands for the name of a row and
+  ``{key}`` for its value of that key. A text that is one placeholder alone becomes the value,
+  whatever its type.
+- A stage with a placeholder in its name is repeated per row. ``recipe``, ``set``, ``processes``,
+  ``threads`` and ``ds_config`` of the row are settings of it, unless it says otherwise. In a stage
+  without a placeholder in its name, entries of ``inputs`` with one in theirs are repeated.
+- Consecutive repeated stages of one matrix come stage by stage: the first with all rows, then the
+  next. With ``order = "rows"`` in ``[matrix.NAME]`` they come row by row.
+
+``pipeline/jobs/plan_expansion.py`` expands all of this. ``mmnmt run PLAN --dry-run`` lists the
+stages that result.
 """
 
 import graphlib
@@ -16,12 +65,14 @@ from pydantic import Field, ValidationError
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import Recipe, load_recipe
-from pipeline.documents import read_toml
+from pipeline.config import load_recipe, read_overlay
+from pipeline.documents import merge, read_toml
 from pipeline.ds_config import AUTO
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.hints import hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.jobs.plan_expansion import expand
+from pipeline.overrides import without_stated
 from pipeline.settings import Settings, describe_validation, whole
 from pipeline.stages import STAGES, Input, Stage, problem_of_name, stage_config
 from pipeline.summary import with_article
@@ -34,6 +85,8 @@ class PlanStage(Settings):
     """Verb of the command line, ``pretrain``."""
     recipe: str = ""
     """Not for stages that read no settings."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Sections and settings that are laid over the recipe and its overlays."""
     inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
     """Input → stage name, or ``$`` and the name of one of the plan's inputs; where the stage takes
     many, a table of name → stage name."""
@@ -94,10 +147,13 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
                 )
             choices = hint(name_or_path, plan_names(), otherwise="or give the path of a .toml file")
             raise ConfigError(f"There is no plan {name_or_path!r}{choices}")
+    where = f"Plan {name_or_path!r}"
+    document = expand(read_toml(path), where=where, table=table)
     try:
-        plan = Plan.model_validate({"name": path.stem, **read_toml(path)})
+        plan = Plan.model_validate({"name": path.stem, **document})
     except ValidationError as error:
-        raise ConfigError(f"Plan {name_or_path!r}: {describe_validation(error, Plan)}") from error
+        said = describe_validation(error, Plan, also=("defaults", "matrix"))
+        raise ConfigError(f"{where}: {said}") from error
     for name in plan.stages:
         _check_stage(plan, name, table=table)
     stage_order(plan)
@@ -135,6 +191,8 @@ def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
         )
     stage = table[planned.run]
+    if planned.set and not stage.sections:
+        raise ConfigError(f"{where}: {planned.run} reads no settings: leave out set.")
     if stage.sections and stage.needs_recipe and not planned.recipe:
         raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
     missing = [
@@ -205,6 +263,8 @@ class Task:
     recipe: str
     out_dir: Path
     config: Mapping[str, Any]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """What is laid over the recipe: ``set`` of the plan and of the command."""
 
     @property
     def is_made(self) -> bool:
@@ -348,14 +408,21 @@ def place_plan(
     *,
     out_dir: Path | None = None,
     overlay: str = "",
+    overrides: Mapping[str, Any] | None = None,
     given: Mapping[str, RawInput] | None = None,
     processes: int | None = None,
     table: Mapping[str, Stage] = STAGES,
 ) -> PlacedPlan:
     """Resolve every stage's settings.
 
-    ``overlay`` is laid over every recipe; ``processes`` overrules the plan's where a stage can use
-    several; the folder is ``runs/<plan>`` unless given.
+    Args:
+        plan: the checked plan.
+        out_dir: folder of all stages; ``runs/<plan>`` unless given.
+        overlay: laid over every recipe, and over ``set`` of the plan.
+        overrides: laid over all of that, as ``--set`` states them.
+        given: plan input → data from outside.
+        processes: overrules the plan's where a stage can use several.
+        table: the stages that there are.
 
     Raises:
         ConfigError: a recipe or ds_config does not resolve, a given input is not the plan's, or
@@ -370,15 +437,20 @@ def place_plan(
     place = out_dir or Path("runs") / plan.name
     paths = {key: path for name in given for key, path in given[name].named(name).items()}
     refuse_inputs(place, inputs=paths, run_folder=False, what="The plan's folder")
+    laid_over: dict[str, Any] = {}
+    for one in overlay.split("+") if overlay else ():
+        laid_over = merge(laid_over, read_overlay(one, base=plan.name))
     tasks = []
     for name in stage_order(plan):
         planned, stage = plan.stages[name], table[plan.stages[name].run]
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
-        settings = load_recipe(recipe) if recipe else Recipe(name="defaults")
+        changes = merge(without_stated(planned.set, laid_over), overrides or {})
+        changes = changes if stage.sections else {}
+        settings = load_recipe(recipe or None, changes)
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)
-        tasks.append(Task(name, stage, planned, recipe, place / name, config))
+        tasks.append(Task(name, stage, planned, recipe, place / name, config, changes))
         refuse_inputs(
             place / name,
             inputs=paths,

@@ -29,6 +29,7 @@ from pipeline.jobs.freshness import change_of_files, forecast, reason_to_run
 from pipeline.jobs.launch import StopRequests, describe_exit, launch
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.jobs.training_at_stake import going_on, refusal, training_done, why_lost
+from pipeline.overrides import override_texts
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
@@ -256,6 +257,7 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
     arguments = [task.stage.name]
     if task.stage.sections and task.recipe:
         arguments.append(f"--recipe={task.recipe}")
+    arguments += [f"--set={text}" for text in override_texts(task.overrides)]
     for name, source in task.planned.inputs.items():
         option = f"--{name}"
         if isinstance(source, str):

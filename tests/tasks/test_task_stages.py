@@ -15,8 +15,9 @@ from torch import Tensor
 from pipeline import evaluate_task, finetune_reader, finetune_tagger
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import raw_input
-from pipeline.config import Recipe, load_recipe, merge
+from pipeline.config import Recipe, load_recipe
 from pipeline.distributed.world import World
+from pipeline.documents import merge
 from pipeline.errors import ConfigError, Interrupted, UserError
 from pipeline.stages import STAGES, StageCall, stage_config
 from pipeline.tasks.asking import answer_questions, tag_sentences

@@ -1,0 +1,243 @@
+"""Expand ``[defaults]`` and ``[matrix]`` of a plan, so that every stage stands there in full.
+
+``pipeline/jobs/plan.py`` documents both. Expansion works on the parsed TOML, before the stages are
+checked: a stage of the result has no trace of how it was written.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from pipeline.documents import merge
+from pipeline.errors import ConfigError
+from pipeline.hints import hint
+from pipeline.settings import Settings, describe_validation
+from pipeline.stages import Stage
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_OF_ALL = ("recipe", "set", "processes", "threads", "ds_config")
+"""Settings of stages that ``[defaults]`` may have for all of them."""
+_OF_KIND = (*_OF_ALL, "inputs")
+
+
+class Matrix(Settings):
+    """``[matrix.NAME]``: the rows over which stages are expanded."""
+
+    rows: dict[str, dict[str, Any]]
+    """Row → its values. Placeholders stand for them; ``recipe``, ``set`` and the like are settings
+    of the row's stages, too."""
+    values: dict[str, Any] = Field(default_factory=dict)
+    """Values of the rows that do not have their own."""
+    order: Literal["stages", "rows"] = "stages"
+    """How consecutive stages of the matrix are ordered: each stage with all rows, or each row with
+    all stages."""
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Return the values of a row, its name among them."""
+        return {**self.values, **self.rows[name], "row": name}
+
+
+def expand(
+    document: Mapping[str, Any], *, where: str, table: Mapping[str, Stage]
+) -> dict[str, Any]:
+    """Return a plan without ``[defaults]`` and ``[matrix]``.
+
+    Args:
+        document: the parsed plan.
+        where: the plan, for error messages.
+        table: the stages that there are.
+
+    Raises:
+        ConfigError: a name in either of them is unknown, or two stages have one name.
+    """
+    plain = {key: value for key, value in document.items() if key not in ("defaults", "matrix")}
+    stages = document.get("stages")
+    if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
+        return plain  # which the plan's own check refuses
+    matrices = _matrices(document.get("matrix", {}), where)
+    expanded: dict[str, Any] = {}
+    for name, stage in _over_rows(stages, matrices, where):
+        if name in expanded:
+            raise ConfigError(
+                f"{where}: two stages are named {name!r}. Write {{row}}, or another placeholder "
+                "that tells the rows apart, into the name of the stage with a matrix."
+            )
+        expanded[name] = stage
+    defaults = _Defaults(document.get("defaults", {}), where=where, table=table)
+    defaults.require_use({stage.get("run") for stage in expanded.values()})
+    return {**plain, "stages": {name: defaults.under(stage) for name, stage in expanded.items()}}
+
+
+# ---------------------------------------------------------------- matrix
+
+
+def _matrices(document: Any, where: str) -> dict[str, Matrix]:
+    if not isinstance(document, dict):
+        raise ConfigError(f"{where}: matrix is not a table. Write [matrix.NAME.rows].")
+    found = {}
+    for name, matrix in document.items():
+        try:
+            found[name] = Matrix.model_validate(matrix)
+        except ValidationError as error:
+            said = describe_validation(error, Matrix)
+            raise ConfigError(f"{where}, [matrix.{name}]: {said}") from error
+    return found
+
+
+def _over_rows(
+    stages: Mapping[str, dict[str, Any]], matrices: Mapping[str, Matrix], where: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the stages in order, those of a matrix once per row."""
+    used = {stage["matrix"] for stage in stages.values() if isinstance(stage.get("matrix"), str)}
+    for name in matrices:
+        if name not in used:
+            raise ConfigError(
+                f'{where}: no stage has matrix = "{name}". Remove [matrix.{name}], or give it to '
+                "a stage."
+            )
+    for (chosen, is_repeated), group in groupby(stages.items(), key=_group_of):
+        templates = list(group)
+        if chosen is None:
+            yield from templates
+            continue
+        if chosen not in matrices:
+            raise ConfigError(
+                f"{where}, stage {templates[0][0]!r}: there is no matrix {chosen!r}"
+                f"{hint(str(chosen), [*matrices], otherwise='add it under [matrix]')}"
+            )
+        expand_group = _repeated if is_repeated else _with_repeated_inputs
+        yield from expand_group(templates, matrices[chosen], where)
+
+
+def _group_of(item: tuple[str, dict[str, Any]]) -> tuple[Any, bool]:
+    """Return the matrix of a stage, and whether the stage is repeated for every row."""
+    name, stage = item
+    return stage.get("matrix"), _PLACEHOLDER.search(name) is not None
+
+
+def _repeated(
+    templates: Sequence[tuple[str, dict[str, Any]]], matrix: Matrix, where: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    pairs = (
+        [(row, template) for row in matrix.rows for template in templates]
+        if matrix.order == "rows"
+        else [(row, template) for template in templates for row in matrix.rows]
+    )
+    for row, (name, stage) in pairs:
+        values, at = matrix.row(row), f"{where}, stage {name!r}, row {row!r}"
+        of_row = {key: values[key] for key in _OF_ALL if key in values}
+        yield str(_filled(name, values, at)), of_row | _filled(_without_matrix(stage), values, at)
+
+
+def _with_repeated_inputs(
+    templates: Sequence[tuple[str, dict[str, Any]]], matrix: Matrix, where: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, stage in templates:
+        own, at = _without_matrix(stage), f"{where}, stage {name!r}"
+        inputs = own.get("inputs")
+        if isinstance(inputs, dict):
+            own["inputs"] = {
+                key: _entries_over_rows(table, matrix, at) if isinstance(table, dict) else table
+                for key, table in inputs.items()
+            }
+        yield name, own
+
+
+def _entries_over_rows(table: Mapping[str, Any], matrix: Matrix, where: str) -> dict[str, Any]:
+    """Return a table whose entries with a placeholder in their name are repeated per row."""
+    found: dict[str, Any] = {}
+    for key, entry in table.items():
+        if _PLACEHOLDER.search(key) is None:
+            found[key] = entry
+            continue
+        for row in matrix.rows:
+            values, at = matrix.row(row), f"{where}, row {row!r}"
+            found[str(_filled(key, values, at))] = _filled(entry, values, at)
+    return found
+
+
+def _without_matrix(stage: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in stage.items() if key != "matrix"}
+
+
+def _filled(value: Any, values: Mapping[str, Any], where: str) -> Any:
+    """Return a value with its placeholders replaced; a text that is one alone becomes its value."""
+    match value:
+        case str() if whole := _PLACEHOLDER.fullmatch(value):
+            return _value(whole[1], values, where)
+        case str():
+            return _PLACEHOLDER.sub(lambda found: str(_value(found[1], values, where)), value)
+        case dict():
+            return {
+                str(_filled(key, values, where)): _filled(entry, values, where)
+                for key, entry in value.items()
+            }
+        case list():
+            return [_filled(entry, values, where) for entry in value]
+    return value
+
+
+def _value(name: str, values: Mapping[str, Any], where: str) -> Any:
+    if name not in values:
+        raise ConfigError(f"{where}: the row has no value {name!r}{hint(name, [*values])}")
+    return values[name]
+
+
+# ---------------------------------------------------------------- defaults
+
+
+class _Defaults:
+    """``[defaults]`` and ``[defaults.KIND]``."""
+
+    def __init__(self, document: Any, *, where: str, table: Mapping[str, Stage]) -> None:
+        self._where, self._table = f"{where}, [defaults]", table
+        if not isinstance(document, dict):
+            raise ConfigError(f"{self._where}: it is not a table. Write settings of stages.")
+        self._of_all = {key: value for key, value in document.items() if key not in table}
+        self._of_kind = {key: value for key, value in document.items() if key in table}
+        for key in self._of_all:
+            if key not in _OF_ALL:
+                raise ConfigError(
+                    f"{self._where}: {key!r} is neither a setting of stages nor a stage"
+                    f"{hint(key, [*_OF_ALL, *table])}"
+                )
+        for kind, settings in self._of_kind.items():
+            for key in settings if isinstance(settings, dict) else ("",):
+                if key not in _OF_KIND:
+                    raise ConfigError(
+                        f"{self._where[:-1]}.{kind}]: {key!r} is not a setting of stages"
+                        f"{hint(key, _OF_KIND)}"
+                    )
+
+    def require_use(self, kinds: set[object]) -> None:
+        """Raise ConfigError where no stage runs a kind that has defaults."""
+        for kind in self._of_kind:
+            if kind not in kinds:
+                raise ConfigError(f"{self._where[:-1]}.{kind}]: no stage runs {kind}. Remove it.")
+
+    def under(self, stage: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a stage with the defaults that it does not overrule."""
+        kind = self._table.get(str(stage.get("run")))
+        if kind is None:
+            return dict(stage)  # which the plan's own check refuses
+        taken = {
+            "recipe": bool(kind.sections),
+            "set": bool(kind.sections),
+            "processes": kind.parallel != "no",
+            "threads": kind.parallel != "no",
+            "ds_config": kind.trains,
+        }
+        of_all = {key: value for key, value in self._of_all.items() if taken[key]}
+        return _laid_over(_laid_over(of_all, self._of_kind.get(kind.name, {})), stage)
+
+
+def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay settings of a stage over others: tables entry by entry, a recipe ``+x`` as an overlay."""
+    merged = merge(dict(base), stage)
+    recipe = stage.get("recipe")
+    if "recipe" in base and isinstance(recipe, str) and (recipe == "" or recipe[0] == "+"):
+        merged["recipe"] = f"{base['recipe']}{recipe}"
+    return merged
