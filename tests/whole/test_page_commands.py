@@ -168,9 +168,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}
     wanted = ("flores", "translate_bytes", "translate_moce_5_lid", "moce_5")
     small_run("ted59", runs, ted59, tiny=BYTES, wanted=wanted)
-    write_tree(folder / "turkish", lines={"tr": 4, "az": 0}, validated=("tr",))
-    turkish = dict.fromkeys(("turkish", "russian", "portuguese", "czech"), folder / "turkish")
-    small_run("lobef_transfer", runs, turkish, tiny=BYTES, wanted=("bytes_turkish",))
+    write_tree(folder / "talks", lines={"tr": 4, "az": 0}, validated=("tr",))
+    transfer = {"talks": folder / "talks", "few": raw / "azerbaijani"}
+    small_run("lobef_transfer", runs, transfer, tiny=BYTES, wanted=("bytes",))
     copies = {
         "bible24": ("mmnmt", "clean"),
         "opus100": ("clean", "tokenizer"),
