@@ -150,6 +150,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pairs", "opus-100", "pc32"):
         write_tree(raw / name, lines={"de": 4}, validated=("de",))
     write_tree(raw / "azerbaijani", lines={"az": 4}, validated=("az",))
+    write_tree(raw / "turkish", lines={"tr": 4, "az": 0}, validated=("tr",))
     write(
         raw / "memories",
         {"ours.tmx": translation_memory(9), "test/ours.tmx": translation_memory(2)},
@@ -166,10 +167,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = folder / "runs"
     small_run("demo", runs, {}, tiny=DEMO, wanted=())
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}
-    wanted = ("flores", "translate_bytes", "translate_moce_5_lid", "moce_5")
+    translated = ("translate_bytes", "translate_moce_5_lid")
+    wanted = ("flores", "tokenizer_subwords", *translated, "moce_5")
     small_run("ted59", runs, ted59, tiny=BYTES, wanted=wanted)
-    write_tree(folder / "talks", lines={"tr": 4, "az": 0}, validated=("tr",))
-    transfer = {"talks": folder / "talks", "few": raw / "azerbaijani"}
+    transfer = {"talks": raw / "turkish", "few": raw / "azerbaijani"}
     small_run("lobef_transfer", runs, transfer, tiny=BYTES, wanted=("bytes",))
     copies = {
         "bible24": ("mmnmt", "clean"),
