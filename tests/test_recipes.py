@@ -433,12 +433,12 @@ def test_wrong_keys_and_numbers_of_a_ds_config_are_refused(
 
 @pytest.mark.parametrize(
     ("recipe", "limit"),
-    [("demo_dense", 254), ("dense_iwslt14", 510), ("dense_opus100", 1022), ("bytes_lobef", 800)],
+    [("demo_dense", 254), ("dense_iwslt14", 510), ("dense_opus100", 1022), ("bytes_lobef", 2046)],
 )
 def test_the_longest_sentence_follows_the_model_unless_a_recipe_sets_it(
     recipe: str, limit: int
 ) -> None:
-    """256, 512 and 1,024 positions, two of which are a tag's and end-of-sentence's."""
+    """256, 512, 1,024 and 2,048 positions, two of which are a tag's and end-of-sentence's."""
     loaded = load_recipe(recipe)
     assert loaded.max_tokens == limit
     assert loaded.sections(("shards",))["shards"]["max_tokens"] == limit

@@ -264,14 +264,15 @@ def remove_artifact(directory: Path) -> None:
     if reason is not None:
         raise ArtifactError(f"{directory} {reason}: it is not removed; move it away.")
     manifest = read_manifest(directory)
+    # First the file beside it: a later start that finds the directory gone looks for nothing else.
+    with contextlib.suppress(OSError):
+        if is_verified_file(verified_path(directory)):
+            verified_path(directory).unlink()
     for name in manifest.files if manifest else ():
         (directory / name).unlink(missing_ok=True)
     _remove_empty_folders(directory)
     (directory / MANIFEST_NAME).unlink(missing_ok=True)
     directory.rmdir()
-    with contextlib.suppress(OSError):
-        if is_verified_file(verified_path(directory)):
-            verified_path(directory).unlink()
 
 
 def _remove_empty_folders(directory: Path) -> None:

@@ -12,7 +12,13 @@ from support.folder_listing import names_in
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import claim_run_folder, lock_path, run_dir, sole_writer
+from pipeline.artifacts.places import (
+    claim_run_folder,
+    lock_path,
+    run_dir,
+    sole_writer,
+    verified_path,
+)
 from pipeline.artifacts.run_removal import (
     LOCK_NAME,
     announce_removal,
@@ -43,6 +49,7 @@ def make_run(out_dir: Path, *, config: dict[str, Any] = CONFIG) -> Path:
             folder / name, kind=kind, stage="pretrain", config=config, inputs={}
         ) as writer:
             writer.path("optimizer/part").write_text(name)
+        verified_path(folder / name).write_text('["digest", "part"]\n')  # as an older state has
     (folder / "states" / ".update-0000002.unfinished" / "optimizer").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("{}\n")
     with new_artifact(

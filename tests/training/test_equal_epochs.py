@@ -37,7 +37,7 @@ VOCABULARIES = {
 
 def recipe_of(vocabulary: str, **changes: object) -> Recipe:
     plain = make_recipe(updates=UPDATES, updates_of="bytes").model_dump()
-    plain["model"]["moe"] = None
+    plain["model"] |= {"moe": None, "max_positions": 512}  # no line is too long for any
     plain["batches"] |= {"tokens": 6000, "window_steps": 8}
     plain["tokenizer"] |= VOCABULARIES[vocabulary]
     return Recipe.model_validate(plain | changes)
