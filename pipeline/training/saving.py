@@ -34,8 +34,8 @@ class Saving:
     With ``saving.in_background`` it writes a copy in host memory while training goes on.
 
     Invariant: every rank writes its own share, each tensor is written exactly once, and an
-    artifact appears in the run directory only when all ranks have written theirs. An older state
-    is removed only after the newer one is complete or handed to the background write.
+    artifact appears in the run directory only when all ranks have written theirs. The newest
+    complete state is never removed while training goes on.
     """
 
     def __init__(
