@@ -166,7 +166,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = folder / "runs"
     small_run("demo", runs, {}, tiny=DEMO, wanted=())
     ted59 = {"corpus": raw / "talks", "flores": raw / "flores"}
-    wanted = ("flores", "translate_bytes", "translate_moce_5_lid", "moce_5")
+    wanted = ("flores", "tokenizer_subwords", "translate_bytes", "translate_moce_5_lid", "moce_5")
     small_run("ted59", runs, ted59, tiny=BYTES, wanted=wanted)
     write_tree(folder / "talks", lines={"tr": 4, "az": 0}, validated=("tr",))
     transfer = {"talks": folder / "talks", "few": raw / "azerbaijani"}
