@@ -54,6 +54,8 @@ from pipeline.training.loop import _Interval, training_data
 from pipeline.training.optim import learning_rate
 from pipeline.training.validation import summarize_validation
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:

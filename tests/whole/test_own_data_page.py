@@ -15,6 +15,8 @@ import pytest
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import iterate_lines, line_counts
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "your_own_data.md").read_text(encoding="utf-8")
 SHORTER = {
     "vocabulary_size = 4000": "vocabulary_size = 80",

@@ -138,6 +138,7 @@ def functions_of(name: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_every_promise_names_tests_that_exist() -> None:
     found = promises()
     assert len(found) > 30

@@ -20,6 +20,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.opening import open_model
 from pipeline.cli import main
 
+pytestmark = pytest.mark.slow
+
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("### Experts in a checkpoint from elsewhere")[2].partition("\n### ")[0]
 RECIPE = """
