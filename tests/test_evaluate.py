@@ -253,6 +253,7 @@ def test_copied_sources_are_in_the_wrong_language_and_references_in_the_right_on
     assert confusion["perfect"]["into_pivot"] == {"en": {"en": 5}}
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, corpus: Artifact) -> None:
     systems = {
         "second": translations(tmp_path / "a", corpus, shuffled),
@@ -555,6 +556,7 @@ def test_truncated_and_empty_translations_are_counted_in_the_report(
     assert expected in made.file("report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_translations_of_another_corpus_are_pointed_out(tmp_path: Path, corpus: Artifact) -> None:
     other = artifact(
         tmp_path / "other", "corpus", "clean", lambda writer: writer.write_json("x.json", 1)
@@ -616,6 +618,7 @@ def test_no_system_at_all_is_refused(tmp_path: Path, corpus: Artifact) -> None:
 # A corpus with test lines alone, and models that know some of its languages
 
 
+@pytest.mark.slow
 def test_families_and_resources_come_from_the_corpus_that_was_trained_on(
     tmp_path: Path, corpus: Artifact
 ) -> None:
@@ -693,6 +696,7 @@ def test_systems_without_a_direction_in_common_are_refused(
 # Intervals
 
 
+@pytest.mark.slow
 def test_intervals_are_a_function_of_lines_and_seed_and_bold_follows_them(
     tmp_path: Path,
 ) -> None:
@@ -722,6 +726,7 @@ def test_intervals_are_a_function_of_lines_and_seed_and_bold_follows_them(
     assert other.read_json("scores.json")["significance"] != significance
 
 
+@pytest.mark.slow
 def test_differences_are_drawn_as_often_as_their_number_needs(tmp_path: Path) -> None:
     """Six tests need 120 resamples: of 100 none could be significant, however far apart."""
 
@@ -758,6 +763,7 @@ def write_many_lines(writer: ArtifactWriter) -> None:
     writer.statistics["pairs"] = {"de-en": {"train": 50, "test": 40}}
 
 
+@pytest.mark.slow
 def test_three_lines_make_no_interval_and_no_best_system(tmp_path: Path, corpus: Artifact) -> None:
     systems = {
         "better": translations(tmp_path / "a", corpus, perfect),
@@ -770,6 +776,7 @@ def test_three_lines_make_no_interval_and_no_best_system(tmp_path: Path, corpus:
     assert "**" not in made.file("report.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_stage_says_what_it_scored(tmp_path: Path, corpus: Artifact) -> None:
     systems = {"perfect": translations(tmp_path / "a", corpus, perfect)}
     made = evaluated(stage_call(tmp_path / "out", corpus, systems))
@@ -779,6 +786,7 @@ def test_the_stage_says_what_it_scored(tmp_path: Path, corpus: Artifact) -> None
     )
 
 
+@pytest.mark.slow
 def test_hypotheses_that_no_encoding_can_hold_do_not_break_the_reports(
     tmp_path: Path, corpus: Artifact
 ) -> None:

@@ -284,6 +284,7 @@ def test_a_recipe_in_a_file_may_build_on_one_that_ships(tmp_path: Path) -> None:
     assert recipe.optimizer == parent.optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ds_config", ds_config_names())
 @pytest.mark.parametrize("name", BASES)
 def test_every_recipe_merges_with_every_ds_config(name: str, ds_config: str) -> None:

@@ -389,6 +389,7 @@ def test_details_are_kept_over_an_interruption(
         ]
 
 
+@pytest.mark.slow
 def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
     decoding = 'search = "sampling"\nn_best = 2\nsampling_temperature = 2.0\nseed = 5\n'
     decoding += "max_length_ratio = 0.3\nmax_extra_length = 6\n"
@@ -417,6 +418,7 @@ def test_what_cannot_be_asked_for_is_refused_in_one_sentence(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_no_translation_has_a_banned_phrase(bench: Bench) -> None:
     assert bench.run("plain") == 0
     texts = [one.text for lines in bench.found("plain").values() for one in lines]
@@ -572,6 +574,7 @@ def record_translated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return translated
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_translates_nothing_twice(
     bench: Bench, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -589,6 +592,7 @@ def test_an_interrupted_run_goes_on_and_translates_nothing_twice(
     assert not (bench.directory / "out.run").exists()
 
 
+@pytest.mark.slow
 def test_a_line_that_a_killed_run_half_wrote_is_translated_again(
     bench: Bench, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,6 +611,7 @@ def test_a_line_that_a_killed_run_half_wrote_is_translated_again(
     assert_same(bench.found("out"), bench.found("whole"))
 
 
+@pytest.mark.slow
 def test_what_was_translated_with_other_settings_is_replaced_only_on_demand(
     bench: Bench, stop_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -643,6 +648,7 @@ def test_a_run_folder_that_is_not_of_translations_is_left_alone(
     assert names_in(path.parent) == [path.name]
 
 
+@pytest.mark.slow
 def test_a_file_of_the_users_in_a_run_folder_outlives_the_run(
     bench: Bench, stop_after: Callable[[int], None]
 ) -> None:
@@ -670,6 +676,7 @@ def test_the_time_of_all_attempts_is_the_artifact_s(
     assert 1000 + elapsed / 2 < found < 1000 + elapsed
 
 
+@pytest.mark.slow
 def test_translating_is_timed_and_not_publishing_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -703,6 +710,7 @@ def run_process(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_translate_what_one_does_even_when_one_began(
     bench: Bench, stop_after: Callable[[int], None]
 ) -> None:

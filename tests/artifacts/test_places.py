@@ -270,6 +270,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(operation, given_name, out_name, overwrite, entries)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=300,
     deadline=None,
@@ -596,6 +597,7 @@ with new_artifact(Path(sys.argv[1]), kind=sys.argv[3], stage="x", config={}, inp
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothing_in_the_way(
     tmp_path: Path,
 ) -> None:
@@ -626,6 +628,7 @@ def test_killed_at_any_moment_of_replacing_the_old_or_the_new_is_there_and_nothi
     assert len(outcomes) - first_new >= 4
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_of_taking_a_trained_models_place_that_model_is_kept(
     tmp_path: Path,
 ) -> None:

@@ -95,6 +95,7 @@ def _ending_process(original: Callable[..., None], *, left: Iterator[int]) -> Ca
     return call
 
 
+@pytest.mark.slow
 def test_a_removal_killed_at_any_point_is_finished_by_the_next_start(tmp_path: Path) -> None:
     for number in count():
         out_dir = tmp_path / str(number) / "model"

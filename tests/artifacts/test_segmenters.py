@@ -171,6 +171,7 @@ def test_punctuation_is_parted_from_words_but_not_within_them(text: str, words: 
     assert punctuation(text) == words
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1))
 def test_words_without_punctuation_join_to_any_text(text: str) -> None:
     assert "".join(punctuation(text)) == text

@@ -186,6 +186,7 @@ def test_the_tokenizer_travels_with_the_shards(
     assert copied.fingerprint == load_tokenizer(inputs[1].directory).fingerprint
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_and_of_lines_at_once_changes_nothing(
     shards: Artifact,
     inputs: tuple[Artifact, Artifact],
@@ -332,6 +333,7 @@ def test_chunks_are_bounded_in_lines_and_in_characters(
     assert chunks == [lines[:2], lines[2:4], lines[4:5], lines[5:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sides_of_unequal_length_are_refused(
     inputs: tuple[Artifact, Artifact], tmp_path: Path, processes: int
@@ -569,6 +571,7 @@ def subwords(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifa
     return corpus, open_artifact(directory / "tokenizer", kind="tokenizer")
 
 
+@pytest.mark.slow
 def test_several_segmentations_are_as_many_rows_of_every_training_line(
     subwords: tuple[Artifact, Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_an_average_is_a_checkpoint_that_records_what_it_was_made_from(tmp_path:
     verify(tmp_path / "mean")
 
 
+@pytest.mark.slow
 def test_the_mean_of_one_checkpoint_is_itself_and_nothing_is_overwritten_unasked(
     tmp_path: Path,
 ) -> None:
@@ -126,6 +127,7 @@ def make_run(run_dir: Path, models: Mapping[int, Transformer]) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path: Path) -> None:
     models = {update: tiny_model(SPEC, seed=update) for update in (8, 9, 10, 100)}
     run_dir = make_run(tmp_path / "moe.run", models)
@@ -149,6 +151,7 @@ def test_the_last_states_of_a_run_are_averaged_by_their_master_weights(tmp_path:
     assert torch.equal(one.eval()(batch).logits_LV, models[100].eval()(batch).logits_LV)
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_run_can_take_the_name_of_its_result(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "moe.run", {3: tiny_model(SPEC)})
     options = ["--run", str(run_dir), "--last", "1", "--out", str(tmp_path / "moe")]

@@ -148,6 +148,7 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
     pool1: ProcessPool, pool2: ProcessPool, tmp_path: Path, zero_stage: int
@@ -179,6 +180,7 @@ def test_a_state_goes_from_two_ranks_to_one_and_back_without_a_changed_bit(
     assert_same_weights(weights_of_all(again), masters)
 
 
+@pytest.mark.slow
 def test_the_same_ranks_go_on_from_a_state_as_if_they_had_never_stopped(
     pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -198,6 +200,7 @@ def test_the_same_ranks_go_on_from_a_state_as_if_they_had_never_stopped(
     assert_same_state(assembled(tmp_path, "resumed"), assembled(tmp_path, "straight"))
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_from_a_state_to_the_same_weights(
     request: pytest.FixtureRequest, pool2: ProcessPool, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def loaded(directory: Path) -> Transformer:
 # ---------------------------------------------------------------- fold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["low_rank", "language_experts"])
 def test_a_folded_checkpoint_is_a_plain_one_that_computes_the_shared_route(
     kind: str, tmp_path: Path
@@ -114,6 +115,7 @@ def test_folding_and_pruning_are_commands(
 # ---------------------------------------------------------------- prune
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_languages_that_are_kept_translate_as_before_to_the_last_bit(
     kind: str, tmp_path: Path
@@ -265,6 +267,7 @@ decoder = "dense"
 # ---------------------------------------------------------------- other tools
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_are_averaged_and_compared_module_by_module(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,8 @@ from pipeline.checkpoints.pruning import prune_experts
 from pipeline.config import MoEConfig
 from pipeline.model.moe.routing_statistics import RoutingStatistics
 
+pytestmark = pytest.mark.slow
+
 MOE = MoEConfig(num_experts=6, every=2)
 WITH_WEIGHTS = [name for name in FRONTS if name != "wsf"]
 

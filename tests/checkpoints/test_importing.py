@@ -17,6 +17,8 @@ from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.checkpoints.names import num_parameters
 from pipeline.errors import EXIT_USER_ERROR
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 [decoding]
 beam_size = 5

@@ -288,6 +288,7 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
         prune_experts(whole, languages=["de"], experts=2, out_dir=tmp_path / "pruned")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_averaged_pruned_and_compared_from_the_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def in_a_process(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_an_upcycled_m2m100_learns_within_20_updates(upcycled: Path) -> None:
     write(
         Path("raw"),

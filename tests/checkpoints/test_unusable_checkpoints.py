@@ -164,6 +164,7 @@ def test_a_width_that_no_model_has_is_refused_with_its_range(broken: Path) -> No
         read_spec(open_checkpoint(broken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -113,6 +113,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 # ---------------------------------------------------------------- options
 
 
+@pytest.mark.slow
 def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
     program = (
         "import sys, pipeline.cli\n"
@@ -662,6 +663,7 @@ def start_rank(environment: dict[str, str], arguments: Sequence[str]) -> subproc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environments", LAUNCHED, ids=LAUNCHERS)
 def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
     tmp_path: Path, environments: list[dict[str, str]]
@@ -682,6 +684,7 @@ def test_a_stage_of_one_process_runs_on_rank_zero_and_the_others_leave_at_once(
     assert open_artifact(out_dir, kind="corpus").manifest.stage == "import_corpus"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environments", LAUNCHED, ids=LAUNCHERS)
 def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
     tmp_path: Path, environments: list[dict[str, str]]
@@ -1023,6 +1026,7 @@ def test_a_disk_that_cannot_be_written_is_called_full_only_where_it_is(
     assert ("make room" in said) == (number == errno.ENOSPC)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: Path) -> None:
     lines = 20_000
     for pair in ("de-en", "en-fr", "en-ru"):
@@ -1052,6 +1056,7 @@ def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: 
         assert names_in(tmp_path) == ["raw", "recipe.toml"]
 
 
+@pytest.mark.slow
 def test_the_operators_of_a_step_are_counted_for_the_sizes_and_the_card_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from pipeline.cli import main
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 [tokenizer]
 kind = "bytes"

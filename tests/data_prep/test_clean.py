@@ -195,6 +195,7 @@ def test_held_out_text_is_copied_byte_for_byte(tmp_path: Path) -> None:
     assert result.statistics["pairs"]["de-fr"] == {"test": 1}
 
 
+@pytest.mark.slow
 def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     pairs: dict[str, Texts] = {
         pair: {"train": GOOD * 2 + [(f"Wort {pair}", f"word {pair}")], "test": [("Haus", "haus")]}
@@ -220,6 +221,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
     }
 
 
+@pytest.mark.slow
 def test_a_pair_stays_in_the_resource_group_it_was_imported_in(tmp_path: Path) -> None:
     large = [(f"Haus {number}", f"house {number}") for number in range(6)]
     corpus = corpus_of(
@@ -465,6 +467,7 @@ def test_ten_lines_of_each_rule_are_kept_with_their_places(
     assert [row["sides"] for row in found if row["rule"] == "copy"] == [[]] * 10
 
 
+@pytest.mark.slow
 def test_samples_are_drawn_evenly_from_all_that_a_rule_dropped(tmp_path: Path) -> None:
     """Not the first ten: each tenth of the corpus is drawn from about as often as the others."""
     tenths: Counter[int] = Counter()
@@ -551,6 +554,7 @@ def test_the_command_takes_further_corpora_by_name(
     assert "de-en 1 of flores:en-fr/test" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_near_duplicates_and_wrong_languages_are_dropped_where_asked_for_and_counted(
     tmp_path: Path,
 ) -> None:

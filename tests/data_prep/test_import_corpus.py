@@ -486,6 +486,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert line_counts(first, "train") == {"de-en": 8, "en-ru": 8, "en-zh": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BIBLE.is_dir(), reason="the Bible corpus is not beside the repository")
 def test_the_bible_corpus_has_its_published_sizes(out: Path) -> None:
     corpus = imported(out, BIBLE, CorpusConfig(languages=("en", "da", "de", "zh")))

@@ -10,6 +10,8 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config import CorpusConfig, Recipe
 from pipeline.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 GOOD = [f"line {number}" for number in range(300)]
 TREE: dict[str, str | bytes] = {
     "one/de-en/train.de": "\n".join(GOOD).encode() + b"\n\xff broken\n",

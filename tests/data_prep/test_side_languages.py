@@ -91,6 +91,7 @@ def test_a_few_exchanged_lines_do_not_make_an_exchanged_file() -> None:
     assert not are_swapped(sample, ("de", "en"))
 
 
+@pytest.mark.slow
 @needs_bible
 def test_no_real_pair_is_taken_for_exchanged_and_each_exchanged_one_is_found() -> None:
     codes = ("cs", "da", "de", "es", "fi", "nl", "pl", "ru", "sv", "zh")

@@ -72,6 +72,7 @@ def assert_steps_equal_whole_prefixes(model: Transformer, monkeypatch: pytest.Mo
     torch.testing.assert_close(stepped, expected, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr"])
 def test_one_beam_is_greedy_decoding(kind: Kind) -> None:
     model = model_of(kind)
@@ -103,6 +104,7 @@ def test_a_score_is_the_normalised_log_probability_of_the_tokens_and_the_end(
         assert found.score == rounded(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "moe", "moe-lgr", "moe-capacity"])
 @pytest.mark.parametrize("stopping", ["fairseq", "huggingface"])
 def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind) -> None:
@@ -116,6 +118,7 @@ def test_a_sentence_alone_is_translated_as_in_a_batch(stopping: str, kind: Kind)
         assert alone.score == rounded(found.score)
 
 
+@pytest.mark.slow
 def test_half_precision_changes_scores_by_rounding_only() -> None:
     model, half = model_of("moe-lgr", seed=5), model_of("moe-lgr", seed=5).to(torch.bfloat16)
     examples = random_examples(model.spec, sentences=5, seed=5)

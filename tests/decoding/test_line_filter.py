@@ -444,6 +444,7 @@ def conversation(checkpoint: Artifact) -> Iterator[Conversation]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_whoever_writes_a_line_and_waits_is_answered(
     checkpoint: Artifact, translated: Callable[[str], str]
 ) -> None:
@@ -468,6 +469,7 @@ def test_whoever_writes_a_line_and_waits_is_answered(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, EXIT_KEYBOARD)]
 )
@@ -483,6 +485,7 @@ def test_a_signal_ends_it_at_once_and_what_was_answered_stays(
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_reads_any_more(checkpoint: Artifact) -> None:
     with conversation(checkpoint) as talk:
         talk.write(b"Ja\n")

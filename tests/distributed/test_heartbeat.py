@@ -49,6 +49,7 @@ def meeting_of(heart: Heartbeat) -> tuple[threading.Thread, list[object]]:
     return thread, found
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_is_waited_for_beyond_all_patience(hearts: Hearts) -> None:
     thread, found = meeting_of(hearts[0])
     time.sleep(1.5)

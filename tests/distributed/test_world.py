@@ -191,6 +191,7 @@ def test_a_free_port_can_be_listened_on() -> None:
         listener.listen()
 
 
+@pytest.mark.slow
 def test_two_ranks_sum_gather_and_agree_to_stop_when_one_of_them_was_asked(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANK_SCRIPT)
@@ -229,6 +230,7 @@ def test_without_a_process_group_every_collective_is_the_identity() -> None:
     assert from_rank_zero("a") == "a"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("opens", "printed"), [("group", "registered "), ("nothing", "registered taken apart ")]
 )

@@ -105,6 +105,7 @@ class Opens:
         return open, (str(self._path), "w")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stub")
 def test_lines_go_to_the_process_as_files_and_scores_come_back_as_files(tmp_path: Path) -> None:
     model = write_stub_model(tmp_path / "model")

@@ -154,6 +154,7 @@ BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 LINES_PER_LANGUAGE = 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not BIBLE.is_dir(), reason="the corpus of 24 languages is not at hand")
 @pytest.mark.parametrize("candidates", [None, {"mk", "bg", "ru", "da", "no", "sv", "en", "nl"}])
 def test_labels_and_probabilities_are_langdetects_in_24_languages(
@@ -174,6 +175,7 @@ MIXTURE = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.text(st.one_of(st.sampled_from(MIXTURE), st.characters()), max_size=60), max_size=4)

@@ -55,6 +55,7 @@ def texts() -> tuple[list[str], dict[str, list[str]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test_type", ["bs", "ar"])
 def test_p_values_are_those_of_sacrebleus_paired_tests(
     test_type: str,

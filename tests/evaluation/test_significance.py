@@ -112,6 +112,7 @@ def test_only_a_lead_over_every_other_system_makes_a_best_one() -> None:
     assert compare(["a", "twin"], [30.0, 30.0], draws[[0, 0]]).best is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "separated"), [(0.40, False), (0.20, True)])
 def test_two_systems_alike_are_not_told_apart_and_two_unlike_ones_are(
     tmp_path: Path, share: float, separated: bool

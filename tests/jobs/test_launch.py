@@ -81,6 +81,7 @@ def test_the_first_failure_ends_the_other_ranks_and_is_what_is_returned(
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_end_when_asked_is_killed_after_the_grace_period() -> None:
     started = time.monotonic()
     arguments = _as_rank(IGNORES_SIGTERM, "import time; time.sleep(1); raise SystemExit(4)")
@@ -116,6 +117,7 @@ def test_a_signal_to_the_launcher_reaches_every_rank(
         launcher.kill()
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_ranks_still_load_is_one_sentence(tmp_path: Path) -> None:
     child = (
         "import os, sys, time\n"

@@ -792,6 +792,7 @@ def trained(trained_once: Path, tmp_path: Path) -> Trained:
     return made
 
 
+@pytest.mark.slow
 def test_other_test_lines_are_translated_by_the_model_that_is_there(trained: Trained) -> None:
     before = trained.digests()
     trained.write("de-en", "test", 300, 4)
@@ -807,6 +808,7 @@ def test_other_test_lines_are_translated_by_the_model_that_is_there(trained: Tra
     assert len((hypotheses / "fr-de.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, split: str) -> None:
     trained.write("de-en", split, 400, 5)
@@ -814,6 +816,7 @@ def test_other_training_or_validation_lines_are_still_noticed(trained: Trained, 
         trained.run()
 
 
+@pytest.mark.slow
 def test_a_test_line_that_drops_a_training_line_is_noticed(trained: Trained) -> None:
     before = trained.digests()
     trained.write("de-en", "test", 7, 1)  # a training line, which clean leaves out from now on
@@ -826,6 +829,7 @@ def test_a_test_line_that_drops_a_training_line_is_noticed(trained: Trained) -> 
     assert trained.digests()["model"] == before["model"]
 
 
+@pytest.mark.slow
 def test_shards_made_again_of_a_corpus_with_other_test_lines_are_the_same_artifact(
     trained: Trained,
 ) -> None:
@@ -840,6 +844,7 @@ def test_shards_made_again_of_a_corpus_with_other_test_lines_are_the_same_artifa
     assert trained.digests() == before
 
 
+@pytest.mark.slow
 def test_shards_of_an_earlier_version_go_by_the_whole_corpus(trained: Trained) -> None:
     path = trained.folder / "out" / "shards" / MANIFEST_NAME
     manifest = json.loads(path.read_text())
@@ -1229,6 +1234,7 @@ def real(setup: Setup) -> Path:
     return setup.folder
 
 
+@pytest.mark.slow
 def test_stages_run_as_processes_with_the_ranks_the_plan_says(real: Path) -> None:
     command = [sys.executable, "runner.py"]
     first = subprocess.run(command, cwd=real, capture_output=True, text=True, timeout=60)
@@ -1239,6 +1245,7 @@ def test_stages_run_as_processes_with_the_ranks_the_plan_says(real: Path) -> Non
     assert "shards: already done" in second.stdout
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_run_stops_the_stage_and_leaves_nothing_that_looks_finished(
     real: Path,
 ) -> None:

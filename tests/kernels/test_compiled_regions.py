@@ -27,6 +27,8 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 RATE = 0.3
 

@@ -283,6 +283,7 @@ def test_half_precision_is_close_to_single_precision() -> None:
     assert (half.float() - single).abs().max() < 0.05 * single.abs().max()
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_the_memory_is_one_sentence() -> None:
     """In a process of little memory, so that nothing large is asked of the machine."""
     script = """

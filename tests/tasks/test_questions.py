@@ -45,6 +45,7 @@ def all_questions() -> dict[Path, list[Question]]:
     return {path: read_questions(path) for path in paths}
 
 
+@pytest.mark.slow
 @needs_data
 def test_every_answer_of_the_sample_is_mapped_to_tokens_and_back_to_its_characters() -> None:
     """With a piece per character, an answer's borders are those of pieces, whatever its script."""

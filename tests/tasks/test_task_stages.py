@@ -25,6 +25,8 @@ from pipeline.tasks.entities import read_entities
 from pipeline.tasks.questions import read_questions
 from pipeline.tasks.task_model import TaskModel, load_task_model
 
+pytestmark = pytest.mark.slow
+
 LOW_RANK = {"kind": "low_rank", "rank": 2, "synthesis": "language_wise"}
 STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
 CPU = torch.device("cpu")

@@ -151,6 +151,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size", "parallel_size", "zero_stage"), CASES)
 def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
     request: pytest.FixtureRequest,
@@ -170,6 +171,7 @@ def test_three_updates_equal_those_of_a_plain_loop_over_the_same_micro_batches(
         assert routed_E.count_nonzero() == MOE.num_experts - 1
 
 
+@pytest.mark.slow
 def test_a_gradient_within_the_norm_is_not_clipped(pool2: ProcessPool) -> None:
     spec = SPECS["moe"]
     expected, _ = plain_training(spec, clip_norm=1000.0)
@@ -177,12 +179,14 @@ def test_a_gradient_within_the_norm_is_not_clipped(pool2: ProcessPool) -> None:
     assert_equal_training(merged(results), expected)
 
 
+@pytest.mark.slow
 def test_a_rehearsed_batch_leaves_no_trace(pool2: ProcessPool) -> None:
     spec = SPECS["moe_lgr"]
     results = pool2.run(engine_training, spec, parallel_size=2, zero_stage=2, rehearses=True)
     assert_equal_training(merged(results), plain_training(spec)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_layers_that_are_computed_again_make_the_same_updates_over_expert_parallel_ranks(
     pool2: ProcessPool, zero_stage: int
@@ -216,6 +220,7 @@ def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str
     return trained, noted
 
 
+@pytest.mark.slow
 def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(pool2: ProcessPool) -> None:
     spec = SPECS["moe_lgr"]
     results = pool2.run(training_in_regions, spec)
@@ -223,6 +228,7 @@ def test_regions_that_the_ds_config_has_compiled_make_the_same_updates(pool2: Pr
     assert_equal_training(merged([trained for trained, _ in results]), plain_training(spec)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
 def test_dropout_does_not_depend_on_the_world(
     request: pytest.FixtureRequest, world_size: int, parallel_size: int
@@ -406,6 +412,7 @@ def one_update_and_state(world: World, name: str) -> dict[str, set[str]]:
     return covered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ds_config_names())
 def test_every_ds_config_that_ships_trains_and_gives_its_state(
     pool1: ProcessPool, name: str
@@ -488,6 +495,7 @@ def published_and_pieces(
     return published, parameters, masters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
 @pytest.mark.parametrize("parallel_size", [1, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

@@ -119,6 +119,7 @@ def test_a_model_of_bytes_makes_the_updates_of_the_recipe_and_others_make_fewer(
     assert UPDATES > planned["characters"] > planned["pieces"] > UPDATES / 16
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_after_the_same_updates(
     made: dict[str, dict[str, Artifact]], pool1: ProcessPool, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def norms_and_losses(
     return [result.gradient_norm for result in made], losses, published
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
 @pytest.mark.parametrize(("size", "parallel_size"), [(1, 1), (2, 1), (2, 2)])
 def test_updates_in_fp16_are_those_of_float32_to_its_precision(
@@ -92,6 +93,7 @@ def tries_and_state(
     return tries, scale.scale, [(piece.key, piece.values) for piece in engine.optimizer_pieces()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 2"])
 @pytest.mark.parametrize("parallel_size", [1, 2])
 def test_a_try_that_overflows_changes_nothing_but_the_scale(
@@ -204,6 +206,7 @@ def train_records(out_dir: Path) -> list[dict[str, Any]]:
     return [record for record in records if record["kind"] == "train"]
 
 
+@pytest.mark.slow
 def test_a_run_with_overflows_trains_on_the_data_and_rates_of_one_without(
     inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -231,6 +234,7 @@ def test_an_overflow_that_the_scale_mends_puts_nothing_into_quarantine(straight:
     assert not (straight.parent / "model.run" / "quarantine.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 3, 16])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_loss_scale(
     inputs: Inputs, ds_config: str, straight: Path, pool2: ProcessPool, tmp_path: Path, call: int

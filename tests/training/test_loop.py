@@ -55,6 +55,8 @@ from pipeline.training.optim import learning_rate
 from pipeline.training.translation import summarize_validation, training_data
 from pipeline.training.validation import ValidationResult
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:

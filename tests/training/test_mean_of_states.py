@@ -160,6 +160,7 @@ def test_a_state_that_is_gone_is_named_and_one_still_to_come_is_not() -> None:
 # The result
 
 
+@pytest.mark.slow
 def test_the_result_is_the_mean_in_double_precision_rounded_once(straight: Path) -> None:
     assert_is_mean(straight, AVERAGED)
     assert any(".experts.3." in name for name in read_weights(straight))
@@ -228,6 +229,7 @@ def test_one_rank_takes_the_mean_of_states_of_two_as_those_do(
     assert math.isclose(ours, theirs, rel_tol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mean_of_bf16_training_is_of_the_weights_that_the_optimizer_holds(
     inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_run_with_fewer_states_takes_all_of_them_and_says_so(
 # Stopped, killed, gone on with
 
 
+@pytest.mark.slow
 def test_a_run_stopped_between_two_states_has_the_mean_of_one_that_was_not(
     inputs: Inputs, straight: Path, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -296,6 +299,7 @@ def pretrain_stopped_after(
         return pretrain(world, inputs, out_dir, recipe)
 
 
+@pytest.mark.slow
 def test_a_stop_while_the_mean_is_validated_saves_nothing_over_the_last_state(
     inputs: Inputs, straight: Path, unpublished: Path, pool2: ProcessPool
 ) -> None:
@@ -320,6 +324,7 @@ def pretrain_dying(world: World, inputs: Inputs, out_dir: Path, recipe: Recipe, 
         return pretrain(world, inputs, out_dir, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_states", ["none", "last"])
 @pytest.mark.parametrize("at", ["published_weights", "_summary"])
 def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
@@ -341,6 +346,7 @@ def test_a_run_killed_while_the_mean_is_made_or_published_makes_the_same_again(
     assert keep_states == "none" or "mean" not in names_in(unpublished.parent / "model.run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_more_updates_from_its_last_state_and_not_from_the_mean(
     inputs: Inputs, unpublished: Path, pool2: ProcessPool, tmp_path: Path
 ) -> None:
@@ -351,6 +357,7 @@ def test_a_run_goes_on_to_more_updates_from_its_last_state_and_not_from_the_mean
     assert_is_mean(unpublished, [4, 6, 8])
 
 
+@pytest.mark.slow
 def test_a_run_whose_states_are_gone_is_refused_before_it_goes_on(
     inputs: Inputs, unpublished: Path, pool2: ProcessPool
 ) -> None:
@@ -364,6 +371,7 @@ def test_a_run_whose_states_are_gone_is_refused_before_it_goes_on(
     assert_is_mean(unpublished, [6, 8])
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_run_that_ends_early_is_of_its_last_states(
     inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:

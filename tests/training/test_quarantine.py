@@ -49,6 +49,8 @@ from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import LeftOut, Quarantine, culprits, left_out
 from pipeline.training.translation import training_data
 
+pytestmark = pytest.mark.slow
+
 Sentence = tuple[int, int]
 """Numbers of a pair and of a line."""
 ALONE = World(0, 1, 0, 1, "127.0.0.1", 1)

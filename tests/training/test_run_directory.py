@@ -236,6 +236,7 @@ with directory.locked():
 """
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_with_the_holders_name_until_the_first_is_dead(
     tmp_path: Path,
 ) -> None:

@@ -19,6 +19,8 @@ from support.tiny_training import (
 
 from pipeline.config import Recipe
 
+pytestmark = pytest.mark.slow
+
 UPDATES = 4
 DISTILLED = {"objective": "fuse_distillation"}
 MODELS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {

@@ -139,6 +139,7 @@ def test_every_module_of_the_pipeline_has_a_layer_and_every_layer_its_modules() 
     assert {name.split(".")[1] for name in PIPELINE} == set(LAYER_OF)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINE)
 def test_imports_point_down(name: str) -> None:
     above = {
@@ -149,6 +150,7 @@ def test_imports_point_down(name: str) -> None:
     assert not above
 
 
+@pytest.mark.slow
 def test_imports_form_no_circle() -> None:
     order = TopologicalSorter({name: own_imports(name) for name in PACKAGES}).static_order()
     assert set(order) >= set(PIPELINE)
@@ -161,6 +163,7 @@ def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_DETECTOR
 
 
+@pytest.mark.slow
 def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -> None:
     for name in COMMAND:
         below = own_imports(name, at_once=True) - {*COMMAND} - READ_AHEAD
@@ -184,6 +187,7 @@ def test_every_folder_of_the_packages_is_installed() -> None:
     assert folders == listed
 
 
+@pytest.mark.slow
 def test_deepspeed_is_imported_by_the_engine_alone() -> None:
     importers = {
         name
@@ -207,6 +211,7 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stderr.splitlines())
 
 
+@pytest.mark.slow
 def test_training_and_decoding_import_few_packages() -> None:
     loaded = modules_after("\n".join(f"import pipeline.{stage}" for stage in SLIM_STAGES))
     ours = {name for name in loaded if name in PACKAGES}
@@ -325,6 +330,7 @@ def test_no_module_is_a_drawer(name: str) -> None:
     assert not [module for module in files if module.rsplit(".", 1)[-1] == name]
 
 
+@pytest.mark.slow
 def test_every_module_says_what_it_is_for() -> None:
     silent = [
         name

@@ -16,6 +16,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses
 from pipeline.stages import STAGES
 
+pytestmark = pytest.mark.slow
+
 LONG = "好" * 33_333 + "!"
 """100,000 bytes without a space."""
 RECIPE = """

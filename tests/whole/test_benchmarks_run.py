@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.bible_lines import BIBLE
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = sorted(
     path

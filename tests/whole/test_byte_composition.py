@@ -40,6 +40,8 @@ from pipeline.model.regularization import Regularization
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 
+pytestmark = pytest.mark.slow
+
 FRONT = AdaMshaConfig(language_vector=True, max_scale=3)
 TEST_LINES = ["abcd dcba", "b", "äß Ω"]
 

@@ -478,6 +478,7 @@ def validated(run: Path, checkpoint: str) -> set[str]:
     return set([one for one in records if one["kind"] == "validation"][-1]["directions"])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_rows_of_pc6_are_trained_validated_and_tested_into_english(tmp_path: Path) -> None:
     given = inputs_of("pc6", tmp_path / "raw")
@@ -494,6 +495,7 @@ def test_all_rows_of_pc6_are_trained_validated_and_tested_into_english(tmp_path:
     assert front == MOCE["MoCE Δ6 +lid"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_talks(
     tmp_path: Path,
@@ -524,6 +526,7 @@ def test_a_row_of_the_low_resource_table_reads_its_languages_of_the_table_of_tal
     assert model.statistics["averaged_updates"] == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_figures_3_4_and_7_are_drawn_by_the_plan(tmp_path: Path) -> None:
     given = inputs_of("ted59", tmp_path / "raw")
@@ -564,6 +567,7 @@ def test_all_59_languages_of_the_table_of_talks_are_languages_of_their_own(tmp_p
     assert set(low) < set(languages(corpus))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_language_is_translated_before_a_line_of_it_is_trained_on_and_after_a_few(
     tmp_path: Path,
@@ -586,6 +590,7 @@ def test_a_language_is_translated_before_a_line_of_it_is_trained_on_and_after_a_
     assert validated(tmp_path / "run", "one_hot_ncf") == {"tr-en"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_subwords_of_seven_languages_are_translated_into_those_of_english(tmp_path: Path) -> None:
     given = inputs_of("lobef", tmp_path / "raw")

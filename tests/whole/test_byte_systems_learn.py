@@ -24,6 +24,8 @@ from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 
+pytestmark = pytest.mark.slow
+
 SYSTEMS: dict[str, dict[str, Any]] = {
     "plain": {"kind": "subwords"},
     "MSC": {"kind": "msc", "kernels": (0, 3, 5, 7)},

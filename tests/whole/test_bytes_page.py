@@ -16,6 +16,8 @@ from pipeline.cli import main
 from pipeline.config import SEGMENTERS, TokenizerConfig, load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "from_bytes.md").read_text(
     encoding="utf-8"
 )

@@ -153,6 +153,7 @@ def test_every_write_of_an_artifact_can_fail(disk: Disk) -> None:
     assert failures >= 12
 
 
+@pytest.mark.slow
 def test_every_write_of_a_plan_can_fail_its_lock_file_included(
     disk: Disk, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

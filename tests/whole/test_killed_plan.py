@@ -11,6 +11,8 @@ import pytest
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """
 [corpus]
 source = "cldr"

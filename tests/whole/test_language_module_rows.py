@@ -449,6 +449,7 @@ SMALL = TINY.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_all_rows_of_iwslt14_are_made_from_its_8_pairs(tmp_path: Path) -> None:
     languages = [code for code in load_recipe("dense_iwslt14").corpus.languages if code != "en"]

@@ -17,6 +17,8 @@ from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config import recipe_names
 from pipeline.jobs.plan import load_plan
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "module_per_language.md").read_text(encoding="utf-8")
 FEW = """

@@ -27,6 +27,8 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 
+pytestmark = pytest.mark.slow
+
 UPDATES = 2
 PROGRESS = 0.5
 """So that gates have noise."""

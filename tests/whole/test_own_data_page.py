@@ -15,6 +15,8 @@ import pytest
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import iterate_lines, line_counts
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "tutorials" / "your_own_data.md").read_text(
     encoding="utf-8"
 )

@@ -25,6 +25,8 @@ from pipeline.config import load_recipe
 from pipeline.jobs.runner import run_plan
 from pipeline.stages import STAGES
 
+pytestmark = pytest.mark.slow
+
 HERE = ("run", "demo", "needs-data", "cluster")
 """Tags of blocks whose commands are run here."""
 ELSEWHERE = {

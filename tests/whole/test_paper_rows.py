@@ -232,6 +232,7 @@ def tiers(run: Path, *, target: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_rows_of_table_2_are_made_from_the_94_pairs(tmp_path: Path) -> None:
     languages = [code for code in load_recipe("dense_opus100").corpus.languages if code != "en"]
@@ -307,6 +308,7 @@ def test_a_dry_run_of_table_3_names_every_stage_and_makes_nothing(
     assert not out_dir.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_rows_of_table_3_are_made_from_the_32_pairs(
     inputs_of_table_3: dict[str, Path], tmp_path: Path

@@ -46,6 +46,8 @@ from pipeline.training.engine import Engine
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 UPDATES = 5
 RATES = {"fp32": LEARNING_RATE, "bf16": LEARNING_RATE / 10}
 """In bf16 a rate at which the loss does not rise, so that rounding is not blown up."""

@@ -12,6 +12,8 @@ from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import Kind
 from pipeline.entry import SPIN_COUNT
 
+pytestmark = pytest.mark.slow
+
 NOTE_WHEN_TORCH_IS_LOADED = """
 import os, sys
 

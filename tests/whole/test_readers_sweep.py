@@ -11,6 +11,8 @@ import pytest
 from support.readable_artifacts import READERS, Reader
 from support.sweep_process import Sweep
 
+pytestmark = pytest.mark.slow
+
 Results = dict[str, Any]
 
 

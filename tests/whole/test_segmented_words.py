@@ -177,6 +177,7 @@ def kept_lines(pair: str) -> list[int]:
     return [i for i, line in enumerate(LINES[pair]) if len(line.encode()) <= 60]
 
 
+@pytest.mark.slow
 def test_shards_hold_the_words_of_languages_with_a_segmenter_and_of_no_other(made: Made) -> None:
     for pair, lines in LINES.items():
         code = pair[3:]
@@ -266,6 +267,7 @@ def test_the_model_is_given_the_words_and_attends_within_them(
     assert trained.sum() == decoded.sum() == len(WORDS["ja"]) + len(WORDS["zh"])
 
 
+@pytest.mark.slow
 def test_a_line_is_translated_alone_as_among_others_and_by_its_words(
     made: Made, checkpoint: Artifact
 ) -> None:
@@ -321,6 +323,7 @@ def test_a_model_of_another_front_needs_no_segmenter(made: Made, tmp_path: Path)
 # ---------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_a_checkpoint_segments_by_itself_and_asks_for_a_function_it_cannot_have(
     made: Made, checkpoint: Artifact, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +367,7 @@ def test_lines_of_a_pipe_are_translated_by_their_words(made: Made, checkpoint: A
     assert found == [without_line_breaks(one.text) for one in expected]
 
 
+@pytest.mark.slow
 def test_pretraining_takes_the_words_and_names_no_language_without_spaces(
     made: Made, pool1: ProcessPool, tmp_path: Path
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.added_slots import Variant, copy_of_the_house, run_in, touched_files
 
+pytestmark = pytest.mark.slow
+
 SMOOTH_FRONT = '''"""Every state with some of its left neighbour's, by source language."""
 
 import torch

@@ -15,6 +15,8 @@ from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
 from pipeline.artifacts.corpus import text_name as name_of
 
+pytestmark = pytest.mark.slow
+
 SOURCE_RATIO = '''"""Characters of the translations per hundred of their sources."""
 
 from dataclasses import dataclass

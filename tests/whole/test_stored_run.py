@@ -55,6 +55,7 @@ def test_a_plan_runs_nothing_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert "→" not in dry
 
 
+@pytest.mark.slow
 def test_its_model_translates_as_it_did() -> None:
     """All directions of its test lines, as they were translated then."""
     translator = Translator(
@@ -85,6 +86,7 @@ def test_checkpoints_are_inspected_and_verified(
     assert "as its manifest says" in printed(["checkpoint", "verify", f"run/{name}"], capsys)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_compared_averaged_and_pruned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

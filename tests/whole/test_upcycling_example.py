@@ -20,6 +20,8 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.opening import open_model
 from pipeline.cli import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorials" / "experts_in_your_checkpoint.md").read_text(encoding="utf-8")
 RECIPE = """

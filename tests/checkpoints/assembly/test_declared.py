@@ -143,6 +143,7 @@ def files_of(directory: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("at_shelf")
 def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})

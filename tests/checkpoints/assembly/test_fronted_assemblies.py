@@ -17,6 +17,8 @@ from pipeline.cli import main
 from pipeline.config import MoEConfig
 from pipeline.model.spec import marks_of_vocabulary
 
+pytestmark = pytest.mark.slow
+
 MOE = MoEConfig(num_experts=4, every=2)
 
 FROM_SUBWORDS = """

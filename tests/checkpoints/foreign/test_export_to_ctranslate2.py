@@ -116,6 +116,7 @@ def test_greedy_translations_are_ours(exported: tuple[ModelSource, Peer]) -> Non
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 4])
 def test_a_trained_model_translates_its_test_set_as_here(
     beams: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

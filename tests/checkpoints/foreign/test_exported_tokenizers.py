@@ -12,6 +12,8 @@ from transformers import M2M100Tokenizer, NllbTokenizer
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.foreign.written_vocabularies import write_vocabulary
 
+pytestmark = pytest.mark.slow
+
 BIBLE = Path(__file__).parents[4] / "shared" / "data" / "bible"
 PIECES = 3000
 TRAINED_LINES, TEST_LINES = 60, 200

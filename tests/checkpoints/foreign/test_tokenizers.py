@@ -75,6 +75,7 @@ def reversed_vocabulary(model: bytes) -> dict[str, int]:
     return SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
 
 
+@pytest.mark.slow
 @needs_bible
 @pytest.mark.parametrize("kind", MAKERS)
 def test_ids_of_lines_in_all_scripts_are_those_of_the_library(

@@ -129,6 +129,7 @@ def test_no_text_of_a_held_out_value_is_the_text_of_a_training_value(
     assert seen.isdisjoint(format_part(part, language) for part in parts_of(held_out))
 
 
+@pytest.mark.slow
 def test_training_has_every_word_that_held_out_phrases_have(
     training: list[Clause], held_out: list[Clause]
 ) -> None:

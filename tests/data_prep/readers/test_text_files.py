@@ -137,6 +137,7 @@ def run_in_little_memory(
     )
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize("character", [b"a", b"\0"])
 def test_a_compressed_file_of_one_huge_line_is_imported_in_little_memory(
@@ -152,6 +153,7 @@ def test_a_compressed_file_of_one_huge_line_is_imported_in_little_memory(
     assert "'lines_too_long': 1" in done.stdout
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize(
     ("character", "size", "lines"),
@@ -165,6 +167,7 @@ def test_lines_of_a_compressed_file_are_read_in_a_few_megabytes(
     assert done.stdout == f"{lines}\n", done.stderr
 
 
+@pytest.mark.slow
 @needs_linux
 def test_the_little_memory_is_too_little_for_a_whole_line(tmp_path: Path) -> None:
     """What the tests above rely on."""

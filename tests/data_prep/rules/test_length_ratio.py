@@ -25,6 +25,7 @@ def test_the_median_of_no_lines_is_1(lines: list[tuple[str, str]]) -> None:
     assert median(lines) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counted", [1, 5, 100])
 @pytest.mark.parametrize("number", [1, 2, 30, 31])
 def test_the_median_is_numpys_whether_lengths_are_counted_or_kept(

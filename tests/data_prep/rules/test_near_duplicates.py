@@ -47,6 +47,7 @@ def found_in(lines: list[Line], *, threshold: float, block: int = 100) -> list[b
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9, 1.0])
 def test_it_finds_what_comparing_all_lines_finds_but_for_a_few_at_the_threshold(
     threshold: float,

@@ -260,6 +260,7 @@ def gradients(model: Transformer, run: Callable[[Transformer, Batch], Tensor], b
     return states.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_front_and_its_gradients_equal_a_loop_over_tokens_and_taps(name: str) -> None:
     spec = spec_with(FRONTS[name], norm="post" if "msc" in name or "ncf" in name else "pre")

@@ -77,6 +77,7 @@ def assert_carries_out(
         assert [row == total for row in rows[token]] == [not is_alive for is_alive in alive]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(routings())
 @example(NO_TOKENS)

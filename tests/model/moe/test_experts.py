@@ -210,6 +210,7 @@ def test_experts_served_by_several_threads_give_what_they_give_on_one(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_weights_whose_gradients_have_a_mapping_of_their_own_get_the_same_ones() -> None:
     experts = Experts(
         num_experts=1, first_expert=0, width=4096, hidden_width=4096, activation="relu"
