@@ -151,7 +151,7 @@ def test_a_dry_run_lists_the_expanded_stages(
     options = [path, "--input", f"text={path}", "--out", str(tmp_path / "out"), "--dry-run"]
     assert cli.main(["run", *options]) == 0
     said = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in said.splitlines()] == [*load(tmp_path, PLAN).stages]
+    assert [line.partition(":")[0] for line in said.splitlines()] == [*plan.stages]
 
 
 @pytest.mark.parametrize(
