@@ -195,7 +195,7 @@ class _Defaults:
     def __init__(self, document: Any, *, where: str, table: Mapping[str, Stage]) -> None:
         self._where, self._table = f"{where}, [defaults]", table
         if not isinstance(document, dict):
-            raise ConfigError(f"{self._where}: it is not a table. Write settings of stages.")
+            raise ConfigError(f"{self._where} is not a table. Write settings of stages below it.")
         self._of_all = {key: value for key, value in document.items() if key not in table}
         self._of_kind = {key: value for key, value in document.items() if key in table}
         for key in self._of_all:

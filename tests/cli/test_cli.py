@@ -126,32 +126,32 @@ def test_importing_the_command_line_loads_neither_torch_nor_a_stage() -> None:
 
 def test_the_options_of_every_stage_follow_from_its_entry_in_the_table() -> None:
     frozen = {
-        "import_corpus": "--out --overwrite --processes --raw --recipe",
-        "import_tests": "--out --overwrite --raw --recipe",
-        "clean": "--corpus --out --overwrite --processes --recipe --tests",
-        "train_tokenizer": "--corpus --out --overwrite --recipe",
-        "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --tokenizer",
-        "mix": "--out --overwrite --recipe --shards",
-        "group_languages": "--checkpoint --out --overwrite --recipe --shards",
+        "import_corpus": "--out --overwrite --processes --raw --recipe --set",
+        "import_tests": "--out --overwrite --raw --recipe --set",
+        "clean": "--corpus --out --overwrite --processes --recipe --set --tests",
+        "train_tokenizer": "--corpus --out --overwrite --recipe --set",
+        "make_shards": "--corpus --mpi --out --overwrite --processes --recipe --set --tokenizer",
+        "mix": "--out --overwrite --recipe --set --shards",
+        "group_languages": "--checkpoint --out --overwrite --recipe --set --shards",
         "pretrain": "--ds-config --groups --local-rank --local_rank --mixture --out --overwrite "
-        "--processes --recipe --shards",
+        "--processes --recipe --set --shards",
         "upcycle": "--decoder --dry-run --embeddings --encoder --groups --out --overwrite "
-        "--processes --recipe",
+        "--processes --recipe --set",
         "finetune": "--checkpoint --ds-config --local-rank --local_rank --mixture --out "
-        "--overwrite --processes --recipe --shards",
+        "--overwrite --processes --recipe --set --shards",
         "translate": "--alignments --banned --checkpoint --corpus --from --local-rank --local_rank "
         "--must --must-file --n-best --out --overwrite --prefixes --processes --recipe --route "
-        "--to --word-scores",
+        "--set --to --word-scores",
         "retrieve": "--corpus --out --overwrite",
         "analyze_scales": "--checkpoint --corpus --out --overwrite",
-        "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --without",
+        "analyze_vectors": "--checkpoint --corpus --out --overwrite --recipe --set --without",
         "analyze_lengths": "--corpus --out --overwrite --tokenizer",
-        "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --systems "
-        "--tokenizer --training",
+        "evaluate": "--analyses --comet --corpus --out --overwrite --processes --recipe --set "
+        "--systems --tokenizer --training",
         "finetune_tagger": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe",
+        "--pretrained --processes --recipe --set",
         "finetune_reader": "--data --ds-config --local-rank --local_rank --out --overwrite "
-        "--pretrained --processes --recipe",
+        "--pretrained --processes --recipe --set",
         "evaluate_task": "--data --out --overwrite --systems",
     }
     found = {

@@ -164,11 +164,13 @@ def stages_of(plan_name: str, system: str) -> tuple[str, str]:
 
 
 def trained_recipe(plan_name: str, system: str) -> Recipe:
-    return load_recipe(load_plan(plan_name).stages[stages_of(plan_name, system)[1]].recipe)
+    stage = load_plan(plan_name).stages[stages_of(plan_name, system)[1]]
+    return load_recipe(stage.recipe, stage.set)
 
 
 def translating_recipe(plan_name: str, system: str) -> Recipe:
-    return load_recipe(load_plan(plan_name).stages[stages_of(plan_name, system)[0]].recipe)
+    stage = load_plan(plan_name).stages[stages_of(plan_name, system)[0]]
+    return load_recipe(stage.recipe, stage.set)
 
 
 def counts(plan_name: str, recipe: Recipe) -> dict[str, int]:
@@ -208,7 +210,8 @@ def task_millions(task: str, system: str) -> tuple[float, float]:
     stages = load_plan("xlmr_tasks").stages
     systems = stages[f"evaluate_{task}"].inputs["systems"]
     assert isinstance(systems, dict)
-    recipe = load_recipe(stages[systems[f"{system}@1"]].recipe)
+    stage = stages[systems[f"{system}@1"]]
+    recipe = load_recipe(stage.recipe, stage.set)
 
     def size(modules: LanguageModulesConfig | None) -> float:
         model = XLMR_BASE.model_copy(update={"language_modules": modules})
@@ -430,7 +433,8 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task(
         assert list(systems) == [
             f"{system}@{seed}" for system in ("plain", "LMS", "LMS+FD") for seed in (1, 2, 3)
         ]
-        recipes = {name: load_recipe(plan.stages[stage].recipe) for name, stage in systems.items()}
+        trained = {name: plan.stages[stage] for name, stage in systems.items()}
+        recipes = {name: load_recipe(stage.recipe, stage.set) for name, stage in trained.items()}
         for name, recipe in recipes.items():
             assert recipe.training.seed == int(name.partition("@")[2])
             assert len(recipe.tasks.languages) == languages

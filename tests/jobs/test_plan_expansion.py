@@ -1,0 +1,207 @@
+"""Defaults and matrices of plans: what they expand to, and how wrong ones are refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline import cli
+from pipeline.errors import ConfigError
+from pipeline.jobs.plan import Plan, PlanStage, load_plan, place_plan, plan_names
+from pipeline.jobs.runner import stage_arguments
+
+PLAN = """
+[inputs]
+text = "a tree"
+
+[defaults]
+recipe = "bible8_dense"
+processes = 2
+threads = 3
+ds_config = "cpu_fp32"
+[defaults.pretrain]
+inputs = { shards = "shards", mixture = "mixture" }
+set = { training.updates = 100 }
+[defaults.translate]
+inputs = { corpus = "corpus" }
+
+[matrix.systems]
+values = { suffix = "" }
+[matrix.systems.rows]
+plain = { label = "Plain" }
+lms = { recipe = "+lms", set = { model.language_modules.rank = 4 }, label = "LMS", suffix = ", 4" }
+
+[matrix.seeds]
+order = "rows"
+[matrix.seeds.rows]
+2 = { number = 2 }
+3 = { number = 3 }
+
+[stages]
+corpus = { run = "import_corpus", inputs = { raw = "$text" }, processes = 1 }
+tokenizer = { run = "train_tokenizer", inputs = { corpus = "corpus" } }
+shards = { run = "make_shards", inputs = { corpus = "corpus", tokenizer = "tokenizer" } }
+mixture = { run = "mix", inputs = { shards = "shards" } }
+"{row}" = { matrix = "systems", run = "pretrain" }
+"translate_{row}" = { matrix = "systems", run = "translate", inputs = { checkpoint = "{row}" } }
+"seed_{row}" = { matrix = "seeds", run = "pretrain", set = { training.seed = "{number}" } }
+"seed_{row}_text" = { matrix = "seeds", run = "translate", inputs = { checkpoint = "seed_{row}" } }
+lengths = { run = "analyze_lengths", inputs = { corpus = "corpus" } }
+
+[stages.evaluation]
+matrix = "systems"
+run = "evaluate"
+recipe = "demo_dense"
+[stages.evaluation.inputs]
+corpus = "corpus"
+systems = { "{label}{suffix}" = "translate_{row}", "Seed 2" = "seed_2_text" }
+"""
+
+WIDE = {"processes": 2, "threads": 3}
+TRAINED = {"run": "pretrain", "ds_config": "cpu_fp32", **WIDE}
+LMS = {"model": {"language_modules": {"rank": 4}}}
+
+
+def load(folder: Path, text: str) -> Plan:
+    path = folder / "small.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_plan(str(path))
+
+
+def pretrained(recipe: str = "bible8_dense", **training: int) -> PlanStage:
+    settings = {"training": {"updates": 100, **training}}
+    inputs = {"shards": "shards", "mixture": "mixture"}
+    return PlanStage.model_validate(
+        {**TRAINED, "recipe": recipe, "inputs": inputs, "set": settings}
+    )
+
+
+def translated(checkpoint: str, recipe: str = "bible8_dense", **more: object) -> PlanStage:
+    inputs = {"corpus": "corpus", "checkpoint": checkpoint}
+    return PlanStage.model_validate(
+        {"run": "translate", "recipe": recipe, "inputs": inputs, **WIDE, **more}
+    )
+
+
+def test_a_plan_is_expanded_to_stages_in_full(tmp_path: Path) -> None:
+    base = {"recipe": "bible8_dense"}
+    both = {"corpus": "corpus", "tokenizer": "tokenizer"}
+    lms = pretrained("bible8_dense+lms")
+    systems = {"Plain": "translate_plain", "LMS, 4": "translate_lms", "Seed 2": "seed_2_text"}
+    expected = {
+        "corpus": PlanStage(run="import_corpus", inputs={"raw": "$text"}, threads=3, **base),
+        "tokenizer": PlanStage(run="train_tokenizer", inputs={"corpus": "corpus"}, **base),
+        "shards": PlanStage(run="make_shards", inputs=both, processes=2, threads=3, **base),
+        "mixture": PlanStage(run="mix", inputs={"shards": "shards"}, **base),
+        "plain": pretrained(),
+        "lms": lms.model_copy(update={"set": {**lms.set, **LMS}}),
+        "translate_plain": translated("plain"),
+        "translate_lms": translated("lms", "bible8_dense+lms", set=LMS),
+        "seed_2": pretrained(seed=2),
+        "seed_2_text": translated("seed_2"),
+        "seed_3": pretrained(seed=3),
+        "seed_3_text": translated("seed_3"),
+        "lengths": PlanStage(run="analyze_lengths", inputs={"corpus": "corpus"}),
+        "evaluation": PlanStage(
+            run="evaluate",
+            recipe="demo_dense",
+            inputs={"corpus": "corpus", "systems": systems},
+            processes=2,
+            threads=3,
+        ),
+    }
+    plan = load(tmp_path, PLAN)
+    assert plan.stages == expected
+    assert [*plan.stages] == [*expected]
+    found = plan.stages["evaluation"].inputs["systems"]
+    assert isinstance(found, dict)
+    assert [*found] == [*systems]
+
+
+def test_a_stage_is_told_what_the_plan_sets(tmp_path: Path) -> None:
+    placed = place_plan(load(tmp_path, PLAN), out_dir=tmp_path / "out")
+    tasks = {task.name: task for task in placed.tasks}
+    assert tasks["lms"].config["training"]["updates"] == 100
+    assert tasks["lms"].config["model"]["language_modules"]["rank"] == 4
+    arguments = stage_arguments(placed, tasks["lms"])
+    assert "--recipe=bible8_dense+lms" in arguments
+    settings = [one for one in arguments if one.startswith("--set=")]
+    assert settings == ["--set=training.updates=100", "--set=model.language_modules.rank=4"]
+    assert not any(one.startswith("--set=") for one in stage_arguments(placed, tasks["lengths"]))
+
+
+def test_an_overlay_and_settings_of_the_command_come_after_those_of_the_plan(
+    tmp_path: Path,
+) -> None:
+    plan = load(tmp_path, PLAN)
+    placed = place_plan(plan, out_dir=tmp_path / "out", overlay="smoke")
+    seed = next(task for task in placed.tasks if task.name == "seed_2")
+    assert (seed.config["training"]["updates"], seed.config["training"]["seed"]) == (20, 2)
+    overrides = {"training": {"seed": 9}}
+    placed = place_plan(plan, out_dir=tmp_path / "out", overlay="smoke", overrides=overrides)
+    seed = next(task for task in placed.tasks if task.name == "seed_2")
+    assert (seed.config["training"]["updates"], seed.config["training"]["seed"]) == (20, 9)
+
+
+def test_a_dry_run_lists_the_expanded_stages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = load(tmp_path, PLAN)
+    path = str(tmp_path / "small.toml")
+    options = [path, "--input", f"text={path}", "--out", str(tmp_path / "out"), "--dry-run"]
+    assert cli.main(["run", *options]) == 0
+    said = capsys.readouterr().out
+    assert [line.partition(":")[0] for line in said.splitlines()] == [*plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("processes = 2\nthreads", "proceses = 2\nthreads", "'proceses' is neither"),
+        ("[defaults.translate]", "[defaults.tranlsate]", "did you mean 'translate'?"),
+        ("[defaults.translate]", "[defaults.upcycle]", "[defaults.upcycle]: no stage runs"),
+        ("ds_config =", "inputs = {}\nds_config =", "'inputs' is neither"),
+        ("set = { training.updates", "sets = { training.updates", "[defaults.pretrain]: 'sets'"),
+        (
+            'matrix = "seeds", run = "pretrain"',
+            'matrix = "sed", run = "pretrain"',
+            "no matrix 'sed'",
+        ),
+        ('"{number}"', '"{numbr}"', "row '2': the row has no value 'numbr'"),
+        ('"{label}{suffix}"', '"{name}"', "row 'plain': the row has no value"),
+        ('"seed_{row}_text" =', '"seed_{number}" =', "two stages are named 'seed_2'"),
+        ('order = "rows"', 'order = "row"', "[matrix.seeds]: order is row"),
+        ('order = "rows"', 'ordr = "rows"', "[matrix.seeds]: there is no setting 'ordr'"),
+        ("[matrix.seeds.rows]", "[matrix.seeds.row]", "[matrix.seeds]: rows is missing"),
+        (
+            "[matrix.seeds]\n",
+            "[matrix.more.rows]\n[matrix.seeds]\n",
+            'no stage has matrix = "more"',
+        ),
+        (
+            'run = "analyze_lengths",',
+            'run = "analyze_lengths", set = { training.seed = 2 },',
+            "set",
+        ),
+    ],
+)
+def test_wrong_defaults_and_matrices_are_refused(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    assert old in PLAN
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        load(tmp_path, PLAN.replace(old, new, 1))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["defaults", "matrix"])
+def test_defaults_and_matrix_are_tables(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}.* is not a table"):
+        load(tmp_path, f'{name} = 3\n[stages]\nmixture = {{ run = "mix" }}\n')
+
+
+@pytest.mark.parametrize("name", plan_names())
+def test_every_stage_of_a_plan_that_ships_resolves(name: str, tmp_path: Path) -> None:
+    placed = place_plan(load_plan(name), out_dir=tmp_path / "out")
+    assert [task.name for task in placed.tasks] == [*placed.plan.stages]
+    assert not any("{" in task.name or "{" in task.recipe for task in placed.tasks)

@@ -1,0 +1,138 @@
+"""Overrides: what ``--set`` and ``set`` of a plan do to a recipe."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.folder_listing import names_in
+
+from pipeline import cli
+from pipeline.artifacts.artifact import read_manifest
+from pipeline.config import load_recipe
+from pipeline.errors import ConfigError
+from pipeline.overrides import override_texts, parse_overrides, without_stated
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("training.updates=300", {"training": {"updates": 300}}),
+        ("training.updates = 1_000", {"training": {"updates": 1000}}),
+        ("optimizer.learning_rate=2e-3", {"optimizer": {"learning_rate": 0.002}}),
+        ("mixture.sampling_temperature=inf", {"mixture": {"sampling_temperature": float("inf")}}),
+        ("training.recompute_layers=true", {"training": {"recompute_layers": True}}),
+        ("corpus.source=tmx", {"corpus": {"source": "tmx"}}),
+        ("corpus.source='tmx'", {"corpus": {"source": "tmx"}}),
+        ("corpus.languages=['de', 'no']", {"corpus": {"languages": ["de", "no"]}}),
+        ("model.front.kind=ncf", {"model": {"front": {"kind": "ncf"}}}),
+        (
+            "evaluation.language_sets.'L.R.'=['az']",
+            {"evaluation": {"language_sets": {"L.R.": ["az"]}}},
+        ),
+    ],
+)
+def test_a_value_is_toml_or_a_bare_word(text: str, expected: dict[str, Any]) -> None:
+    assert parse_overrides([text]) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("training.updates", "updates=300", "=300", "training.updates=", "training.=3"),
+        *("training..updates=3", "corpus.languages=['de'", 'corpus.source="tmx', "a b.c=3"),
+        *("training.updates=3\ntraining.seed=2", "a." * 40 + "b=1", f"a.b={'[' * 900}{']' * 900}"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_overrides([text])
+    assert str(refused.value).startswith("--set ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_later_override_replaces_an_earlier_one() -> None:
+    found = parse_overrides(["training.updates=3", "training.seed=2", "training.updates=4"])
+    assert found == {"training": {"updates": 4, "seed": 2}}
+
+
+def test_overrides_are_written_as_they_are_read() -> None:
+    overrides = {
+        "training": {"updates": 3, "best_by": "low"},
+        "evaluation": {"language_sets": {"L.R.": ["az", "be"]}},
+        "model": {"moe": {}},
+    }
+    assert parse_overrides([*override_texts(overrides)]) == overrides
+
+
+def test_overrides_come_after_parents_and_overlays() -> None:
+    overlay = load_recipe("demo_moe+smoke")
+    found = load_recipe("demo_moe+smoke", parse_overrides(["training.updates=21"]))
+    assert overlay.training.updates == 20
+    assert found.training == overlay.training.model_copy(update={"updates": 21})
+    assert found.model == overlay.model
+    assert found.name == "demo_moe+smoke"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("training.updats=3", "there is no setting 'training.updats': did you mean 'updates'?"),
+        ("trainng.updates=3", "there is no setting 'trainng': did you mean 'training'?"),
+        ("training.updates=many", "training.updates is many: choose a whole number from 1 to"),
+        ("training.updates=2024-01-01", "training.updates is datetime.date(2024, 1, 1): choose"),
+        ("training.updates=10", "optimizer.warmup_updates 60 is not below training.updates 10"),
+        ("corpus.source=3", "corpus.source is 3"),
+        ("name.x=3", "'name' is not a section"),
+        ("parent.x=3", "'parent' is not a section"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_with_the_override(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        load_recipe("demo_dense", parse_overrides([text]))
+    shown = text if "many" not in text else 'training.updates="many"'
+    assert str(refused.value).startswith(f"Recipe 'demo_dense' with {shown}: ")
+
+
+def test_overrides_without_a_recipe_change_the_defaults() -> None:
+    found = load_recipe(None, {"decoding": {"beam_size": 2}})
+    assert found.decoding.beam_size == 2
+    assert found.training == load_recipe(None).training
+
+
+def test_what_a_document_states_is_taken_out() -> None:
+    overrides = {"training": {"updates": 3, "seed": 2}, "corpus": {"source": "tmx"}}
+    document = {"training": {"updates": 20}, "corpus": {"source": "hub"}, "model": {"width": 8}}
+    assert without_stated(overrides, document) == {"training": {"seed": 2}}
+
+
+def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [
+        "--recipe",
+        "demo_dense",
+        "--set",
+        "training.updates=301",
+        "--set",
+        "training.seed=7",
+    ]
+    assert cli.main(["describe", *options]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("# --set training.updates=301\n# --set training.seed=7\n# demo_dense\n")
+    described = tomllib.loads(said)
+    assert (described["training"]["updates"], described["training"]["seed"]) == (301, 7)
+
+
+def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["import_corpus", "--recipe", "demo_dense", "--out", str(tmp_path / "corpus")]
+    few = ["--set", "corpus.max_train_lines=7"]
+    assert cli.main([*command, *few]) == 0
+    manifest = read_manifest(tmp_path / "corpus")
+    assert manifest is not None
+    assert manifest.config["corpus"]["max_train_lines"] == 7
+    assert cli.main([*command, *few]) == 0
+    assert cli.main(command) == 2
+    assert "corpus.max_train_lines: 7 → " in capsys.readouterr().err
+    assert names_in(tmp_path) == ["corpus"]
