@@ -170,8 +170,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wanted = ("flores", "translate_bytes", "translate_moce_5_lid", "moce_5")
     small_run("ted59", runs, ted59, tiny=BYTES, wanted=wanted)
     write_tree(folder / "turkish", lines={"tr": 4, "az": 0}, validated=("tr",))
-    turkish = dict.fromkeys(("turkish", "russian", "portuguese", "czech"), folder / "turkish")
-    small_run("lobef_transfer", runs, turkish, tiny=BYTES, wanted=("bytes_turkish",))
+    turkish = dict.fromkeys(("talks", "few"), folder / "turkish")
+    small_run("lobef_transfer", runs, turkish, tiny=BYTES, wanted=("bytes",))
     copies = {
         "bible24": ("mmnmt", "clean"),
         "opus100": ("clean", "tokenizer"),
