@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
+        "overrides",
         *("scripts", "summary", "languages", "ds_config", "kernels", "entry", "machine"),
         "peak_memory",
     ),

@@ -85,7 +85,10 @@ def test_the_options_of_stage_commands_exist(command: str) -> None:
         named = {part for part in options["recipe"].split("+") if not part.endswith(".toml")}
         assert named <= set(recipe_names())
     given = {word.removeprefix("--").replace("-", "_") for word in arguments if word[:2] == "--"}
-    assert all(options[{"from": "source", "to": "target"}.get(n, n)] is not None for n in given)
+    assert all(
+        options[{"from": "source", "to": "target", "set": "overrides"}.get(n, n)] is not None
+        for n in given
+    )
 
 
 def test_every_other_command_is_a_make_target_a_plan_or_a_tool() -> None:
