@@ -355,8 +355,8 @@ def benchmarks_page(results: Path) -> str:
         "Every table is one result file of `tests/bench/results`. `ratio` compares this project "
         "with the peer that the case names; the result holds when the ratio reaches `target`. "
         "`memory` and `estimate` compare a prediction with a measurement instead. "
-        "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, writes a "
-        "result file."
+        "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, "
+        "writes a result file."
     )
     parts, without = [], []
     for script in sorted(BENCHMARKS.glob("*.py")):
