@@ -34,7 +34,8 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 bench: $(VENV)/installed-dev
-	for script in $$(grep -l '__main__' tests/bench/*.py); do $(VENV)/bin/python $$script; done
+	for script in $$(grep -l '__main__' tests/bench/*.py); do \
+		$(VENV)/bin/python $$script || failed=1; done; test -z "$$failed"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
