@@ -1,11 +1,16 @@
 """Fixtures that all tests share, as long as the test session: pools of ranks, and one sweep."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from support.process_pool import ProcessPool
 from support.sweep_process import Sweep
+
+# A shell ignores Ctrl-C in what it runs in the background, and processes inherit that. The tests
+# that send Ctrl-C need what a terminal has.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SAMPLED_CASES = 6
 """Of the sweep of broken files, one case in so many runs by default."""

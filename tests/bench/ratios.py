@@ -21,7 +21,7 @@ import transformers
 WARM_UP = 8
 """Rounds not counted: kernels are generated, and the process comes to own the memory it needs."""
 QUICK_ROUNDS = 1
-"""Rounds of ``--quick``, which only shows whether a benchmark runs: one round warms it up."""
+"""Rounds of ``--quick``, which only shows whether a benchmark runs: nothing warms it up."""
 
 Seconds = Mapping[str, Sequence[float]]
 """Contestant → seconds per round."""
@@ -86,7 +86,7 @@ def interleaved(
 ) -> Seconds:
     """Run everyone to warm up, then ``rounds`` times in rotating order."""
     names = list(contestants)
-    warm_up = min(warm_up, 1) if rounds == QUICK_ROUNDS else warm_up
+    warm_up = 0 if rounds == QUICK_ROUNDS else warm_up
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
         shift = turn % len(names)

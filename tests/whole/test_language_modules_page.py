@@ -14,8 +14,9 @@ import pytest
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import recipe_names
+from pipeline.config import Recipe, recipe_names
 from pipeline.jobs.plan import load_plan
+from pipeline.overrides import parse_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -117,11 +118,15 @@ def test_the_plans_and_overlays_of_the_page_exist() -> None:
     for verb, name, *_ in commands("needs-data"):
         assert verb == "run"
         assert load_plan(name).inputs
-    overlays = {
-        name
+    named = {
+        names
         for row in re.findall(r"^\| (`[^|]+) \|", PAGE, re.MULTILINE)
         for names in re.findall(r"`([^`]+)`", row)
-        for name in names.split("+")
     }
+    overrides = {name for name in named if name.startswith("--set ")}
+    overlays = {name for names in named - overrides for name in names.split("+")}
     assert len(overlays) > 8
     assert overlays <= set(recipe_names())
+    for override in overrides:
+        changed = parse_overrides([override.removeprefix("--set ")])
+        assert changed.keys() <= Recipe.model_fields.keys()
