@@ -1199,7 +1199,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
     base, *overlays = (None,) if name is None else name.split("+")
     merged = {} if base is None else _with_parents(base, seen=())
     for overlay in overlays:
-        merged = merge(merged, read_overlay(overlay, base=base))
+        merged = _laid_over(merged, read_overlay(overlay, base=base))
     sections = overrides or {}
     where = "The default settings" if name is None else f"Recipe {name!r}"
     if sections:
@@ -1208,7 +1208,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
         if key in sections:
             raise ConfigError(f"{where}: {key!r} is not a section. Set SECTION.SETTING.")
     try:
-        resolved = {**merge(merged, sections), "name": "defaults" if name is None else name}
+        resolved = {**_laid_over(merged, sections), "name": "defaults" if name is None else name}
         return Recipe.model_validate(resolved)
     except ValidationError as error:
         said = describe_validation(error, Recipe, also=("parent",))
@@ -1239,7 +1239,12 @@ def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
         return document
     if not isinstance(parent, str):
         raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
-    return merge(_inherited(_with_parents(parent, seen=(*seen, name)), document), document)
+    return _laid_over(_with_parents(parent, seen=(*seen, name)), document)
+
+
+def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``base`` with those of ``document`` laid over them."""
+    return merge(_inherited(base, document), dict(document))
 
 
 def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:

@@ -211,6 +211,10 @@ def test_thresholds_are_inherited_with_the_corpus_that_they_describe(tmp_path: P
     assert thresholds('[corpus]\nsource = "tmx"') == default
     own = '[corpus]\nsource = "tmx"\n[training]\nresource_thresholds = [5, 9]'
     assert thresholds(own) == (5, 9)
+    overlay = write(tmp_path, "overlay", '[corpus]\nsource = "tmx"')
+    assert load_recipe(f"demo_dense+{overlay}").training.resource_thresholds == default
+    override = load_recipe("demo_dense", {"corpus": {"source": "tmx"}})
+    assert override.training.resource_thresholds == default
     write(tmp_path, "child", f'parent = "{tmp_path}/mine.toml"\n[training]\nupdates = 700')
     assert load_recipe(str(tmp_path / "child.toml")).training.resource_thresholds == (5, 9)
 

@@ -345,9 +345,8 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
     restore(out_dir)
     new = read_manifest(new_dir)
     refuse_to_overwrite(out_dir, overwrite=True, kind=new.kind if new else None)
-    remove_artifact(replaced_dir(out_dir))
-    kept = is_trained(read_manifest(out_dir)) and not is_trained(new)
-    aside = free_place_aside(out_dir) if kept else replaced_dir(out_dir)
+    _clear_replaced(out_dir)
+    aside = replaced_dir(out_dir)
     if out_dir.exists():
         out_dir.rename(aside)
     try:
@@ -360,10 +359,24 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
         if aside.exists():
             aside.rename(out_dir)
         raise
-    if kept:
-        print(f"{out_dir}: the model trained before is kept as {aside}", file=sys.stderr)
-        return
     with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
+        _clear_replaced(out_dir)
+
+
+def _clear_replaced(out_dir: Path) -> None:
+    """Remove what ``out_dir`` replaced; keep a trained model that something untrained replaced.
+
+    It is kept only once the new artifact is in its place, so that :func:`restore` finds it where a
+    kill comes before.
+    """
+    aside = replaced_dir(out_dir)
+    if not os.path.lexists(aside):
+        return
+    if is_trained(read_manifest(aside)) and not is_trained(read_manifest(out_dir)):
+        place = free_place_aside(out_dir)
+        aside.rename(place)
+        print(f"{out_dir}: the model trained before is kept as {place}", file=sys.stderr)
+    else:
         remove_artifact(aside)
 
 

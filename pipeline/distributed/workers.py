@@ -59,11 +59,16 @@ class WorkerPool(ProcessPoolExecutor):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self.shutdown()
-        elif issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
-            for process in list(self._processes.values()):
-                process.kill()
-            self.shutdown()
-        else:
-            self.shutdown(cancel_futures=True)
+        if kind is not None and issubclass(kind, KeyboardInterrupt | Interrupted | GeneratorExit):
+            self._kill()
+            return
+        try:
+            self.shutdown(cancel_futures=kind is not None)
+        except BaseException:  # Ctrl-C while the calls in work are waited for
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        for process in list((self._processes or {}).values()):
+            process.kill()
+        self.shutdown()

@@ -446,7 +446,8 @@ def place_plan(
         if processes and stage.parallel != "no":
             planned = planned.model_copy(update={"processes": processes})
         recipe = f"{planned.recipe}+{overlay}" if planned.recipe and overlay else planned.recipe
-        changes = merge(without_stated(planned.set, laid_over), overrides or {})
+        own = without_stated(planned.set, laid_over) if planned.recipe else planned.set
+        changes = merge(own, overrides or {})
         changes = changes if stage.sections else {}
         settings = load_recipe(recipe or None, changes)
         config = stage_config(stage, recipe=settings, ds_config=planned.ds_config)

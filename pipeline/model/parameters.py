@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.config import ModelConfig
+from pipeline.model.front.ncf import NgramConvolution
 from pipeline.model.language_modules.clsr import ConditionalRouting
 from pipeline.model.language_modules.language_experts import LanguageExperts
 from pipeline.model.language_modules.stack import LanguageStack
@@ -74,10 +75,11 @@ def count_multiplied(spec: ModelSpec) -> PerToken:
 
     Source tokens meet the encoder, its front, and the keys and values of the decoder's attention to
     the source; target tokens meet the rest of the decoder and the output projection. Embeddings and
-    positions are looked up. A CLSR table counts as often as sublayers use it.
+    positions are looked up. A CLSR table counts as often as sublayers use it, and a convolution of
+    n-grams once for n tokens.
     """
     transformer = shape_of_model(spec)
-    met = _shares_met(transformer) | _uses_of_tables(transformer)
+    met = _shares_met(transformer) | _uses_of_tables(transformer) | _shares_of_products(transformer)
     sums = {"source": 0.0, "target": 0.0}
     for name, parameter in transformer.named_parameters():
         side = _side_met(name, has_own_output=transformer.embedding.output_weight is not None)
@@ -97,6 +99,20 @@ def _side_met(name: str, *, has_own_output: bool) -> str | None:
     if name.startswith("decoder.") and not any(part in name for part in of_source):
         return "target"
     return "source"
+
+
+def _shares_of_products(model: Transformer) -> dict[int, float]:
+    """Return how often one token is multiplied by a parameter, by id, where it is not once."""
+    embedding = model.embedding
+    found = {
+        id(parameter): 1 / module.weight.shape[2]
+        for module in model.modules()
+        if isinstance(module, NgramConvolution)
+        for parameter in module.parameters()
+    }
+    if embedding.output_weight is None and embedding.weight is not None:
+        found[id(embedding.weight)] = embedding.output_size / len(embedding.weight)
+    return found
 
 
 def _shares_met(model: Transformer) -> dict[int, float]:

@@ -7,6 +7,7 @@ from pipeline.artifacts.training_states import replanned
 from pipeline.checkpoints.training_state import PieceReader, Position, read_position
 from pipeline.distributed.collectives import from_rank_zero
 from pipeline.distributed.world import World
+from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.stages import StageCall
@@ -57,14 +58,20 @@ class Resuming:
         """Load the newest state into the engine; all ranks call this.
 
         Raises:
-            CheckpointError: the state belongs to other settings or inputs, or a state is missing
-                that the mean of the last states needs.
+            CheckpointError: the state belongs to other settings or inputs, lies beyond the last
+                update, or a state is missing that the mean of the last states needs.
         """
         state = self._run_directory.resume_from()
         if state is None:
             return Resumed(Position(), replanned=[])
         check_together(state, state.names())
         position = read_position(state)
+        updates = self._recipe.training.updates
+        if position.update > updates:  # with updates_of = "bytes", only known once data is read
+            raise CheckpointError(
+                f"{state.directory}: {position.update:,} updates are done, and the recipe makes "
+                f"{updates:,} with this vocabulary. Raise training.updates, or name another --out."
+            )
         position = replace(position, **self._run_directory.best_after(position.update))
         changes = replanned(state, config=self._config)
         self._engine.load_optimizer_pieces(PieceReader(state), update=position.update)

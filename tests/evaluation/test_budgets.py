@@ -163,6 +163,21 @@ def test_modules_of_languages_count_as_one_token_meets_them(
     )
 
 
+def test_a_convolution_of_n_grams_runs_once_for_n_tokens() -> None:
+    front = {"kind": "ncf", "layers_before": 1, "orders": [1, 2, 4]}
+    plain = count_multiplied(tiny_spec())
+    found = count_multiplied(tiny_spec(model={"front": front}))
+    biases, mixture = 16 / 2 + 16 / 4, 3
+    assert found.source - plain.source == pytest.approx(16 * 16 + 16 * 16 + biases + mixture)
+
+
+def test_logits_of_some_ids_multiply_their_rows_of_a_tied_table_alone() -> None:
+    spec = tiny_spec()
+    some = spec.model_copy(update={"output_size": 20})
+    rows = spec.vocabulary_size - 20
+    assert count_multiplied(spec).target - count_multiplied(some).target == rows * 16
+
+
 def test_runs_that_did_not_count_source_tokens_have_no_estimate(tmp_path: Path) -> None:
     run = training_run(tmp_path / "run", [3.0] * 2, source_tokens=False)
     spent = trace_training("x", translated(tmp_path / "t", run))[0].total

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.process_pool import ProcessPool
+from support.process_pool import ProcessPool, RankFailed
 from support.tiny_training import (
     Inputs,
     make_call,
@@ -131,6 +131,24 @@ def test_an_interrupted_run_ends_after_the_same_updates(
     model = open_artifact(tmp_path / "model", kind="checkpoint")
     assert model.statistics["updates"] == expected
     assert model.manifest.config["training"]["updates"] == UPDATES, "the recipe as it was given"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_beyond_its_updates_in_bytes_is_refused(
+    made: dict[str, dict[str, Artifact]], pool1: ProcessPool, tmp_path: Path
+) -> None:
+    """32 updates of bytes are 4 of pieces, fewer than are done, though the number is larger."""
+
+    def recipe(updates: int) -> Recipe:
+        training = recipe_of("pieces").training.model_copy(update={"updates": updates})
+        return recipe_of("pieces", training=training.model_dump())
+
+    inputs = Inputs(**made["pieces"], groups=make_inputs(tmp_path / "other").groups)
+    [stopped] = pool1.run(pretrain, inputs, tmp_path / "model", recipe(64), terminate_at=(0, 17))
+    assert int(stopped.split()[3]) > 4
+    with pytest.raises(RankFailed, match="updates are done, and the recipe makes 4"):
+        pool1.run(pretrain, inputs, tmp_path / "model", recipe(32))
+    assert not (tmp_path / "model").exists()
 
 
 def test_updates_that_cannot_be_counted_in_bytes_are_refused(
