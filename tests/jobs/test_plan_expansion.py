@@ -205,3 +205,16 @@ def test_every_stage_of_a_plan_that_ships_resolves(name: str, tmp_path: Path) ->
     placed = place_plan(load_plan(name), out_dir=tmp_path / "out")
     assert [task.name for task in placed.tasks] == [*placed.plan.stages]
     assert not any("{" in task.name or "{" in task.recipe for task in placed.tasks)
+
+
+def test_an_overlay_leaves_the_settings_of_a_stage_without_a_recipe_alone(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text('[tests]\nlanguages = ["fr", "en"]\n', encoding="utf-8")
+    plan = """
+    [inputs]
+    text = "a tree"
+    [stages]
+    tests = { run = "import_tests", inputs = { raw = "$text" }, set = { tests.languages = ["de"] } }
+    """
+    overlay = str(tmp_path / "other.toml")
+    placed = place_plan(load(tmp_path, plan), out_dir=tmp_path / "out", overlay=overlay)
+    assert placed.tasks[0].config["tests"]["languages"] == ["de"]
