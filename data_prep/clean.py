@@ -35,14 +35,12 @@ from pipeline.artifacts.corpus import (
     pair_counts,
     text_name,
 )
-from pipeline.config import CleanConfig
+from pipeline.artifacts.settings import CleanConfig
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
-from pipeline.languages import usual_script
-from pipeline.scripts import letters_of
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed
-from pipeline.terminal import track
+from pipeline.languages import letters_of, usual_script
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed, track
 
 LEAKS_NAME = "held_out_leaks.json"
 

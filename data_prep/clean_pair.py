@@ -19,7 +19,7 @@ from data_prep.rules.line_language import LanguageRule, line_identifier
 from data_prep.rules.near_duplicates import NearDuplicates, sketches
 from data_prep.rules.rule import Rule
 from pipeline.artifacts.corpus import aligned_lines
-from pipeline.config import CleanConfig
+from pipeline.artifacts.settings import CleanConfig
 
 BLOCK_LINES = 2048
 

@@ -14,11 +14,10 @@ import numpy.typing as npt
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import languages, line_counts
-from pipeline.artifacts.language_groups import GROUPS_NAME
-from pipeline.artifacts.mixture import lines_per_language
+from pipeline.artifacts.mixture import GROUPS_NAME, lines_per_language
+from pipeline.artifacts.settings import GroupsConfig
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.checkpoints.weights import read_tensor
-from pipeline.config import GroupsConfig
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import (
     PAPER_GROUPS,
@@ -28,8 +27,8 @@ from pipeline.languages import (
     nearest_codes,
     without_region,
 )
-from pipeline.stages import StageCall
-from pipeline.summary import LISTED, counted, listed
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import LISTED, counted, listed
 
 EMBEDDING_NAME = "embedding.weight"
 

@@ -31,14 +31,13 @@ from data_prep.readers.tsv import read_tsv
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.settings import shown
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
-from pipeline.scripts import count_scripts
-from pipeline.settings import shown
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed, tallied
-from pipeline.terminal import track
+from pipeline.languages import count_scripts
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed, tallied, track
 
 QUARANTINE_NAME = "quarantine.jsonl"
 

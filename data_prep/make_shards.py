@@ -34,17 +34,16 @@ from pipeline.artifacts.corpus import (
     listed_names,
     pair_counts,
 )
-from pipeline.artifacts.parts import OTHER_LANGUAGES
+from pipeline.artifacts.manifest import OTHER_LANGUAGES
 from pipeline.artifacts.places import link_or_copy, run_dir
 from pipeline.artifacts.segmenters import Segmenters
+from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
-from pipeline.config import ShardsConfig
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import ConfigError, DataError
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed
-from pipeline.terminal import track
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed, track
 
 MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …"
 

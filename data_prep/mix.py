@@ -21,10 +21,11 @@ from pipeline.artifacts.mixture import (
     capped_shares,
     temperature_probabilities,
 )
-from pipeline.config import MixtureConfig, PhaseConfig, Recipe
+from pipeline.artifacts.settings import MixtureConfig, PhaseConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from pipeline.artifacts.corpus import iterate_lines, text_name
 from pipeline.artifacts.digests import file_records
 from pipeline.artifacts.places import claim_run_folder, files_below, remove_files, sync
 from pipeline.artifacts.segmenters import Segmenters
+from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter
 from pipeline.artifacts.tokenizer import SampledSegmentation, Tokenizer
-from pipeline.config import ShardsConfig
-from pipeline.documents import unfinished_path
+from pipeline.config.documents import unfinished_path
 from pipeline.errors import DataError
 from pipeline.seeds import derive_seed
 

@@ -10,7 +10,7 @@ from typing import Self, TextIO
 
 from data_prep.readers.section import RawLine, Source
 from pipeline.errors import DataError
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
 """Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all. So is a table

@@ -9,9 +9,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.languages import canonical, codes_one_edit_away, is_known, written_script
-from pipeline.scripts import count_scripts, letters_of
-from pipeline.summary import listed
+from pipeline.languages import (
+    canonical,
+    codes_one_edit_away,
+    count_scripts,
+    is_known,
+    letters_of,
+    written_script,
+)
+from pipeline.terminal import listed
 
 SAMPLE_LINES = 64
 """Lines of a file that are looked at, evenly spaced."""

@@ -32,6 +32,7 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.mixture import lines_per_language, temperature_probabilities
 from pipeline.artifacts.segmenters import segmenter_records
+from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     Tokenizer,
@@ -40,13 +41,11 @@ from pipeline.artifacts.tokenizer import (
     language_token,
 )
 from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
-from pipeline.config import TokenizerConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.peak_memory import peak_memory
+from pipeline.machine import peak_memory
 from pipeline.seeds import derive_seed
-from pipeline.stages import StageCall
-from pipeline.summary import counted, listed
-from pipeline.terminal import track
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed, track
 
 MAX_LINE_BYTES = 2**20
 """SentencePiece leaves out longer lines; its own limit would lose letters of long Indic lines."""

@@ -27,10 +27,10 @@ from pydantic.fields import FieldInfo
 from pipeline import cli
 from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
 from pipeline.cli.stage_options import stage_parser
-from pipeline.config import Recipe, load_recipe, recipe_names
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.settings import Range, Settings
 from pipeline.jobs.plan import load_plan, plan_names
-from pipeline.settings import Range, Settings
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "bench"

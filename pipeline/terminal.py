@@ -2,6 +2,8 @@
 
 On a terminal a loop shows a bar with its rate and the time left; in a log it writes one line per
 interval, and nothing at all if it ends before the first one is due.
+
+The few lines in which a stage says what it did: how numbers, counts and lists are written.
 """
 
 import json
@@ -15,7 +17,7 @@ from typing import Any, Self, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from pipeline.documents import byte_lines, json_object, unfinished_path
+from pipeline.config.documents import byte_lines, json_object, unfinished_path
 
 T = TypeVar("T")
 
@@ -214,3 +216,36 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+
+
+LISTED = 6
+"""Names that are written out; of more, the rest is counted."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """``a, b, c`` in the order given; a long list ends in ``and 12 more``."""
+    found = list(names)
+    if len(found) <= LISTED:
+        return ", ".join(found)
+    return f"{', '.join(found[: LISTED - 1])} and {len(found) - LISTED + 1} more"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return ``1 line``, ``2,000 lines``.
+
+    Args:
+        number: how many.
+        noun: what, in the singular.
+        plural: where it is not the noun and an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def with_article(noun: str) -> str:
+    """Return ``a corpus``, ``an evaluation``, by the first letter."""
+    return f"{'an' if noun[:1] in tuple('aeiou') else 'a'} {noun}"
+
+
+def tallied(counts: Mapping[str, int]) -> str:
+    """``empty 3, copy 1`` in the order given, what is zero left out."""
+    return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_recipe
-from pipeline.documents import (
+from pipeline.config.documents import (
     MAX_DEPTH,
     MAX_JSON_BYTES,
     MAX_TOML_BYTES,
@@ -17,6 +16,7 @@ from pipeline.documents import (
     read_json_lines,
     read_toml,
 )
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.plan import load_plan
 

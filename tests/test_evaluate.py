@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from pipeline import analyze_lengths, evaluate
 from pipeline.artifacts.artifact import (
     Artifact,
     ArtifactWriter,
@@ -30,12 +29,16 @@ from pipeline.artifacts.corpus import (
 )
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.config import EvaluationConfig, Recipe, TrainingConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.evaluation import comet_score
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.stages import STAGES, StageCall
+from pipeline.evaluation.settings import EvaluationConfig
+from pipeline.extensions.analysis import analyze_lengths
+from pipeline.stages import evaluate
+from pipeline.stages.registry import STAGES, StageCall
+from pipeline.training.settings import TrainingConfig
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {
     "de-en": {

@@ -2,8 +2,9 @@
 
 import pytest
 
-from pipeline import ds_config, machine
-from pipeline.ds_config import load_ds_config, name_for
+from pipeline import machine
+from pipeline.config import ds_config
+from pipeline.config.ds_config import load_ds_config, name_for
 from pipeline.machine import Gpus, gpus_of, processes_here, visible_gpus
 
 A100, V100 = 8.0, 7.0

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import nearest_neighbor as retrieve
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses, text_name
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError
-from pipeline.nearest_neighbor import NO_NEIGHBOUR, nearest_lines
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages import nearest_neighbor as retrieve
+from pipeline.stages.nearest_neighbor import NO_NEIGHBOUR, nearest_lines
+from pipeline.stages.registry import STAGES, StageCall
 
 
 def trigrams(line: str) -> Counter[str]:

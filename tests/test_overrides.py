@@ -10,9 +10,9 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import read_manifest
-from pipeline.config import load_recipe
+from pipeline.config.overrides import override_texts, parse_overrides, without_stated
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import ConfigError
-from pipeline.overrides import override_texts, parse_overrides, without_stated
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,15 @@ from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-from pipeline.cli.recipe_verbs import recipe_toml
-from pipeline.config import Recipe, TrainingConfig, load_recipe, recipe_names
-from pipeline.documents import merge
-from pipeline.ds_config import SECTIONS, ds_config_names, load_ds_config
+from pipeline.cli.recipe_commands import recipe_toml
+from pipeline.config.documents import merge
+from pipeline.config.ds_config import SECTIONS, ds_config_names, load_ds_config
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.errors import ConfigError
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import groups_of_languages
 from pipeline.training.engine import accumulation_steps, merge_ds_config
+from pipeline.training.settings import TrainingConfig
 
 OVERLAYS = ("hub", "smoke", "tmx")
 ONE_WAY = ("subwords_32k_to_8k", "subwords_64k_to_8k")

@@ -7,13 +7,14 @@ from babel.core import get_global
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.languages import FAMILIES, usual_script
-from pipeline.scripts import (
+from pipeline.languages import (
+    FAMILIES,
     count_scripts,
     has_letter_of,
     letters_of,
     script_of_character,
     script_of_text,
+    usual_script,
 )
 
 SAMPLES = {

@@ -10,11 +10,11 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 from pydantic import ValidationError
 
-from pipeline.config import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.settings import Settings, describe_validation, number, whole
 from pipeline.errors import ConfigError
 from pipeline.jobs.plan import Plan
 from pipeline.model.spec import ModelSpec
-from pipeline.settings import Settings, describe_validation, number, whole
 
 ABSURD = 10**30
 

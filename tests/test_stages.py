@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.artifacts.settings_diff import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
-from pipeline.config import Recipe
-from pipeline.ds_config import ds_config_names, load_ds_config
-from pipeline.settings import Settings
-from pipeline.stages import STAGES, stage_config
+from pipeline.artifacts.manifest import DECIDE_NOTHING, DECIDE_WHICH_WEIGHTS
+from pipeline.config.ds_config import ds_config_names, load_ds_config
+from pipeline.config.recipe import Recipe
+from pipeline.config.settings import Settings
+from pipeline.stages.registry import STAGES, stage_config
 
 MODEL = {
     *("activation", "decoder_layers", "embedding", "embedding_norm", "encoder_layers"),

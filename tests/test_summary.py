@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.summary import counted, listed, tallied, with_article
+from pipeline.terminal import counted, listed, tallied, with_article
 
 
 @pytest.mark.parametrize(

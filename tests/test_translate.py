@@ -19,8 +19,15 @@ from support.tiny_models import perturb_vectors
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis, directions, read_hypotheses, text_name
-from pipeline.artifacts.details import Details, read_details
+from pipeline.artifacts.corpus import (
+    Details,
+    Direction,
+    Hypothesis,
+    directions,
+    read_details,
+    read_hypotheses,
+    text_name,
+)
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     ByteVocabulary,
@@ -30,17 +37,18 @@ from pipeline.artifacts.tokenizer import (
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import DecodingConfig, ModelConfig, MoEConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.sentences import UNKNOWN
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.decoding.words import UNKNOWN
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
-from pipeline.translate import WorkingTime, lengths_over_ranks
+from pipeline.stages.translate import WorkingTime, lengths_over_ranks
 
 LANGUAGES = ("de", "en", "fr")
 MAX_POSITIONS = 40
@@ -701,7 +709,7 @@ def test_a_damaged_record_of_time_counts_as_none(tmp_path: Path, content: str) -
 
 def run_process(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments],
+        [sys.executable, "-m", "pipeline", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -738,7 +746,7 @@ def test_every_rank_encodes_its_share_alone_and_all_cut_the_same_batches(
             into.append(share)
             return shares
 
-        monkeypatch.setattr("pipeline.translate.gather_objects", gathered)
+        monkeypatch.setattr("pipeline.stages.translate.gather_objects", gathered)
         world = World(rank, 3, rank, 3, "", 0)
         found = lengths_over_ranks(cast(Translator, ByCharacters()), jobs, world)
         assert found == [len(job.text) for job in jobs]

@@ -33,7 +33,7 @@ from babel.units import format_unit
 from data_prep.readers.pair_names import require_languages
 from data_prep.readers.section import RawLine, RawText, Section, Source
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.config import CldrConfig, CorpusConfig
+from pipeline.artifacts.settings import CldrConfig, CorpusConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical
 

@@ -19,9 +19,9 @@ from data_prep.readers.section import RawText
 from data_prep.readers.text_files import iterate_raw_lines
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"

@@ -20,7 +20,7 @@ from data_prep.readers.pair_names import (
 )
 from data_prep.readers.section import FOLDERS_IGNORED, LeftOut, RawLine, RawText, Section, Source
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 
 COLUMN = "translation"

@@ -18,7 +18,7 @@ from data_prep.readers.section import LeftOut, RawText, Section
 from data_prep.readers.tmx import survey_file
 from data_prep.readers.tsv import open_table
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import CorpusConfig, ListedText
+from pipeline.artifacts.settings import CorpusConfig, ListedText
 from pipeline.errors import ConfigError, DataError
 
 

@@ -23,10 +23,10 @@ from data_prep.readers.section import FILES_IGNORED, LeftOut, RawText, Section
 from data_prep.readers.text_files import FilesInStep, plain_name
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError
 from pipeline.languages import is_known
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain, .gz or .zst"
 

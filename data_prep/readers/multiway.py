@@ -18,10 +18,10 @@ from data_prep.readers.pair_names import NamedPair, require_languages
 from data_prep.readers.raw_files import RawFile
 from data_prep.readers.section import LeftOut, RawLine, RawText, Section
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 ONE_SIDED = "records_one_sided"
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.artifacts.corpus import Split, pair_name
-from pipeline.config import OutsideTestsConfig
+from pipeline.artifacts.settings import OutsideTestsConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import distinct_codes, find_code, nearest_codes
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 LAYOUTS = (
     "dev/eng_Latn.dev and devtest/eng_Latn.devtest as in FLORES-200, newstest2019-src.eng.txt and "

@@ -17,7 +17,7 @@ from data_prep.readers.text_files import plain_name
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.errors import ConfigError, DataError
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 _SPLIT_WORD = re.compile(
     r"(?<![a-z])(?:news)?(train|valid(?:ation)?|dev(?:test)?|test)(?:ing)?(?:set|s)?(?![a-z])",

@@ -15,7 +15,7 @@ from typing import BinaryIO, Protocol
 
 from data_prep.readers.section import RawLine, Source
 from pipeline.errors import ConfigError, DataError
-from pipeline.summary import counted
+from pipeline.terminal import counted
 
 BLOCK_BYTES = 2**18
 """Read at a time; a block of nothing but line ends is a list of as many empty lines."""

@@ -31,7 +31,7 @@ from data_prep.readers.section import RawText
 from data_prep.readers.text_files import iterate_blocks
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))

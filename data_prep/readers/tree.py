@@ -33,7 +33,7 @@ from data_prep.readers.section import (
 from data_prep.readers.text_files import PACKED, FilesInStep, iterate_raw_lines, source_of
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError
 from pipeline.languages import Regions, find_code, without_region
 

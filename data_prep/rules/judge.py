@@ -15,8 +15,8 @@ from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
 from data_prep.rules.near_duplicates import NearDuplicates
 from data_prep.rules.rule import NO_SIDE, Rule, Sides
-from pipeline.config import CleanConfig
-from pipeline.scripts import has_letter_of
+from pipeline.artifacts.settings import CleanConfig
+from pipeline.languages import has_letter_of
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters but the tab, and the two separators other tools take for line ends. None of

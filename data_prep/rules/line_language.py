@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from data_prep.rules.rule import Sides
-from pipeline.config import CleanConfig
+from pipeline.artifacts.settings import CleanConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import UNCERTAIN, LanguageDetector, detectable_languages
 from pipeline.languages import canonical

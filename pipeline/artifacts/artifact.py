@@ -38,12 +38,13 @@ from pipeline.artifacts.manifest import (
     RunRecord,
     describe_name,
     describe_names,
+    digest_of_part,
     json_digest,
+    part_of,
     read_manifest,
     to_json,
     with_article,
 )
-from pipeline.artifacts.parts import digest_of_part, part_of
 from pipeline.artifacts.places import (
     discard_working,
     files_below,
@@ -56,7 +57,7 @@ from pipeline.artifacts.places import (
     sync,
     unfinished_dir,
 )
-from pipeline.documents import read_json
+from pipeline.config.documents import read_json
 from pipeline.errors import ArtifactError, to_write
 
 __all__ = [

@@ -1,16 +1,27 @@
-"""Reading corpus and translations artifacts: which pairs, which directions, which lines.
+"""What translations hold beside the one hypothesis of every line, where it was asked for.
+
+``details/{source}-{target}.jsonl``: one JSON object per test line, in the corpus's order.
+
+Reading corpus and translations artifacts: which pairs, which directions, which lines.
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
-end with ``\\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
+end with ``\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
 alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
 statistics list ``{"pairs": {pair: {split: lines}}}``, as ``emptied`` the pairs that lost all their
 training lines, and where lines were dropped, as ``imported``, the training lines there were before,
 in the form of ``pairs``. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
 the order of the corpus's test lines.
+
+The part of a corpus that a stage reads: the files of some splits, and what counts them.
+
+A stage that reads training lines alone is not to run again where test lines change. It declares
+the splits it reads (``stages.Input.splits``), is given no more of the corpus than these, and its
+manifest has the digest of that part. So what the digest leaves out cannot reach the result.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -19,13 +30,81 @@ from typing import Any, Literal, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.details import Details
-from pipeline.artifacts.manifest import describe_name
-from pipeline.artifacts.parts import OTHER_LANGUAGES
-from pipeline.documents import RESTORE, read_json_lines
+from pipeline.artifacts.manifest import OTHER_LANGUAGES, describe_name
+from pipeline.config.documents import RESTORE, read_json_lines
+from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
-from pipeline.settings import shown
-from pipeline.summary import counted
+from pipeline.terminal import counted
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of several hypotheses of a line; its score is as that of the translation."""
+
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of the translation; its score is the log-probability of its tokens, summed."""
+
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Details:
+    """Empty where not asked for, and of an empty line."""
+
+    n_best: tuple[Alternative, ...] = ()
+    """The translation first."""
+    words: tuple[Word, ...] = ()
+    """Of the translation, in order."""
+    source_words: tuple[str, ...] = ()
+    alignment: tuple[tuple[int, int], ...] = ()
+    """(source word, word of the translation), both from 0, by word of the translation."""
+
+
+_DETAILS = TypeAdapter(Details)
+
+
+def details_name(direction: object) -> str:
+    """``direction`` is written as source-target."""
+    return f"details/{direction}.jsonl"
+
+
+def record_of(details: Details) -> dict[str, Any]:
+    """The details as JSON has them."""
+    return dataclasses.asdict(details)
+
+
+def write_details(path: Path, lines: Sequence[Details]) -> None:
+    """One JSON object per line, in order."""
+    with path.open("w", encoding="utf-8", newline="\n") as stream:
+        for details in lines:
+            stream.write(json.dumps(record_of(details), ensure_ascii=False) + "\n")
+
+
+def read_details(path: Path) -> list[Details]:
+    """What :func:`write_details` wrote.
+
+    Raises:
+        ArtifactError: names the line that is none.
+    """
+    return [
+        _details_of(record, what=f"Line {number} of {path}")
+        for number, record in enumerate(read_json_lines(path), start=1)
+    ]
+
+
+def _details_of(record: object, *, what: str) -> Details:
+    try:
+        return _DETAILS.validate_python(record)
+    except ValidationError as error:
+        message = error.errors(include_url=False)[0]["msg"]
+        raise ArtifactError(f"{what} has no details of a line ({message}): {RESTORE}.") from error
+
 
 Split = Literal["train", "valid", "test"]
 

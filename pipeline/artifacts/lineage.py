@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.artifacts.artifact import Artifact, InputRecord, read_manifest
-from pipeline.artifacts.parts import digest_of_part
+from pipeline.artifacts.manifest import digest_of_part
 from pipeline.errors import ArtifactError
 
 Follow = Callable[[InputRecord], bool]

@@ -3,13 +3,15 @@
 ``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with
 their digests, and the size and SHA-256 of every 64 MiB chunk of every file. The names of files are
 relative, with ``/``, and stay within the artifact.
+
+In what two resolved settings differ, told in one way everywhere.
 """
 
 import hashlib
 import json
 import os
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,9 @@ from pydantic import (
     model_serializer,
 )
 
-from pipeline.documents import read_bytes
+from pipeline.config.documents import read_bytes
+from pipeline.config.recipe import Recipe
+from pipeline.config.settings import Settings
 from pipeline.errors import ArtifactError
 
 MANIFEST_NAME = "manifest.json"
@@ -288,3 +292,151 @@ def describe_name(name: str) -> str | None:
 def fold_name(name: str) -> str:
     """What two names must share to be one file on some file system."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+DECIDE_NOTHING = (
+    "training.checkpoint_every",
+    "training.cpu_kernels",
+    "training.expert_parallel_size",
+    "training.keep_last",
+    "training.recompute_layers",
+    "training.resource_thresholds",
+    "training.skip_nonfinite_after",
+)
+"""Settings of training stages that change neither an update nor which weights are kept: how often
+and how many states are written in the run's folder, by which kernels the same is computed (save
+rounding), on which ranks experts lie, what is computed twice to save memory, how the curves sum up
+validation, and whether a run that cannot go on without leaving micro-batches out ends there.
+([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
+
+THRESHOLDS = "training.resource_thresholds"
+STATES_SAVED = "training.checkpoint_every"
+
+DECIDE_WHICH_WEIGHTS = (
+    "batches.evaluation_tokens",
+    "training.average_last",
+    "training.best_by_route",
+    "training.patience",
+    "training.validate_every",
+)
+"""Settings that change no update, but after which of them the weights may be kept, or how many
+there are: a run goes on with other ones, a finished model is another with them. (With another
+``training.best_by`` it does not: the perplexity of what was kept is of other pairs.)"""
+
+
+def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Of settings that decide nothing, those that do not with these other ones.
+
+    Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
+    weights are kept. With ``training.average_last`` the weights are the mean of states saved.
+    """
+    training = config.get("training", {})
+    deciding = {
+        THRESHOLDS: training.get("best_by", "all") != "all",
+        STATES_SAVED: training.get("average_last", 0) > 0,
+    }
+    return [name for name in names if not deciding.get(name, False)]
+
+
+def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """``section.setting: old → new`` for every setting that differs, sorted."""
+    before, after = _flatten(old), _flatten(new)
+    return [
+        f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
+        for name in sorted({*before, *after})
+        if before.get(name, "unset") != after.get(name, "unset")
+    ]
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, prefix=f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """The first setting that differs, as ``training.updates: 10 → 20``; None if none does."""
+    return next(iter(setting_changes(old, new)), None)
+
+
+def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Nested settings but those named: ``section``, ``section.setting``, and so on down."""
+    kept = dict(tree)
+    for name in names:
+        first, _, below = name.partition(".")
+        if not below:
+            kept.pop(first, None)
+        elif isinstance(table := kept.get(first), Mapping):
+            kept[first] = without_settings(table, [below])
+    return kept
+
+
+def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
+    """What an artifact notes of a recipe's sections, with the settings there were not yet.
+
+    Those are at their defaults, since a new setting does by default what was done before. As noted
+    where a section cannot be read any more. Names that are no sections of a recipe are passed over;
+    of a setting (``training.seed``) the whole section is filled in.
+    """
+    kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
+    try:
+        read = {
+            name: kinds[name].model_validate(noted.get(name, {}))
+            for name in {entry.partition(".")[0] for entry in sections}
+            if name in kinds
+        }
+    except ValidationError:
+        return dict(noted)
+    return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}
+
+
+OTHER_LANGUAGES = "other_languages"
+"""Statistic of a part: languages of the corpus that no pair with lines in the part has."""
+
+_KEPT_STATISTICS = ("emptied", "imported")
+"""Of a corpus: they are of its training lines."""
+
+
+def part_of(manifest: Manifest, splits: Sequence[str]) -> Manifest:
+    """Return a corpus's manifest with the files and statistics of some splits alone."""
+    folders = tuple(f"{split}/" for split in splits)
+    files = {name: record for name, record in manifest.files.items() if name.startswith(folders)}
+    statistics = _statistics_of(manifest.statistics, splits)
+    return manifest.model_copy(update={"files": files, "statistics": statistics})
+
+
+def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
+    """SHA-256 of all that a stage can read of these splits; without splits, of the artifact."""
+    if not splits:
+        return manifest.digest
+    part = part_of(manifest, splits)
+    return json_digest(
+        {
+            "kind": part.kind,
+            "format_version": part.format_version,
+            "files": {name: record.model_dump() for name, record in part.files.items()},
+            "statistics": part.statistics,
+        }
+    )
+
+
+def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict[str, Any]:
+    """As they are where they are not those of a corpus: who reads them refuses them."""
+    pairs = statistics.get("pairs")
+    if not isinstance(pairs, dict) or not all(isinstance(one, dict) for one in pairs.values()):
+        return dict(statistics)
+    counts = {
+        pair: {split: of_pair[split] for split in splits if of_pair.get(split)}
+        for pair, of_pair in pairs.items()
+    }
+    counts = {pair: of_pair for pair, of_pair in counts.items() if of_pair}
+    kept = {name: statistics[name] for name in _KEPT_STATISTICS if name in statistics}
+    return {**kept, "pairs": counts, OTHER_LANGUAGES: sorted(_codes(pairs) - _codes(counts))}
+
+
+def _codes(pairs: Mapping[str, object]) -> set[str]:
+    return {code for pair in pairs for code in pair.split("-")}

@@ -3,6 +3,8 @@
 ``mixture.json`` has ``pairs``, pair → ``train_lines``, ``probability`` and, where directions are
 drawn by their own sizes, ``forward``: the share of its draws that go from its first language to its
 second. What changes later stands under ``phases``, as ``{"from_update": n, "pairs": …}`` each.
+
+Language groups, as a language-group router uses them.
 """
 
 import math
@@ -12,8 +14,8 @@ from typing import Any, NoReturn
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Direction, languages, line_counts
+from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError, DataError
-from pipeline.settings import shown
 
 MIXTURE_NAME = "mixture.json"
 SUM_TOLERANCE = 1e-6
@@ -167,3 +169,32 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
     raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}: run stage 'mix' again.")
+
+
+GROUPS_NAME = "groups.json"
+
+
+def read_groups(artifact: Artifact) -> dict[str, int]:
+    """Language → group, numbered from 0 without gaps.
+
+    Raises:
+        ArtifactError: the file holds something else, or the numbers have gaps.
+    """
+    document = artifact.read_json(GROUPS_NAME)
+    groups = document.get("groups") if isinstance(document, dict) else None
+    if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
+        raise ArtifactError(
+            f"{artifact.file(GROUPS_NAME)} does not give languages a group each: run stage "
+            "'group_languages' again."
+        )
+    numbers = set(groups.values())
+    if numbers != set(range(len(numbers))):
+        raise ArtifactError(
+            f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
+            f"to {len(numbers) - 1} is wanted: run stage 'group_languages' again."
+        )
+    return dict(sorted(groups.items()))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

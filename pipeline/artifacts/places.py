@@ -40,7 +40,7 @@ from pipeline.artifacts.manifest import (
     read_manifest,
     with_article,
 )
-from pipeline.documents import unfinished_path
+from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError, ConfigError
 
 Work = Literal["training", "translation", "assembly", "sharding"]

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.tokenizer import SegmenterRecord, Tokenizer
-from pipeline.config import SEGMENTERS
-from pipeline.documents import read_bytes
+from pipeline.config.documents import read_bytes
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, find_code, nearest_codes
 

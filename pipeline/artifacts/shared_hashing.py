@@ -1,4 +1,4 @@
-"""Digests of big files under several ranks: each hashes its share, all come to one conclusion."""
+"""TODO: docstring."""
 
 from collections.abc import Iterable
 

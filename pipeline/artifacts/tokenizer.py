@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.artifacts.artifact import Artifact, to_json
+from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
@@ -34,11 +35,11 @@ from pipeline.artifacts.vocabularies import (
     SourceAndTargetVocabulary,
     Vocabulary,
 )
-from pipeline.config import SEGMENTERS, TagScheme
-from pipeline.documents import MAX_JSON_BYTES, read_bytes
+from pipeline.batching.settings import TagScheme
+from pipeline.config.documents import MAX_JSON_BYTES, read_bytes
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
-from pipeline.summary import listed
+from pipeline.terminal import listed
 
 __all__ = [
     "DESCRIPTION_NAME",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.config import EXTRA_TOKENS
+from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.kernels.scaled_dot_product import attention_mask
 
 Ids = Sequence[int] | npt.NDArray[Any]

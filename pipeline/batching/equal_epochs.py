@@ -15,7 +15,7 @@ from pipeline.artifacts.shards import Shard
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import PairOffsets, Planner
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 
 Integers = npt.NDArray[np.int64]

@@ -1,4 +1,7 @@
-"""From shards to micro-batches: what a training stage reads of its data."""
+"""From shards to micro-batches: what a training stage reads of its data.
+
+Taking the next items of an iterator in a thread while the last one is worked with.
+"""
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
@@ -15,24 +18,18 @@ from pipeline.artifacts.corpus import Direction, Split, imported_lines, line_cou
 from pipeline.artifacts.mixture import Mixture
 from pipeline.artifacts.shards import Flags, Shard, open_shard
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tags, tokenizer_folder
-from pipeline.batching.batch import (
-    SOURCE_EXTRA,
-    TARGET_EXTRA,
-    Batch,
-    Ragged,
-    Sentences,
-    assemble,
-)
+from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA, Batch, Ragged, Sentences, assemble
 from pipeline.batching.global_step import (
     GlobalStep,
     MicroBatch,
     PairOffsets,
     Planner,
     evaluation_batches,
+    read_ahead,
 )
 from pipeline.batching.labelled import AnyBatch
-from pipeline.batching.read_ahead import read_ahead
-from pipeline.config import EXTRA_TOKENS, BatchesConfig, TagScheme
+from pipeline.batching.settings import BatchesConfig, TagScheme
+from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.batch_loops import gather, gather_flags, locate
 

@@ -15,19 +15,20 @@ the updates before it have brought them, counted as so many updates take on aver
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.batching.read_ahead import read_ahead
-from pipeline.config import BatchesConfig
+from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.batch_loops import (
     make_keys,
@@ -578,3 +579,25 @@ def evaluation_batches(source: Integers, target: Integers, *, budget: int) -> li
         budget=budget,
     )
     return np.split(order, cuts) if len(order) else []
+
+
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Generator[Item], *, depth: int) -> Generator[Item]:
+    """The same items in the same order, up to ``depth`` of them taken before they are asked for.
+
+    One thread takes them, one after the other. What goes wrong there is raised where the item is
+    asked for. Closing this generator waits for the item in work, ends the thread and closes
+    ``items``.
+    """
+    end = object()
+    with closing(items):
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read ahead")
+        try:
+            taken = deque(pool.submit(next, items, end) for _ in range(depth))
+            while (item := taken.popleft().result()) is not end:
+                taken.append(pool.submit(next, items, end))
+                yield item  # type: ignore[misc]
+        finally:
+            pool.shutdown(cancel_futures=True)

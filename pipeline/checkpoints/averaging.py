@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, read_manifest
-from pipeline.artifacts.settings_diff import describe_change
+from pipeline.artifacts.manifest import describe_change
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.checkpoints.checkpoint import (
     open_checkpoint,
@@ -23,8 +23,7 @@ from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.training_state import PieceReader
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.errors import ArtifactError, CheckpointError
-from pipeline.summary import counted
-from pipeline.terminal import track
+from pipeline.terminal import counted, track
 
 ReadTensor = Callable[[str, torch.Size], Tensor]
 """Name and shape of a tensor → its values, in that shape."""

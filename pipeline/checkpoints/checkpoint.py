@@ -1,6 +1,11 @@
 """Checkpoints: a model's shape (``model.json``), its tokenizer (``tokenizer/``) and its weights.
 
 Weights are float32, in tensors named per global expert (``names``), whoever wrote them.
+
+What a checkpoint carries beside its weights, for the stages that train it on.
+
+A model that was imported or assembled has a vocabulary and a shape of its own: shards are made with
+the one, and the recipe that trains it must describe the other.
 """
 
 import math
@@ -10,16 +15,17 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.checkpoints.names import named_slices, num_parameters
 from pipeline.checkpoints.weights import TensorFiles, tensor_headers
+from pipeline.config.documents import toml_lines
+from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.settings import describe_validation, shown
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2
@@ -153,3 +159,39 @@ def write_spec(writer: ArtifactWriter, spec: ModelSpec) -> None:
 def tokenizer_directory(writer: ArtifactWriter) -> Path:
     """Where the tokenizer of a checkpoint that is being made belongs."""
     return writer.path(f"tokenizer/{MODEL_FILE}").parent
+
+
+def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:
+    """Write the tokenizer of a checkpoint as an artifact; returns its number of ids.
+
+    Raises:
+        ArtifactError: not a checkpoint, or a damaged one.
+    """
+    checkpoint = open_checkpoint(directory)
+    size = read_tokenizer(checkpoint).size
+    with new_artifact(
+        out_dir,
+        kind="tokenizer",
+        stage="unpack_tokenizer",
+        config={},
+        inputs={"checkpoint": checkpoint.as_input},
+        overwrite=overwrite,
+    ) as writer:
+        copy_tokenizer(tokenizer_folder(checkpoint), writer.directory)
+        writer.summary.append(f"{size:,} ids, as the checkpoint has them")
+    return size
+
+
+def recipe_text(directory: Path) -> str:
+    """The part of a recipe that a checkpoint decides, as TOML: its model, and its tags.
+
+    Raises:
+        ArtifactError: not a checkpoint, or a damaged one.
+    """
+    spec = read_spec(open_checkpoint(directory))
+    document = {
+        "model": spec.model.model_dump(mode="json", exclude_none=True),
+        "batches": {"tag_scheme": spec.tag_scheme},
+    }
+    lines = [f"# What the checkpoint {directory} decides: lay it over a recipe, RECIPE+THIS.toml"]
+    return "\n".join([*lines, *toml_lines(document)]) + "\n"

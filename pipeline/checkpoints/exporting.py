@@ -20,26 +20,22 @@ from pipeline.checkpoints.checkpoint import open_checkpoint
 from pipeline.checkpoints.foreign import ctranslate2_model, m2m100, nllb_moe
 from pipeline.checkpoints.foreign.layouts import Layout, chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_card import Card
-from pipeline.checkpoints.foreign.name_table import NameTable
-from pipeline.checkpoints.foreign.one_group import (
+from pipeline.checkpoints.foreign.nllb_moe import (
     chosen_group,
     described_groups,
     languages_of_group,
     of_one_group,
 )
-from pipeline.checkpoints.foreign.written_configs import (
+from pipeline.checkpoints.foreign.tensors import NameTable
+from pipeline.checkpoints.foreign.written_folder import (
+    foreign_tensors,
     m2m100_config,
     nllb_moe_config,
     refuse_other_than_m2m100,
     refuse_other_than_nllb_moe,
-)
-from pipeline.checkpoints.foreign.written_folder import (
-    foreign_tensors,
+    refuse_unknown_pieces,
     write_configs,
     write_tensors,
-)
-from pipeline.checkpoints.foreign.written_vocabularies import (
-    refuse_unknown_pieces,
     write_vocabulary,
 )
 from pipeline.checkpoints.opening import own_source

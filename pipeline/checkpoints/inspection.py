@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, open_artifact, read_manifest
-from pipeline.artifacts.settings_diff import setting_changes
+from pipeline.artifacts.manifest import setting_changes
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, read_tokenizer
 from pipeline.checkpoints.training_state import read_position, split_key
 from pipeline.checkpoints.weights import TensorFiles, TensorHeader, tensor_headers
 from pipeline.errors import ArtifactError
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.spec import ModelSpec
-from pipeline.summary import counted
-from pipeline.terminal import text_table, track
+from pipeline.terminal import counted, text_table, track
 
 
 def open_any(directory: Path) -> Artifact:

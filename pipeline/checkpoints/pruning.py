@@ -24,8 +24,7 @@ from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import nearest_codes
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
 from pipeline.model.spec import ModelSpec
-from pipeline.summary import counted
-from pipeline.terminal import text_table, track
+from pipeline.terminal import counted, text_table, track
 
 
 @dataclass(frozen=True)

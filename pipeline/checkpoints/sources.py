@@ -2,6 +2,10 @@
 
 Whatever it is, it has our names, is looked at without reading values, and gives one tensor at a
 time.
+
+A checkpoint of other software as one of ours, tensor by tensor.
+
+A model at a path, whatever it is: a checkpoint of ours, or one of other software.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu_choice import CpuKernels
-from pipeline.settings import shown
 
 PROGRESS_FILE = "progress.json"
 MAX_DIGITS = 19

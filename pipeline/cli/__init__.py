@@ -10,19 +10,16 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from pipeline.cli.checkpoint_verbs import CHECKPOINT_COMMANDS, add_checkpoint_verbs
+from pipeline.cli.checkpoint_commands import CHECKPOINT_COMMANDS, EXPORT_VERBS, add_checkpoint_verbs
 from pipeline.cli.ending import guarded, own_rank
-from pipeline.cli.export_verb import EXPORT_VERBS
-from pipeline.cli.option_types import refuse_paths
-from pipeline.cli.parser import CommandParser
-from pipeline.cli.plan_verbs import PLAN_VERBS
-from pipeline.cli.recipe_verbs import RECIPE_VERBS
-from pipeline.cli.stage_verbs import stage_main
-from pipeline.cli.survey_verb import SURVEY_VERBS
-from pipeline.cli.verb import Verb
+from pipeline.cli.parser import CommandParser, Verb, refuse_paths
+from pipeline.cli.plan_commands import PLAN_VERBS
+from pipeline.cli.recipe_commands import RECIPE_VERBS
+from pipeline.cli.stage_commands import stage_main
+from pipeline.cli.survey_command import SURVEY_VERBS
 from pipeline.distributed.world import leave
-from pipeline.entry import prepare_process
-from pipeline.stages import STAGES
+from pipeline.machine import prepare_process
+from pipeline.stages.registry import STAGES
 
 __all__ = ["command", "main", "stage_main"]
 

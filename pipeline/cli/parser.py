@@ -1,11 +1,26 @@
-"""The parser of command lines: argparse's, with suggestions for wrong names."""
+"""The parser of command lines: argparse's, with suggestions for wrong names.
+
+What a command beside the stages is: its name, its options, its code.
+
+What several commands ask for alike: numbers within a range, named folders, a ds_config.
+"""
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pipeline.hints import hint
+from pipeline.artifacts.manifest import as_text, is_text
+from pipeline.artifacts.places import refuse_path
+from pipeline.config.ds_config import AUTO, ds_config_names
+from pipeline.config.overrides import parse_overrides
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.config.settings import shown
+from pipeline.errors import ConfigError, hint
+from pipeline.stages.registry import problem_of_name
 
 
 class _Help(argparse.HelpFormatter):
@@ -55,3 +70,120 @@ class CommandParser(argparse.ArgumentParser):
         """End with the usage where ``name`` is neither an option nor one of the commands."""
         if not name.startswith("-") and name not in known:
             self.error(f"there is no command {name!r}{hint(name, known)}")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command beside the stages."""
+
+    command: str
+    """As it is typed after ``mmnmt``: ``run``, ``checkpoint inspect``."""
+    about: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    action: Callable[[argparse.Namespace], int]
+    """What it does with its options; returns the exit code."""
+
+    def describe_in(self, parser: argparse.ArgumentParser) -> None:
+        """Give a parser the verb's options, and what it finds the verb itself."""
+        self.add_options(parser)
+        parser.set_defaults(chosen=self)
+
+
+_DIGITS = 20
+"""Longer numbers are out of every range."""
+
+
+def whole_number(most: int) -> Callable[[str], int]:
+    """A type of options: whole numbers from 1 to ``most``."""
+
+    def read(text: str) -> int:
+        digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "0"
+        if not 1 <= int(digits) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)!r} is not a whole number from 1 to {most:,}"
+            )
+        return int(digits)
+
+    return read
+
+
+def share(text: str) -> float:
+    """A type of options: numbers of more than 0 and at most 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)!r} is not a number of more than 0 and at most 1"
+        )
+    return number
+
+
+def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
+    """``NAME=PATH`` for each of several folders.
+
+    Raises:
+        ConfigError: one is not of that form, a name cannot be used, or is there twice.
+    """
+    paths: dict[str, Path] = {}
+    for pair in pairs:
+        name, separator, path = pair.partition("=")
+        if not separator or not name or not path:
+            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+        if problem := problem_of_name(name):
+            raise ConfigError(f"{option} {pair!r}: {problem}")
+        if name in paths:
+            raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
+        paths[name] = Path(path)
+    return paths
+
+
+def refuse_paths(options: argparse.Namespace) -> None:
+    """Refuse paths among the options that no stage can use, whatever the option is.
+
+    Raises:
+        ConfigError: names the path.
+    """
+    for name, value in vars(options).items():
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, Path):
+                refuse_path(entry, is_output=name == "out")
+            elif isinstance(entry, str) and not is_text(entry):
+                raise ConfigError(
+                    f"{as_text(Path(entry))} is not UTF-8: rename what it names, or name something "
+                    "else."
+                )
+
+
+def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
+    """The option that says how a run is fitted onto a machine."""
+    parser.add_argument(
+        "--ds-config",
+        default=AUTO,
+        metavar="NAME",
+        help=f"how DeepSpeed uses the machine: {', '.join(ds_config_names())}, or PATH.json "
+        "(default: %(default)s, by the machine)",
+    )
+
+
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--set``, which changes single settings of the recipe."""
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.SETTING=VALUE",
+        help="change a setting, after all overlays, training.updates=300: VALUE is a number, true, "
+        "false, a word or another value of TOML (may be repeated)",
+    )
+
+
+def chosen_recipe(options: argparse.Namespace) -> Recipe:
+    """Load the recipe that ``--recipe`` and ``--set`` choose; defaults where none is named.
+
+    Raises:
+        ConfigError: there is no such recipe, or a setting does not exist or fit.
+    """
+    return load_recipe(options.recipe, parse_overrides(options.overrides))

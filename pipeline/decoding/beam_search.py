@@ -18,18 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import DecodingConfig
+from pipeline.decoding.cached_keys import DecoderStates
 from pipeline.decoding.constraints import Candidates, Constraints
-from pipeline.decoding.decoder_states import DecoderStates
 from pipeline.decoding.hypotheses import (
+    Restrictions,
     Source,
     Translation,
     length_limit,
     no_room_for_phrases,
     not_numbers,
+    stopping_rule,
 )
-from pipeline.decoding.restrictions import Restrictions
-from pipeline.decoding.stopping import stopping_rule
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels.beam_steps import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 

@@ -9,17 +9,19 @@ hypotheses with all phrases alone. A score is the model's own.
 
 Legend: B unfinished sentences, J rows of each, R = B · J rows, V vocabulary, C candidates, T tokens
 so far.
+
+A file that says line by line which phrases the translations of other lines must have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipeline.decoding.hypotheses import Source
-from pipeline.decoding.restrictions import check_tokens, has_sequence
+from pipeline.decoding.hypotheses import Source, check_tokens, has_sequence
 from pipeline.errors import ConfigError
 
 Phrase = tuple[int, ...]
@@ -172,3 +174,28 @@ class Constraints:
         ordered = [sorted(banks[number], reverse=True) for number in sorted(banks, reverse=True)]
         turns = range(max(map(len, ordered), default=0))
         return [bank[turn] for turn in turns for bank in ordered if turn < len(bank)]
+
+
+def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
+    """Of every line in order, what stands between its tabs; an empty line asks for nothing.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8; before anything is given out where it
+            cannot be opened.
+    """
+    try:
+        file = path.open(encoding="utf-8-sig", newline="\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a file.") from error
+    return _phrases_of(file, path)
+
+
+def _phrases_of(file: Iterator[str], path: Path) -> Iterator[tuple[str, ...]]:
+    try:
+        for line in file:
+            yield tuple(phrase for phrase in map(str.strip, line.split("\t")) if phrase)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as UTF-8 ({error}): write one line of phrases, tabs between "
+            "them, for every line to translate."
+        ) from error

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
-from pipeline.config import Route
+from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, Translation, source_begins
 from pipeline.model.language_modules.low_rank import project
 from pipeline.model.layers import DecoderLayer

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis
-from pipeline.artifacts.details import record_of
-from pipeline.config import DecodingConfig
+from pipeline.artifacts.corpus import Direction, Hypothesis, record_of
 from pipeline.decoding.incoming_lines import IncomingLine, IncomingLines, without_line_breaks
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
-from pipeline.summary import counted
+from pipeline.terminal import counted
 
 BATCH_LINES = 256
 """Lines translated at once, where that many are there."""

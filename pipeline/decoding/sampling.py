@@ -16,11 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import DecodingConfig
-from pipeline.decoding.decoder_states import DecoderStates
-from pipeline.decoding.hypotheses import Source, Translation, length_limit, not_numbers
-from pipeline.decoding.restrictions import Restrictions
-from pipeline.decoding.stopping import stopping_rule
+from pipeline.decoding.cached_keys import DecoderStates
+from pipeline.decoding.hypotheses import (
+    Restrictions,
+    Source,
+    Translation,
+    length_limit,
+    not_numbers,
+    stopping_rule,
+)
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.sampling import sample
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer
 
 

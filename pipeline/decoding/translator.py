@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis
-from pipeline.artifacts.details import Alternative, Details, Word
+from pipeline.artifacts.corpus import Alternative, Details, Direction, Hypothesis, Word
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.tokenizer import Tags, Tokenizer, tags
 from pipeline.checkpoints.checkpoint import (
@@ -22,14 +21,13 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.config import DecodingConfig, Route, WsfConfig
+from pipeline.config.settings import Route
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
-from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.hypotheses import Source, Translation, has_sequence
 from pipeline.decoding.quantization import quantize
-from pipeline.decoding.restrictions import has_sequence
 from pipeline.decoding.search import search
-from pipeline.decoding.sentences import join_sentences, split_to_fit
-from pipeline.decoding.words import align, texts_of, word_spans
+from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, code_of_name, find_code, nearest_codes
 from pipeline.model.front.ada_msha import AdaMsha
@@ -37,6 +35,7 @@ from pipeline.model.language_modules.choice import (
     has_two_routes,
     refuse_languages_without_modules,
 )
+from pipeline.model.settings import WsfConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 

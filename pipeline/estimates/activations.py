@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
-from pipeline.config import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.kernels.cpu_choice import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.model.attention import Attention
@@ -31,6 +30,7 @@ from pipeline.model.layers import DecoderLayer, EncoderLayer
 from pipeline.model.moe.dispatch import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer, shape_of_model

@@ -7,9 +7,10 @@ which a row goes once. Not counted: the numbers of rows, of which there are as m
 
 from dataclasses import dataclass
 
-from pipeline.config import ModelConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import micro_batch
 from pipeline.model.feed_forward import has_experts, has_language_experts
+from pipeline.model.settings import ModelConfig
 
 ROW_EXCHANGES = 4
 """There and back, forward and backward."""

@@ -19,14 +19,15 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
-from pipeline.config import ModelConfig, Recipe
-from pipeline.ds_config import precision_of
+from pipeline.config.ds_config import precision_of
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.cross_entropy import rows_at_a_time
 from pipeline.model.language_modules.language_experts import FeedForwardStack
 from pipeline.model.moe.experts import Experts
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Transformer, shape_of_model
 from pipeline.training.engine import merge_ds_config, trainable

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.batching.batch import Batch, Packing
-from pipeline.config import ModelConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.hypotheses import Source
 from pipeline.model.attention import Attention
@@ -43,6 +43,7 @@ from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import Stack, Transformer, build_model
 from pipeline.training.losses import training_loss

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import count_training, micro_batch
 from pipeline.estimates.step_time import Device
 from pipeline.kernels.products import linear

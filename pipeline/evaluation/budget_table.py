@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.evaluation.budgets import OPERATIONS_PER_PARAMETER, Spent, SystemTraining
 from pipeline.evaluation.history import History
 from pipeline.evaluation.tables import NO_VALUE, format_count, format_duration, format_large
-from pipeline.summary import counted
+from pipeline.terminal import counted
 
 SPENT_COLUMNS = ("Updates", "Source tokens", "Target tokens", "FLOP", "Wall time")
 BUDGET_GROUPS = {

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeGuard
 from pipeline.artifacts.artifact import Artifact, InputRecord, json_digest
 from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.checkpoints.checkpoint import stated_spec
-from pipeline.documents import read_json_lines
+from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
 from pipeline.model.parameters import PerToken, count_multiplied, count_parameters_of
 from pipeline.model.spec import ModelSpec

@@ -9,7 +9,7 @@ from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import SystemScores, Verdicts
 from pipeline.evaluation.verdicts import RULE
-from pipeline.stages import StageCall
+from pipeline.stages.registry import StageCall
 
 NAMED_DIRECTIONS = 8
 """So many of a list of directions are named in a sentence."""

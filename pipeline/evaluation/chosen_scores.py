@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.config import EvaluationConfig, ScoreName
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comet_score import Comet, CometScores
@@ -11,6 +10,7 @@ from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, InvalidOutp
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
 from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.score_slot import Score
+from pipeline.evaluation.settings import EvaluationConfig, ScoreName
 
 
 @dataclass(frozen=True)

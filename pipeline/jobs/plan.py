@@ -65,17 +65,16 @@ from pydantic import Field, ValidationError
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import load_recipe, read_overlay
-from pipeline.documents import merge, read_toml
-from pipeline.ds_config import AUTO
-from pipeline.errors import ArtifactError, ConfigError
-from pipeline.hints import hint, nearest_names
+from pipeline.config.documents import merge, read_toml
+from pipeline.config.ds_config import AUTO
+from pipeline.config.overrides import without_stated
+from pipeline.config.recipe import load_recipe, read_overlay
+from pipeline.config.settings import Settings, describe_validation, whole
+from pipeline.errors import ArtifactError, ConfigError, hint, nearest_names
 from pipeline.jobs.launch import MAX_PROCESSES
 from pipeline.jobs.plan_expansion import expand
-from pipeline.overrides import without_stated
-from pipeline.settings import Settings, describe_validation, whole
-from pipeline.stages import STAGES, Input, Stage, problem_of_name, stage_config
-from pipeline.summary import with_article
+from pipeline.stages.registry import STAGES, Input, Stage, problem_of_name, stage_config
+from pipeline.terminal import with_article
 
 
 class PlanStage(Settings):

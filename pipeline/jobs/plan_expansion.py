@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from pipeline.documents import merge
-from pipeline.errors import ConfigError
-from pipeline.hints import hint
-from pipeline.settings import Settings, describe_validation
-from pipeline.stages import Stage
+from pipeline.config.documents import merge
+from pipeline.config.settings import Settings, describe_validation
+from pipeline.errors import ConfigError, hint
+from pipeline.stages.registry import Stage
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config")

@@ -23,13 +23,20 @@ from pipeline.artifacts.places import (
     sole_writer,
     unfinished_dir,
 )
-from pipeline.artifacts.run_removal import finish_removal
+from pipeline.artifacts.training_states import finish_removal
+from pipeline.config.overrides import override_texts
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
-from pipeline.jobs.freshness import change_of_files, forecast, reason_to_run
+from pipeline.jobs.freshness import (
+    change_of_files,
+    forecast,
+    going_on,
+    reason_to_run,
+    refusal,
+    training_done,
+    why_lost,
+)
 from pipeline.jobs.launch import StopRequests, describe_exit, launch
 from pipeline.jobs.plan import PlacedPlan, Task
-from pipeline.jobs.training_at_stake import going_on, refusal, training_done, why_lost
-from pipeline.overrides import override_texts
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
@@ -61,7 +68,7 @@ def run_plan(
     *,
     rebuild: Collection[str] = (),
     launcher: Launcher = launch,
-    program: Sequence[str] = ("-m", "pipeline.cli"),
+    program: Sequence[str] = ("-m", "pipeline"),
     say: Callable[[str], None] = print,
 ) -> int:
     """Run every stage that is not up to date, in order, and print a summary.

@@ -7,7 +7,6 @@ type in ``config.FeedForwardConfig`` and a case of :func:`build_feed_forward`.
 
 from torch import Tensor, nn
 
-from pipeline.config import DenseConfig, LanguageExpertsConfig, ModelConfig
 from pipeline.kernels.activations import Activation, activate
 from pipeline.kernels.products import Linear
 from pipeline.model.language_modules.language_experts import build_language_experts
@@ -16,6 +15,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord, build_mixture_of_experts
 from pipeline.model.moe.router import Side
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import DenseConfig, LanguageExpertsConfig, ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 

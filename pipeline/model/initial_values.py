@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.seeds import named_generator
 

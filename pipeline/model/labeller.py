@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Packing
 from pipeline.batching.labelled import LabelledBatch
-from pipeline.config import Route
+from pipeline.config.settings import Route
 from pipeline.kernels.products import Linear
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.language_modules.choice import add_low_rank

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.batching.batch import Packing
-from pipeline.config import ModelConfig
 from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
 from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.language_modules.clsr import ConditionalRouting
 from pipeline.model.moe.layer import MixtureOfExperts, RoutingRecord
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig
 from pipeline.model.tokens import Tokens
 
 

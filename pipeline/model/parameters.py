@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from pipeline.config import ModelConfig
 from pipeline.model.front.ncf import NgramConvolution
 from pipeline.model.language_modules.clsr import ConditionalRouting
 from pipeline.model.language_modules.language_experts import LanguageExperts
 from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.model.transformer import Transformer, shape_of_model
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeline.config import TrainingConfig
+from pipeline.training.settings import TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Self
 from pydantic import ValidationError, model_validator
 
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.config import AdaMshaConfig, ModelConfig, TagScheme, WsfConfig
+from pipeline.batching.settings import TagScheme
+from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
-from pipeline.settings import Settings, describe_validation, whole
+from pipeline.model.settings import AdaMshaConfig, ModelConfig, WsfConfig
 
 Id = Annotated[int, whole(0, 2**31 - 1)]
 

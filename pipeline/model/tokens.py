@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 
 from pipeline.batching.batch import Packing
-from pipeline.config import Route
+from pipeline.config.settings import Route
 from pipeline.kernels.low_rank_products import SentenceSlots
 from pipeline.kernels.placement import RouteNumbers
 

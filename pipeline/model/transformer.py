@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing
-from pipeline.config import ModelConfig, Route
+from pipeline.config.settings import Route
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import check_widths
 from pipeline.model.embedding import Embedding
@@ -39,6 +39,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import Side
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 

@@ -13,9 +13,9 @@ from pipeline.evaluation.html_parts import (
     section,
     table,
 )
-from pipeline.summary import counted
 from pipeline.survey.counts import LENGTH_BIN, LanguageCounts, quantile
 from pipeline.survey.survey import Survey
+from pipeline.terminal import counted
 
 SHOWN_SHARE = 0.995
 """Histograms end at the length that this share of the lines of all languages does not exceed."""

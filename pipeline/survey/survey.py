@@ -15,7 +15,7 @@ from pipeline.artifacts.corpus import (
     pair_counts,
     text_name,
 )
-from pipeline.documents import read_json_lines
+from pipeline.config.documents import read_json_lines
 from pipeline.errors import ArtifactError
 from pipeline.survey.counts import LanguageCounts, PairCounts, count_pair
 from pipeline.terminal import track

@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """DeepSpeed's engine behind a small door: set-up, one update, and the optimizer's state by name.
 
 This is the only file that imports DeepSpeed. It gives us ZeRO 1 and 2, offload, monitors and the
@@ -22,45 +23,40 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 # deepspeed 0.19 calls what torch 2.13 has renamed, thousands of times
 warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
 
-import deepspeed  # noqa: E402 (DeepSpeed reads its environment on import)
-from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.moe.layer import MoE  # noqa: E402
-from deepspeed.moe.utils import (  # noqa: E402
+# DeepSpeed reads its environment on import: what it needs is set above (so E402 is off here).
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import (
     split_params_into_different_moe_groups_for_optimizer,
 )
-from deepspeed.runtime import compiler  # noqa: E402
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
-from deepspeed.utils import groups  # noqa: E402
+from deepspeed.runtime import compiler
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.utils import groups
 
-from pipeline.batching.labelled import AnyBatch  # noqa: E402
-from pipeline.checkpoints.names import NamedSlice, named_slices  # noqa: E402
-from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader, Ranges  # noqa: E402
-from pipeline.config import Recipe  # noqa: E402
-from pipeline.distributed.devices import local_device  # noqa: E402
-from pipeline.distributed.world import World  # noqa: E402
-from pipeline.ds_config import (  # noqa: E402
+from pipeline.batching.labelled import AnyBatch
+from pipeline.checkpoints.names import NamedSlice, named_slices
+from pipeline.checkpoints.training_state import LossScale, Piece, PieceReader, Ranges
+from pipeline.config.ds_config import (
     check_ds_config,
     deepspeeds_part,
     has_compiled_regions,
     precision_of,
 )
-from pipeline.errors import ConfigError  # noqa: E402
-from pipeline.hints import hint  # noqa: E402
-from pipeline.kernels.allocator import keep_freed_memory  # noqa: E402
-from pipeline.kernels.compiled_regions import check_compiler  # noqa: E402
-from pipeline.model.labeller import Trained  # noqa: E402
-from pipeline.model.language_modules.stack import LanguageStack  # noqa: E402
-from pipeline.model.layers import compile_regions  # noqa: E402
-from pipeline.model.moe.expert_parallel import ExpertParallel  # noqa: E402
-from pipeline.model.moe.experts import Experts  # noqa: E402
-from pipeline.training.gradient_order import GradientOrder, depends_on_order  # noqa: E402
-from pipeline.training.loss_scale import (  # noqa: E402
-    may_fall,
-    prepare_scaler,
-    read_scale,
-    restore_scale,
-)
-from pipeline.training.losses import LossTerms, training_loss  # noqa: E402
+from pipeline.config.recipe import Recipe
+from pipeline.distributed.devices import local_device
+from pipeline.distributed.world import World
+from pipeline.errors import ConfigError, hint
+from pipeline.kernels.allocator import keep_freed_memory
+from pipeline.kernels.compiled_regions import check_compiler
+from pipeline.model.labeller import Trained
+from pipeline.model.language_modules.stack import LanguageStack
+from pipeline.model.layers import compile_regions
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import Experts
+from pipeline.training.gradient_order import GradientOrder, depends_on_order
+from pipeline.training.losses import LossTerms, training_loss
+from pipeline.training.optim import may_fall, prepare_scaler, read_scale, restore_scale
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 

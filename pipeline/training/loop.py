@@ -8,7 +8,7 @@ something happens; these do it:
 - :mod:`~pipeline.training.metrics`: lines of metrics, monitors
 - :mod:`~pipeline.training.saving`: training states, kept weights, the stage's artifact
 - :mod:`~pipeline.training.resuming`: going on from the newest state
-- :mod:`~pipeline.training.mean_of_states`: the mean of the last states as the result
+- :mod:`~pipeline.training.saving`: the mean of the last states as the result
 """
 
 import time
@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu_choice import using_cpu_kernels
 from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
-from pipeline.stages import StageCall
+from pipeline.stages.registry import StageCall
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine
 from pipeline.training.mean_of_states import MeanOfLastStates

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.labelled import AnyBatch
-from pipeline.config import LossConfig
 from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.kernels.divergence import summed_divergence
 from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss
 from pipeline.model.transformer import Output
+from pipeline.training.settings import LossConfig
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,14 @@
-"""The mean of a run's last training states as its result (``training.average_last``).
-
-The mean is of the states after every ``checkpoint_every`` updates and of the state at the run's
-end. A stop request saves a state in between; it never counts. The mean is therefore a function of
-the settings, however often a run was stopped.
-"""
+"""TODO: docstring."""
 
 from collections.abc import Collection
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.averaging import MeanOfStates
-from pipeline.config import TrainingConfig
 from pipeline.errors import CheckpointError
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.settings import TrainingConfig
 
 
 class MeanOfLastStates:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoints.training_state import Position
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import all_max, all_sum
 from pipeline.distributed.world import World
 from pipeline.terminal import JsonLines

@@ -10,7 +10,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.kernels.cpu_timing import Shape, measured_kernels
-from pipeline.stages import StageCall
+from pipeline.stages.registry import StageCall
 from pipeline.training.engine import Engine
 from pipeline.training.mean_of_states import MeanOfLastStates
 from pipeline.training.run_directory import RunDirectory

@@ -49,27 +49,25 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.artifacts.run_removal import (
+from pipeline.artifacts.training_states import (
     LOCK_NAME,
+    STATE_NAME,
     announce_removal,
+    change_of_total,
     remove_contents,
     remove_emptied,
-    withdraw_removal,
-)
-from pipeline.artifacts.training_states import (
-    STATE_NAME,
-    change_of_total,
     state_names,
     states_dir,
     updates_of_name,
     why_not_to_go_on,
+    withdraw_removal,
 )
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
-from pipeline.config import OptimizerConfig
 from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError, UserError
 from pipeline.training.optim import learning_rate
+from pipeline.training.settings import OptimizerConfig
 
 LOCK_PATIENCE_SECONDS = 5.0
 """A run that was just stopped may still be ending."""

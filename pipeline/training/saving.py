@@ -2,6 +2,12 @@
 
 :class:`Saving` writes into the run directory while training goes on, and :class:`Publishing` makes
 the stage's artifact from it at the end.
+
+The mean of a run's last training states as its result (``training.average_last``).
+
+The mean is of the states after every ``checkpoint_every`` updates and of the state at the run's
+end. A stop request saves a state in between; it never counts. The mean is therefore a function of
+the settings, however often a run was stopped.
 """
 
 import time
@@ -14,11 +20,11 @@ from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.places import link_or_copy
 from pipeline.checkpoints.training_state import PROGRESS_FILE, Position, write_pieces
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
-from pipeline.stages import StageCall
-from pipeline.summary import counted
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted
 from pipeline.training.engine import Engine
 from pipeline.training.mean_of_states import updates_kept
 from pipeline.training.quarantine import Quarantine

@@ -1,8 +1,11 @@
-"""Translation as a task of the training loop: its data, its checks and its validation summary."""
+"""Translation as a task of the training loop: its data, its checks and its validation summary.
+
+Languages whose words white space does not part, where the model's front parts words by it.
+"""
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,16 +18,17 @@ from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.equal_epochs import with_resolved_updates
 from pipeline.batching.feed import TrainingData
 from pipeline.checkpoints.checkpoint import write_model_files
-from pipeline.config import TrainingConfig
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
+from pipeline.languages import parts_words_by_spaces
 from pipeline.model.language_modules.choice import languages_with_modules
+from pipeline.model.settings import WsfConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
-from pipeline.stages import StageCall
-from pipeline.summary import counted
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted, listed
 from pipeline.training.loop import train_task
-from pipeline.training.unspaced_lines import unspaced_notes
+from pipeline.training.settings import TrainingConfig
 
 
 def training_data(call: StageCall) -> TrainingData:
@@ -183,3 +187,36 @@ class Translation:
             f"{counted(sum(lines.values()), 'sentence pair')} of "
             f"{counted(len(lines), 'language pair')}"
         )
+
+
+def unspaced_lines(
+    spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
+) -> dict[str, int]:
+    """Language → training lines of its pairs, where word structure is of no help to it.
+
+    Of Byte-WSF alone: to it what stands between white space is one word, the whole line where there
+    is none. ``segmented``: the languages whose words a segmenter finds.
+    """
+    if not isinstance(spec.model.front, WsfConfig):
+        return {}
+    found: dict[str, int] = {}
+    for pair, lines in train_lines.items():
+        for code in pair.split("-"):
+            if code not in segmented and not parts_words_by_spaces(code):
+                found[code] = found.get(code, 0) + lines
+    return dict(sorted(found.items()))
+
+
+def unspaced_notes(
+    spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
+) -> tuple[str, ...]:
+    """One sentence about them, without a full stop; none where there are none."""
+    lines = unspaced_lines(spec, train_lines, segmented=segmented)
+    if not lines:
+        return ()
+    names = listed(f"{code} ({counted(number, 'line')})" for code, number in lines.items())
+    return (
+        "model.front wsf parts words by white space, which is not written between those of "
+        f"{names}: what stands between two spaces is one word there, as a rule the whole line "
+        "(tokenizer.segmenters can name what parts it)",
+    )

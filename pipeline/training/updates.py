@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pipeline.batching.feed import Update
 from pipeline.batching.labelled import AnyBatch
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.collectives import gather_objects
 from pipeline.errors import CheckpointError
 from pipeline.seeds import derive_seed

@@ -9,11 +9,13 @@ import torch
 from pipeline.artifacts.corpus import Direction
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.training_state import Position
-from pipeline.config import Recipe, Route, TrainingConfig
+from pipeline.config.recipe import Recipe
+from pipeline.config.settings import Route
 from pipeline.distributed.collectives import all_sum
 from pipeline.distributed.world import World
 from pipeline.model.moe.routing_statistics import RoutingCounter, RoutingStatistics
 from pipeline.training.engine import Engine
+from pipeline.training.settings import TrainingConfig
 from pipeline.training.task import Summary, Task
 
 

@@ -7,10 +7,10 @@ import pytest
 from support.corpora import make_corpus
 
 from pipeline import cli
-from pipeline.analysis.conciseness import measure_conciseness
-from pipeline.analysis.report_section import analysis_sections
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
+from pipeline.extensions.analysis.conciseness import measure_conciseness
+from pipeline.extensions.analysis.report import analysis_sections
 
 PARALLEL = {
     "de-en": {"de": ["Grüße", "Wasser", "Haus"], "en": ["greetings", "water", "house"]},

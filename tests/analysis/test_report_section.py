@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.corruptions import json_values
 
-from pipeline.analysis.report_section import analysis_sections
-from pipeline.analysis.scale_counts import PARTS
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.errors import ArtifactError
+from pipeline.extensions.analysis.report import analysis_sections
+from pipeline.extensions.analysis.scales import PARTS
 
 HEADS = {"share": [0.25, 0.75], "heads": [[0.25, 0.75]]}
 FIGURES = {

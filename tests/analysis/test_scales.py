@@ -16,13 +16,18 @@ from support.stored_checkpoints import byte_spec, make_checkpoint
 from support.tiny_models import tiny_model
 
 from pipeline import cli
-from pipeline.analysis.scale_counts import PARTS, count_choices, divergence, mean_scale
-from pipeline.analysis.scales import count_scales
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.config import DecodingConfig
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import EXIT_USER_ERROR
+from pipeline.extensions.analysis.scales import (
+    PARTS,
+    count_choices,
+    count_scales,
+    divergence,
+    mean_scale,
+)
 
 Places = Counter[tuple[str, int, int]]
 """(query, head, δ) → number of choices."""

@@ -14,7 +14,7 @@ from support.tiny_models import tiny_model
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.config import DecodingConfig
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
 

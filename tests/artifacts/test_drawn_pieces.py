@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
-from pipeline.artifacts.drawn_pieces import DrawnPieces
+from pipeline.artifacts.vocabularies import DrawnPieces
 
 LINES = [
     "the cat sat on the mat",

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts import artifact as artifacts
-from pipeline.artifacts import digests, hashed_files, places
+from pipeline.artifacts import digests, places
 from pipeline.artifacts.artifact import FileRecord, new_artifact, open_artifact
-from pipeline.artifacts.digests import file_record
-from pipeline.artifacts.hashed_files import HashedFiles, chunks_of
+from pipeline.artifacts.digests import HashedFiles, chunks_of, file_record
 
 CHUNK = 100
 
@@ -54,7 +53,7 @@ def test_every_file_is_on_disk_when_the_block_ends(
         synced[path.name] = path.stat().st_size
         places.sync(path)
 
-    monkeypatch.setattr(hashed_files, "sync", note)
+    monkeypatch.setattr(digests, "sync", note)
     with HashedFiles() as files:
         for index in range(3):
             files.write(tmp_path / f"{index}", pieces_of(130 * index, 5))
@@ -69,7 +68,7 @@ def test_files_are_written_while_others_go_to_disk(
     def sync(_: Path) -> None:
         assert are_written.wait(20)
 
-    monkeypatch.setattr(hashed_files, "sync", sync)
+    monkeypatch.setattr(digests, "sync", sync)
     with HashedFiles() as files:
         for index in range(3):
             files.write(tmp_path / f"{index}", pieces_of(250))
@@ -84,7 +83,7 @@ def fail(_: Path) -> None:
 def test_what_cannot_be_forced_to_disk_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hashed_files, "sync", fail)
+    monkeypatch.setattr(digests, "sync", fail)
     with pytest.raises(OSError, match="Input/output error"), HashedFiles() as files:
         files.write(tmp_path / "file", pieces_of(10))
 

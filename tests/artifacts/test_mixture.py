@@ -18,9 +18,12 @@ from pipeline.artifacts.mixture import (
     read_mixture,
     temperature_probabilities,
 )
-from pipeline.config import BatchesConfig, MixtureConfig, OptimizerConfig, Recipe, TrainingConfig
+from pipeline.artifacts.settings import MixtureConfig
+from pipeline.batching.settings import BatchesConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
+from pipeline.training.settings import OptimizerConfig, TrainingConfig
 
 COUNTS = {"de-en": 800, "en-fr": 200, "en-yi": 4}
 TOKENS = {

@@ -19,7 +19,7 @@ from pipeline.artifacts.places import (
     sole_writer,
     verified_path,
 )
-from pipeline.artifacts.run_removal import (
+from pipeline.artifacts.training_states import (
     LOCK_NAME,
     announce_removal,
     finish_removal,

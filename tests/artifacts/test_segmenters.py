@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from pipeline.artifacts.segmenters import Segmenters, characters, punctuation, segmenter_records
+from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
     SampledSegmentation,
@@ -21,7 +22,6 @@ from pipeline.artifacts.tokenizer import (
     load_tokenizer,
     write_tokenizer,
 )
-from pipeline.config import TokenizerConfig
 from pipeline.errors import ArtifactError, ConfigError
 
 LANGUAGES = ("de", "ja", "th", "zh")

@@ -2,13 +2,13 @@
 
 import pytest
 
-from pipeline.artifacts.settings_diff import (
+from pipeline.artifacts.manifest import (
     describe_change,
     setting_changes,
     with_defaults,
     without_settings,
 )
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 
 
 def test_setting_changes_go_down_into_tables_and_name_what_comes_and_goes() -> None:

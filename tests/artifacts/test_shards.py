@@ -21,6 +21,7 @@ from pipeline.artifacts.corpus import (
     line_counts,
 )
 from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter, open_shard, shard_names, token_type
 from pipeline.artifacts.tokenizer import (
     SPECIALS,
@@ -30,10 +31,11 @@ from pipeline.artifacts.tokenizer import (
     write_tokenizer,
 )
 from pipeline.batching.feed import TrainingData
-from pipeline.config import BatchesConfig, Recipe, ShardsConfig
+from pipeline.batching.settings import BatchesConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
 from pipeline.jobs.freshness import why_not_done
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 
 def made_up_lines(count: int, *, seed: int) -> list[str]:

@@ -18,6 +18,7 @@ from data_prep import train_tokenizer
 from data_prep.train_tokenizer import draw, sample_quotas
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import temperature_probabilities
+from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.artifacts.tokenizer import (
     ByteVocabulary,
     Tokenizer,
@@ -29,9 +30,9 @@ from pipeline.artifacts.tokenizer import (
     tags,
     write_tokenizer,
 )
-from pipeline.config import Recipe, TokenizerConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError, Interrupted
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 LETTERS = {
     "de": "abcdefghijklmnopqrstuvwxyzäöüß",

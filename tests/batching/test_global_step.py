@@ -26,7 +26,7 @@ from pipeline.batching.global_step import (
     fill_up,
     shuffled,
 )
-from pipeline.config import BatchesConfig
+from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 
 SIZES = {"de-en": 700, "en-fr": 90, "el-en": 7}

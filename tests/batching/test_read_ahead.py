@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from pipeline.batching.read_ahead import read_ahead
+from pipeline.batching.global_step import read_ahead
 
 SECONDS = 20
 

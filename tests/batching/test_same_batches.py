@@ -27,7 +27,7 @@ from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch, _Draws, _KeyLayout
-from pipeline.config import BatchesConfig
+from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.batch_loops import sort_by_bits
 

@@ -8,7 +8,8 @@ from transformers import NllbTokenizer
 
 from pipeline.artifacts.tokenizer import MODEL_NAME, Tokenizer, tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.config import TAG_PRESETS, BatchesConfig, load_recipe
+from pipeline.batching.settings import TAG_PRESETS, BatchesConfig
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import ConfigError
 
 SOURCE, TARGET = "an old house", "a new one"

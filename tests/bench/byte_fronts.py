@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -44,9 +44,10 @@ from support.tiny_models import PAD_ID
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import DecodingConfig, ModelConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer, build_model
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -34,10 +34,12 @@ from pipeline.artifacts import digests as remembering
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
 from pipeline.artifacts.places import verified_path
 from pipeline.artifacts.shared_hashing import check_together
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
-from pipeline.config import BatchesConfig, ModelConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect

@@ -41,9 +41,10 @@ from data_prep import clean, import_corpus, make_shards, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.config import Recipe, TokenizerConfig
-from pipeline.peak_memory import peak_memory
-from pipeline.stages import STAGES, StageCall
+from pipeline.artifacts.settings import TokenizerConfig
+from pipeline.config.recipe import Recipe
+from pipeline.machine import peak_memory
+from pipeline.stages.registry import STAGES, StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 PAIR = ("de", "en")

@@ -20,7 +20,7 @@ from data_prep.clean_pair import PairTask, clean_pair
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.judge import PairFacts
 from pipeline.artifacts.corpus import aligned_lines
-from pipeline.config import CleanConfig
+from pipeline.artifacts.settings import CleanConfig
 
 LETTERS = {
     "de": ("abcdefghijklmnopqrstuvwxyz" * 2 + "äöüß", "Latn"),

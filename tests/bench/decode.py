@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -31,10 +31,10 @@ from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, PAD_ID
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.quantization import quantize
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer
 
 TARGETS = {torch.float32: 1.15, torch.bfloat16: 1.5}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -32,10 +32,10 @@ from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
 
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import LossConfig
 from pipeline.kernels.cpu_choice import has_bfloat16_products
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import translation_loss
+from pipeline.training.settings import LossConfig
 
 KERNELS: tuple[AttentionKernel, ...] = ("eager", "sdpa")
 TARGET = 1.05

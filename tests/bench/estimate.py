@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -26,7 +26,7 @@ from ratios import Row, environment, interleaved, parse_options, write_rows
 
 from pipeline.batching.batch import Batch
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import count_training, micro_batch
 from pipeline.estimates.step_time import least_time
 from pipeline.estimates.this_cpu import device_of, probes

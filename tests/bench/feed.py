@@ -45,7 +45,7 @@ from pipeline.artifacts.shards import ShardWriter, shard_names
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch
-from pipeline.config import BatchesConfig
+from pipeline.batching.settings import BatchesConfig
 from pipeline.languages import FAMILIES
 
 PAIRS = 94

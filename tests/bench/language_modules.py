@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -26,11 +26,12 @@ from support.tiny_models import EOS_ID, random_examples, tiny_spec
 
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import DecodingConfig, LossConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 DIRECTIONS = 16
 LANGUAGES = tuple(f"l{index:02}" for index in range(DIRECTIONS + 1))

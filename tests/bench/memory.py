@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -32,15 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the modules that
 from ratios import Row, parse_options, write_rows
 from support.tiny_models import random_batch
 
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import BatchesConfig, ModelConfig, MoEConfig, Recipe, TrainingConfig
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
 from pipeline.estimates.memory import estimate
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
+from pipeline.training.settings import TrainingConfig
 
 UPDATES = 2
 LENGTH = 32

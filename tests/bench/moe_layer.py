@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -34,10 +34,10 @@ from support.tiny_models import tiny_spec, tokens_in_groups
 
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import MoEConfig
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import connect
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    from pipeline.entry import prepare_process
+    from pipeline.machine import prepare_process
 
     prepare_process()  # before torch is loaded
 
@@ -29,15 +29,18 @@ from support.m2m100_peer import m2m100_peer, padded
 from support.tiny_models import EOS_ID, random_batch, tiny_spec
 
 from pipeline.batching.batch import Batch
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import BatchesConfig, LossConfig, MoEConfig, Recipe
+from pipeline.config.ds_config import load_ds_config
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
-from pipeline.ds_config import load_ds_config
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.losses import translation_loss
 from pipeline.training.optim import make_optimizer
+from pipeline.training.settings import LossConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")

@@ -65,7 +65,7 @@ def make_data(directory: Path) -> None:
     (directory / "recipe.toml").write_text(RECIPE, encoding="utf-8")
     for name, stage in DATA_STAGES.items():
         run(
-            ["-m", "pipeline.cli", *stage, "--recipe", "recipe.toml", "--out", name],
+            ["-m", "pipeline", *stage, "--recipe", "recipe.toml", "--out", name],
             directory=directory,
         )
 
@@ -76,7 +76,7 @@ def first_update(directory: Path) -> None:
         shutil.rmtree(directory / folder, ignore_errors=True)
     given = ["--recipe", "recipe.toml", "--shards", "shards", "--mixture", "mixture"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", "pretrain", *given, "--out", "model"],
+        [sys.executable, "-m", "pipeline", "pretrain", *given, "--out", "model"],
         cwd=directory,
         env=environment(),
         stdout=subprocess.DEVNULL,
@@ -103,7 +103,7 @@ def compare_starts(directory: Path, options: Options) -> list[Row]:
         {
             "import torch": lambda: run(["-c", "import torch"], directory=directory),
             "describe": lambda: run(
-                ["-m", "pipeline.cli", "describe", "--recipe", "demo_moe"], directory=directory
+                ["-m", "pipeline", "describe", "--recipe", "demo_moe"], directory=directory
             ),
             "pretrain": lambda: first_update(directory),
         },

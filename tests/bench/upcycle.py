@@ -34,7 +34,7 @@ from pipeline.artifacts.tokenizer import (
 from pipeline.checkpoints.checkpoint import read_spec, tokenizer_directory, write_spec
 from pipeline.checkpoints.names import initialize_weights, named_slices, num_parameters
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 

@@ -20,20 +20,23 @@ from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
 from pipeline.artifacts.artifact import Artifact, FileRecord, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import load_tokenizer
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.checkpoint import load_model, load_weights, read_spec, read_tokenizer
 from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.checkpoints.training_state import Piece, PieceReader, Position, write_pieces
 from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
-from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.model import transformer
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory
+from pipeline.training.settings import OptimizerConfig
 
 MICRO_BATCHES = 4
 SPEC = tiny_spec(moe=MoEConfig(num_experts=4, every=2), groups=2)

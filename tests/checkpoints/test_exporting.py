@@ -25,15 +25,14 @@ from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import Numbering, TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
-from pipeline.checkpoints.foreign.choice import open_foreign
-from pipeline.checkpoints.foreign.example_sentences import SENTENCES
+from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.piece_order import with_pieces
-from pipeline.checkpoints.importing import import_checkpoint
-from pipeline.checkpoints.opening import own_source
-from pipeline.cli import export_verb
-from pipeline.config import MoEConfig
+from pipeline.checkpoints.foreign.model_card import SENTENCES
+from pipeline.checkpoints.foreign.vocabularies import with_pieces
+from pipeline.checkpoints.opening import import_checkpoint, own_source
+from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import build_model
 
 ARCHIVE = Path(__file__).parents[1] / "whole" / "stored_run.tar.gz"
@@ -295,7 +294,7 @@ def test_the_command_exports_and_verifies(
 
 
 def test_the_command_offers_all_formats() -> None:
-    assert export_verb.FORMATS == FORMATS
+    assert checkpoint_commands.FORMATS == FORMATS
 
 
 def test_a_trained_model_is_exported_for_a_group_of_its_languages(

@@ -23,8 +23,8 @@ from transformers import M2M100ForConditionalGeneration, M2M100Tokenizer
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.batching.batch import Batch
-from pipeline.checkpoints.assembly.plan import PARTS, Part
 from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
+from pipeline.checkpoints.assembly.rules import PARTS, Part
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
@@ -32,8 +32,10 @@ from pipeline.checkpoints.folding import fold_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.language_pruning import prune_languages
 from pipeline.checkpoints.names import named_slices, num_parameters
+from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles
-from pipeline.config import DecodingConfig, Route, UpcyclingConfig
+from pipeline.config.settings import Route
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Translator
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.spec import ModelSpec

@@ -15,8 +15,8 @@ from pipeline.checkpoints.averaging import average_checkpoints
 from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff, inspect, verify
 from pipeline.checkpoints.pruning import prune_experts
-from pipeline.config import MoEConfig
 from pipeline.model.moe.routing_statistics import RoutingStatistics
+from pipeline.model.settings import MoEConfig
 
 pytestmark = pytest.mark.slow
 

@@ -23,8 +23,8 @@ from pipeline.artifacts.artifact import new_artifact
 from pipeline.checkpoints import weights
 from pipeline.checkpoints.inspection import TensorDifference, diff, inspect, inspection_text, verify
 from pipeline.checkpoints.training_state import Piece
-from pipeline.config import MoEConfig
 from pipeline.errors import ArtifactError
+from pipeline.model.settings import MoEConfig
 
 # ---------------------------------------------------------------- inspect
 

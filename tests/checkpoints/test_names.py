@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pipeline.checkpoints.names import expert_name, initialize_weights, named_slices, tensor_shapes
-from pipeline.config import MoEConfig
 from pipeline.model.initial_values import initialize
 from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 

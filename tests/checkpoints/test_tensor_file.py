@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from pipeline.checkpoints.tensor_file import file_pieces
+from pipeline.checkpoints.weights import file_pieces
 
 TENSORS: dict[str, dict[str, Tensor]] = {
     "one": {"a": torch.arange(6.0).view(2, 3)},

@@ -12,10 +12,16 @@ from support.raw_trees import write
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
-from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, read_spec, read_tokenizer
-from pipeline.checkpoints.unpacking import recipe_text
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    open_checkpoint,
+    read_spec,
+    read_tokenizer,
+    recipe_text,
+)
 from pipeline.cli import main
-from pipeline.config import ModelConfig, load_recipe
+from pipeline.config.recipe import load_recipe
+from pipeline.model.settings import ModelConfig
 
 UPDATES = 20
 ASSEMBLY = """
@@ -63,7 +69,7 @@ def run(*arguments: str) -> None:
 
 def in_a_process(*arguments: str) -> None:
     """DeepSpeed keeps the process group of the first training of a process."""
-    command = [sys.executable, "-m", "pipeline.cli", *arguments]
+    command = [sys.executable, "-m", "pipeline", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""Tests of pipeline/cli/ and pipeline/ds_config.py."""
+"""Tests of pipeline/cli/ and pipeline/config/ds_config.py."""
 
 import errno
 import io
@@ -22,13 +22,15 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir, sole_writer
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.run_removal import announce_removal
+from pipeline.artifacts.training_states import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
-from pipeline.config import DecodingConfig, ModelConfig, Recipe, load_recipe
-from pipeline.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
+from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
-from pipeline.stages import STAGES, Input, Stage, StageCall
+from pipeline.model.settings import ModelConfig
+from pipeline.stages.registry import STAGES, Input, Stage, StageCall
 
 READ = Stage(
     name="read",
@@ -554,7 +556,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, int]
         launches.append((list(arguments), processes, threads))
         return EXIT_RUN_AGAIN
 
-    monkeypatch.setattr("pipeline.cli.stage_verbs.launch", remember)
+    monkeypatch.setattr("pipeline.cli.stage_commands.launch", remember)
     return launches
 
 
@@ -567,7 +569,7 @@ def test_a_stage_of_ranks_launches_itself_once_per_process(
     bench.read()
     assert bench.train("--processes", "2") == EXIT_RUN_AGAIN
     ((arguments, processes, threads),) = launched
-    assert arguments[:3] == ["-m", "pipeline.cli", "train"]
+    assert arguments[:3] == ["-m", "pipeline", "train"]
     assert arguments[-4:] == ["--processes", "2", "--out", bench.at("model")]
     assert (processes, threads) == (2, 3)
     assert len(bench.calls) == 1
@@ -655,7 +657,7 @@ def start_rank(environment: dict[str, str], arguments: Sequence[str]) -> subproc
     names = ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     cleared = {name: value for name, value in os.environ.items() if name not in names}
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", *arguments],
+        [sys.executable, "-m", "pipeline", *arguments],
         env=cleared | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -895,7 +897,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word() -> None:
     os.close(reading)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline.cli", "recipes"],
+            [sys.executable, "-m", "pipeline", "recipes"],
             stdout=writing,
             stderr=subprocess.PIPE,
             timeout=60,
@@ -994,7 +996,7 @@ def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
 def test_what_the_encoding_of_the_output_lacks_is_written_as_escapes(encoding: str) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", "recipes"],
+        [sys.executable, "-m", "pipeline", "recipes"],
         env=os.environ | {"PYTHONIOENCODING": encoding},
         capture_output=True,
         timeout=60,
@@ -1036,7 +1038,7 @@ def test_ctrl_c_at_any_moment_of_a_stage_with_workers_is_one_sentence(tmp_path: 
             (tmp_path / "raw" / pair / f"train.{code}").write_text(text)
     (tmp_path / "recipe.toml").write_text('[corpus]\nsource = "tree"\n')
     options = ["--recipe", "recipe.toml", "--raw", "raw", "--out", "corpus", "--processes", "2"]
-    command = [sys.executable, "-m", "pipeline.command", "import_corpus", *options]
+    command = [sys.executable, "-m", "pipeline", "import_corpus", *options]
     for sign in (".corpus.lock", ".corpus.unfinished", ".corpus.unfinished/train/*/*.txt"):
         stage = subprocess.Popen(
             command,

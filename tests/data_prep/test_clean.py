@@ -20,10 +20,11 @@ from pipeline.artifacts.corpus import (
     read_lines,
     text_name,
 )
-from pipeline.config import CleanConfig, Recipe
+from pipeline.artifacts.settings import CleanConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 from pipeline.evaluation.directions import describe_directions
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 Texts = dict[Split, list[tuple[str, str]]]
 GOOD = [("Haus", "house"), ("Baum", "tree"), ("Straße", "road"), ("Wasser", "water")]

@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from data_prep import group_languages
 from data_prep.group_languages import Cluster, cosine_distance, merge_closest
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
-from pipeline.artifacts.language_groups import read_groups
+from pipeline.artifacts.mixture import read_groups
+from pipeline.artifacts.settings import GroupsConfig, LanguagesConfig
 from pipeline.artifacts.tokenizer import TokenizerDescription, load_tokenizer, write_tokenizer
-from pipeline.config import GroupsConfig, LanguagesConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.languages import FAMILIES
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 COUNTS = {"de-en": 40, "en-nl": 10, "en-ru": 30, "en-uk": 10, "en-fr": 35, "el-en": 5, "en-fi": 20}
 CODES = ("de", "el", "en", "fi", "fr", "nl", "ru", "uk")

@@ -11,7 +11,8 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths
-from pipeline.config import CldrConfig, CorpusConfig, Recipe
+from pipeline.artifacts.settings import CldrConfig, CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"

@@ -7,7 +7,8 @@ from support.raw_trees import run_import, write
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import DataError
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from data_prep.readers.outside_tests import describe_file
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import directions, line_counts, read_lines
-from pipeline.config import OutsideTestsConfig, Recipe
+from pipeline.artifacts.settings import OutsideTestsConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"

@@ -16,7 +16,7 @@ from data_prep.side_languages import (
     code_warning,
     script_of_language,
 )
-from pipeline.scripts import count_scripts
+from pipeline.languages import count_scripts
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 needs_bible = pytest.mark.skipif(

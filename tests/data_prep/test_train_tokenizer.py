@@ -13,10 +13,12 @@ from data_prep import train_tokenizer
 from data_prep.train_tokenizer import bytes_per_line, draw_sample
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.mixture import lines_per_language
+from pipeline.artifacts.settings import MixtureConfig, TokenizerConfig
 from pipeline.artifacts.tokenizer import copy_tokenizer, load_tokenizer
-from pipeline.config import BatchesConfig, MixtureConfig, Recipe, TokenizerConfig
+from pipeline.batching.settings import BatchesConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError, DataError
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 GENERATOR = random.Random(1)
 WORDS = {

@@ -25,9 +25,9 @@ from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.hypotheses import Translation, max_target_length
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.transformer import Transformer
 

@@ -8,11 +8,11 @@ from support.searched_models import Kind, model_of, rounded, translate
 from support.tiny_models import EOS_ID, random_examples
 
 from pipeline.batching.batch import Packing
-from pipeline.config import DecodingConfig
-from pipeline.decoding import decoder_states
+from pipeline.decoding import cached_keys as module
 from pipeline.decoding.cached_keys import GridKeys, ListedKeys, cached_keys
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.sampling import sample
+from pipeline.decoding.settings import DecodingConfig
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe-lgr"])
@@ -29,7 +29,7 @@ def test_the_grid_of_other_devices_finds_what_the_lists_of_the_cpu_find(
         made.append(GridKeys(*given))
         return made[-1]
 
-    monkeypatch.setattr(decoder_states, "cached_keys", grid)
+    monkeypatch.setattr(module, "cached_keys", grid)
     by_grid = translate(model, examples, beam_size=beams, limit=40)
     assert made
     assert max(len(found.tokens) for found in by_lists) > 16  # both have grown
@@ -42,7 +42,7 @@ def test_samples_are_the_same_by_grid_and_lists(monkeypatch: pytest.MonkeyPatch)
     sources = [Source([5, 6, 7, EOS_ID], (2, 4), 0, 1), Source([8, EOS_ID], (2, 4), 1, 0)]
     config = DecodingConfig(search="sampling", n_best=3)
     by_lists = sample(model, sources, config, eos_id=EOS_ID)
-    monkeypatch.setattr(decoder_states, "cached_keys", GridKeys)
+    monkeypatch.setattr(module, "cached_keys", GridKeys)
     by_grid = sample(model, sources, config, eos_id=EOS_ID)
     assert [[one.tokens for one in of] for of in by_grid] == [
         [one.tokens for one in of] for of in by_lists

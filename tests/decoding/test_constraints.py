@@ -9,9 +9,9 @@ from support.searched_models import full_score, model_of, rounded, source_of
 from support.tiny_models import EOS_ID, PAD_ID, random_examples
 
 from pipeline.batching.batch import Example
-from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search_n_best
 from pipeline.decoding.constraints import progress_of
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
 EXAMPLE = Example([0, 3, 4], [], (5,), (EOS_ID, 4), source_language=0, target_language=1)

@@ -22,9 +22,9 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis
 from pipeline.artifacts.tokenizer import ByteVocabulary
 from pipeline.cli.ending import EXIT_BROKEN_PIPE, EXIT_KEYBOARD
-from pipeline.config import DecodingConfig
 from pipeline.decoding import line_filter
 from pipeline.decoding.line_filter import BATCH_LINES, find_direction
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import EXIT_USER_ERROR, ConfigError
 
@@ -431,7 +431,7 @@ class Conversation:
 @contextmanager
 def conversation(checkpoint: Artifact) -> Iterator[Conversation]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", *arguments(checkpoint)],
+        [sys.executable, "-m", "pipeline", *arguments(checkpoint)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,9 +7,10 @@ from support.searched_models import model_of, source_of
 from support.tiny_models import EOS_ID, random_examples
 
 from pipeline.checkpoints.names import named_slices
-from pipeline.config import DecodingConfig, Route
+from pipeline.config.settings import Route
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 

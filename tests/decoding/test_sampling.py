@@ -19,9 +19,9 @@ from support.searched_models import (
 from support.tiny_models import EOS_ID, PAD_ID, embedding_table, random_examples
 
 from pipeline.batching.batch import Example
-from pipeline.config import DecodingConfig
 from pipeline.decoding.hypotheses import Translation
 from pipeline.decoding.sampling import draw, probabilities, sample
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import CheckpointError
 from pipeline.model.transformer import Transformer
 

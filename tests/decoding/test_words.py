@@ -1,4 +1,4 @@
-"""Tests of pipeline/decoding/words.py."""
+"""Tests of pipeline/decoding/sentences.py."""
 
 import torch
 
@@ -8,7 +8,7 @@ from pipeline.artifacts.tokenizer import (
     TokenizerDescription,
     build_tokenizer,
 )
-from pipeline.decoding.words import align, texts_of, word_spans
+from pipeline.decoding.sentences import align, texts_of, word_spans
 
 BYTES: Tokenizer = build_tokenizer(
     TokenizerDescription(kind="bytes", languages=("de", "zh"), language_token_scheme="underscores"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.estimates.exchanges import expert_exchanges
 from pipeline.estimates.operators import META, OperatorCounter, micro_batch
 from pipeline.model.moe.expert_parallel import ExpertParallel

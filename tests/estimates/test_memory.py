@@ -17,27 +17,22 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.batching.batch import Batch
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import (
-    BatchesConfig,
-    LossConfig,
-    ModelConfig,
-    MoEConfig,
-    Recipe,
-    TrainingConfig,
-    load_recipe,
-)
+from pipeline.config.ds_config import ds_config_names, load_ds_config
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
-from pipeline.ds_config import ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.memory import MemoryEstimate, estimate
 from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Output, Transformer, build_model, shape_of_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
+from pipeline.training.settings import LossConfig, TrainingConfig
 
 LENGTH = 16
 SENTENCES = 16

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.config import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.estimates.operators import (
     META,
     Counted,

@@ -14,7 +14,6 @@ from support.tiny_models import random_batch, tiny_model, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import Artifact
-from pipeline.config import MoEConfig
 from pipeline.evaluation.budget_table import budget_notes, budget_rows, trained_for
 from pipeline.evaluation.budgets import (
     Parameters,
@@ -25,6 +24,7 @@ from pipeline.evaluation.budgets import (
 )
 from pipeline.evaluation.history import History
 from pipeline.model.parameters import count_multiplied
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 
 MOE = tiny_spec(moe=MoEConfig(num_experts=4, every=1, top_k=2))

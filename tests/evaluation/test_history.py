@@ -8,9 +8,9 @@ from pathlib import Path
 from support.recorded_runs import TOKENS_PER_UPDATE, artifact, training_run, translated
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.evaluation.history import trace_history
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 
 def test_stages_behind_the_systems_are_listed_once_inputs_first(tmp_path: Path) -> None:

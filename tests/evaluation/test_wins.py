@@ -8,7 +8,6 @@ from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, hist
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluate import baseline_place
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.comparison_tables import comparison_sections
@@ -26,6 +25,7 @@ from pipeline.evaluation.scores import (
     scores_document,
 )
 from pipeline.evaluation.wins import win_ratios
+from pipeline.stages.evaluate import baseline_place
 
 FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}
 

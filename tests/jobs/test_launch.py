@@ -218,7 +218,7 @@ def test_a_job_ends_with_the_stages_exit_code_and_is_not_requeued(
     assert _run_job(tmp_path, step=f"exit {code}").returncode == code
     assert _calls(tmp_path) == [
         "scontrol show hostnames n[1-2]",
-        "srun --kill-on-bad-exit=1 python -m pipeline.cli pretrain --out a b at n1:24321",
+        "srun --kill-on-bad-exit=1 python -m pipeline pretrain --out a b at n1:24321",
     ]
 
 

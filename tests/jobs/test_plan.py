@@ -26,15 +26,15 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
-from pipeline.artifacts.run_removal import announce_removal
-from pipeline.config import load_recipe
-from pipeline.ds_config import load_ds_config
+from pipeline.artifacts.training_states import announce_removal
+from pipeline.config.ds_config import load_ds_config
+from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
-from pipeline.stages import Input, Stage, stage_config
+from pipeline.stages.registry import Input, Stage, stage_config
 
 TABLE = {
     "read": Stage(
@@ -1182,7 +1182,7 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
 DRIVER = """
 import sys
 from pipeline import cli, stages
-from pipeline.stages import Input, Stage
+from pipeline.stages.registry import Input, Stage
 
 stages.STAGES.clear()
 stages.STAGES["read"] = Stage(

@@ -13,7 +13,6 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import Tensor, nn
 
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import LossConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
 from pipeline.kernels.compiled_regions import (
@@ -26,6 +25,7 @@ from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 pytestmark = pytest.mark.slow
 

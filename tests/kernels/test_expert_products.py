@@ -4,13 +4,13 @@ import pytest
 import torch
 from support.tiny_models import tiny_spec
 
-from pipeline.config import MoEConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import (
     check_widths,
     has_grouped_products,
     may_leave_idle_gradients,
 )
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import build_model
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.config import load_recipe
+from pipeline.config.recipe import load_recipe
 from pipeline.estimates.operators import count_training
 from pipeline.kernels import low_rank_products
 from pipeline.kernels.low_rank_products import SentenceSlots, add_low_rank

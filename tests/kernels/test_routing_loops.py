@@ -13,7 +13,6 @@ from support.tiny_models import tiny_spec
 from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import CombineWeights, MoEConfig
 from pipeline.kernels import expert_products, expert_rows, placement, threads
 from pipeline.kernels import routing_loops as loops
 from pipeline.kernels.activations import Activation
@@ -29,6 +28,7 @@ from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacit
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import Routing, choose
+from pipeline.model.settings import CombineWeights, MoEConfig
 from pipeline.model.transformer import build_model
 
 SEEDS = st.integers(0, 2**16)

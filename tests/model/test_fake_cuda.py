@@ -11,10 +11,11 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.config import LossConfig, MoEConfig
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 CUDA = torch.device("cuda", 0)
 MOE = {"num_experts": 4, "every": 1}

@@ -11,17 +11,19 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from support.tiny_training import changed
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import DecodingConfig, LossConfig, load_recipe
+from pipeline.config.ds_config import load_ds_config
+from pipeline.config.recipe import load_recipe
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
-from pipeline.ds_config import load_ds_config
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.estimates.memory import estimate
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 OUTPUT = 20
 UNTIED = {"embedding": {"output": "untied"}}

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from pipeline.batching.batch import Example, Packing, collate
-from pipeline.config import MoEConfig
 from pipeline.kernels.activations import Activation
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 
@@ -288,7 +288,7 @@ def test_a_model_too_large_for_the_memory_is_one_sentence() -> None:
     """In a process of little memory, so that nothing large is asked of the machine."""
     script = """
 import resource, torch
-from pipeline.config import ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model

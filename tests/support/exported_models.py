@@ -9,12 +9,13 @@ import torch
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
+from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.checkpoint import tokenizer_directory, write_spec
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import ModelConfig, MoEConfig, TagScheme
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from support.foreign_models import LINES

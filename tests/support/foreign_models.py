@@ -17,10 +17,11 @@ from transformers import M2M100Config, M2M100ForConditionalGeneration, M2M100Tok
 
 from pipeline.artifacts.tokenizer import Tokenizer, tags
 from pipeline.batching.batch import Example, collate
+from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import DecodingConfig, TagScheme
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.model.transformer import Transformer, build_model
 
 LINES = [

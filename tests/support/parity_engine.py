@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.config import LossConfig, OptimizerConfig
 from pipeline.distributed.world import World
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
+from pipeline.training.settings import LossConfig, OptimizerConfig
 from support.fp16_on_cpu import fp16_on_cpu
 from support.plain_training import (
     LEARNING_RATE,

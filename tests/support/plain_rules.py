@@ -4,8 +4,8 @@ import unicodedata
 from collections.abc import Iterable
 from statistics import median
 
-from pipeline.config import CleanConfig
-from pipeline.scripts import script_of_character
+from pipeline.artifacts.settings import CleanConfig
+from pipeline.languages import script_of_character
 
 Line = tuple[str, str]
 

@@ -20,7 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port
-from pipeline.entry import prepare_process
+from pipeline.machine import prepare_process
 
 P = ParamSpec("P")
 R = TypeVar("R")

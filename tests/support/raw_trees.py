@@ -8,8 +8,8 @@ from typing import Any
 from data_prep import import_corpus, import_tests
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.raw_input import RawInput, RawPaths
-from pipeline.config import Recipe
-from pipeline.stages import STAGES, StageCall
+from pipeline.config.recipe import Recipe
+from pipeline.stages.registry import STAGES, StageCall
 
 CODE: dict[str, Any] = {"import_corpus": import_corpus, "import_tests": import_tests}
 

@@ -21,16 +21,13 @@ from data_prep import (
     mix,
     train_tokenizer,
 )
-from pipeline import evaluate, upcycle
-from pipeline import nearest_neighbor as retrieve
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.mixture import read_groups, read_mixture
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.tokenizer import ByteVocabulary, load_tokenizer
 from pipeline.batching.feed import TrainingData
-from pipeline.checkpoints.assembly.plan import PARTS
+from pipeline.checkpoints.assembly.rules import PARTS
 from pipeline.checkpoints.averaging import average_checkpoints, average_states
 from pipeline.checkpoints.checkpoint import load_model, open_checkpoint, write_model_files
 from pipeline.checkpoints.inspection import diff, inspect, inspection_text, verify
@@ -38,15 +35,19 @@ from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.pruning import prune_experts
 from pipeline.checkpoints.training_state import Piece, PieceReader, read_position
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import DecodingConfig, ModelConfig, MoEConfig, Recipe, load_recipe
+from pipeline.config.ds_config import load_ds_config
+from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
-from pipeline.ds_config import load_ds_config
 from pipeline.evaluation.history import trace_history
-from pipeline.finetune import refuse_other_model
 from pipeline.jobs.plan import load_plan
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics, moe_layer_names
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec, groups_of_languages
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages import evaluate, upcycle
+from pipeline.stages import nearest_neighbor as retrieve
+from pipeline.stages.finetune import refuse_other_model
+from pipeline.stages.registry import STAGES, StageCall
 from pipeline.terminal import JsonLines
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model

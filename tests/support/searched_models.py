@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import DecodingConfig, MoEConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source, Translation
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from support.tiny_models import EOS_ID, embedding_table, tiny_model, tiny_spec
 

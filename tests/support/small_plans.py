@@ -115,8 +115,8 @@ def write_tree(root: Path, *, lines: Mapping[str, int], validated: Sequence[str]
 
 
 LOADED = [
-    *("pipeline.training.translation", "pipeline.translate", "pipeline.evaluate"),
-    "pipeline.upcycle",
+    *("pipeline.training.translation", "pipeline.stages.translate", "pipeline.stages.evaluate"),
+    "pipeline.stages.upcycle",
     *("torch._refs", "deepspeed.runtime.zero.muon.muon_optimizer"),
 ]
 """What takes seconds to load, and would in each of 59 stages; the last two on first use."""

@@ -13,8 +13,8 @@ from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import Piece, Position, write_pieces
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import MoEConfig
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistics
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from support.tiny_models import tiny_spec

@@ -9,9 +9,9 @@ from torch import nn
 
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.config import ModelConfig, MoEConfig
 from pipeline.kernels.activations import Activation
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer, build_model

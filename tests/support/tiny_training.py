@@ -20,13 +20,13 @@ from pipeline.artifacts.corpus import Split, text_name
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import build_model
-from pipeline.pretrain import model_spec
-from pipeline.stages import STAGES, StageCall, stage_config
+from pipeline.stages.pretrain import model_spec
+from pipeline.stages.registry import STAGES, StageCall, stage_config
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

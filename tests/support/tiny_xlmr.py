@@ -10,7 +10,7 @@ import sentencepiece
 import torch
 from transformers import XLMRobertaConfig, XLMRobertaModel
 
-from pipeline.tasks.pieces import PIECES_FILE, Pieces
+from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 
 TOKENS = ("Anna", "Bonn", "lives", "in", "sees", "the", "big", "house", "of", "Acme", "and", ",")
 NAMES = {"Anna": "B-PER", "Bonn": "B-LOC", "Acme": "B-ORG"}

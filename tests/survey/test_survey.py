@@ -10,10 +10,11 @@ from data_prep import clean, make_shards, mix, train_tokenizer
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.corpus import text_name
+from pipeline.artifacts.settings import CleanConfig, TokenizerConfig
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.config import CleanConfig, Recipe, TokenizerConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 from pipeline.survey.page import survey_page
 from pipeline.survey.survey import survey_corpus
 

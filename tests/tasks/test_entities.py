@@ -9,11 +9,15 @@ import pytest
 from support.tiny_xlmr import TOKENS, pieces_model
 
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.tasks.entities import Sentence, read_entities
-from pipeline.tasks.entity_scores import count_entities, entities
-from pipeline.tasks.files import entity_files
-from pipeline.tasks.pieces import BOS, EOS, UNKNOWN, Pieces
-from pipeline.tasks.tagging import label
+from pipeline.extensions.tasks.files import entity_files
+from pipeline.extensions.tasks.named_entities import (
+    Sentence,
+    count_entities,
+    entities,
+    label,
+    read_entities,
+)
+from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "ner"
 TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")

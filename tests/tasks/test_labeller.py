@@ -17,13 +17,13 @@ from transformers import (
 
 from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
-from pipeline.config import LowRankConfig, ModelConfig, TasksConfig
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.task_model import Head, TaskSpec, build_labeller
+from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
 from pipeline.model.labeller import Labeller
+from pipeline.model.settings import LowRankConfig, ModelConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.tasks.pieces import BOS, EOS, PAD, PIECES_FILE, Pieces
-from pipeline.tasks.pretrained import Pretrained
-from pipeline.tasks.task_model import Head, TaskSpec, build_labeller
 
 TAGS = ("O", "B-PER", "I-PER")
 SENTENCES = [[0, 5, 9, 11, 2], [0, 7, 2], [0, 4, 4, 13, 12, 8, 2]]

@@ -12,15 +12,27 @@ import pytest
 import torch
 from support.tiny_xlmr import TOKENS, pieces_model
 
-from pipeline.config import TasksConfig
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.tasks.answer_scores import exact_match, normalized, word_f1
-from pipeline.tasks.asking import best_span
-from pipeline.tasks.files import question_files
-from pipeline.tasks.pieces import Located, Pieces
-from pipeline.tasks.questions import Answer, Question, read_questions
-from pipeline.tasks.reading import windows_of
-from pipeline.tasks.windows import NO_ANSWER, Window, check_windows, cut_passage, token_span
+from pipeline.extensions.tasks.examination import best_span
+from pipeline.extensions.tasks.files import question_files
+from pipeline.extensions.tasks.question_answering import windows_of
+from pipeline.extensions.tasks.questions import (
+    Answer,
+    Question,
+    exact_match,
+    normalized,
+    read_questions,
+    word_f1,
+)
+from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.tasks.windows import (
+    NO_ANSWER,
+    Window,
+    check_windows,
+    cut_passage,
+    token_span,
+)
+from pipeline.extensions.tasks.xlmr import Located, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "qa"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"{DATA} is not there")

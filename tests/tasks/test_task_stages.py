@@ -12,18 +12,18 @@ from support.tiny_training import terminate_at_call
 from support.tiny_xlmr import TOKENS, pieces_model, write_entities, write_questions, write_xlmr
 from torch import Tensor
 
-from pipeline import evaluate_task, finetune_reader, finetune_tagger
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import raw_input
-from pipeline.config import Recipe, load_recipe
+from pipeline.config.documents import merge
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.distributed.world import World
-from pipeline.documents import merge
 from pipeline.errors import ConfigError, Interrupted, UserError
-from pipeline.stages import STAGES, StageCall, stage_config
-from pipeline.tasks.asking import answer_questions, tag_sentences
-from pipeline.tasks.entities import read_entities
-from pipeline.tasks.questions import read_questions
-from pipeline.tasks.task_model import TaskModel, load_task_model
+from pipeline.extensions.tasks import evaluate_task, finetune_reader, finetune_tagger
+from pipeline.extensions.tasks.examination import answer_questions, tag_sentences
+from pipeline.extensions.tasks.named_entities import read_entities
+from pipeline.extensions.tasks.questions import read_questions
+from pipeline.extensions.tasks.task_model import TaskModel, load_task_model
+from pipeline.stages.registry import STAGES, StageCall, stage_config
 
 pytestmark = pytest.mark.slow
 

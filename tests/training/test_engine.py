@@ -27,20 +27,16 @@ from support.process_pool import ProcessPool
 from support.tiny_models import tiny_model, tiny_spec
 from torch import Tensor
 
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.training_state import PieceReader
-from pipeline.config import (
-    BatchesConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    Recipe,
-)
+from pipeline.config.ds_config import OWN_KEYS, ds_config_names, load_ds_config
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
-from pipeline.ds_config import OWN_KEYS, ds_config_names, load_ds_config
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import build_model
 from pipeline.training import engine as engine_module
@@ -52,6 +48,7 @@ from pipeline.training.engine import (
     merge_ds_config,
 )
 from pipeline.training.optim import make_optimizer
+from pipeline.training.settings import OptimizerConfig
 
 SPECS = {
     "dense": tiny_spec(),

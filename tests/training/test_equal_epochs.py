@@ -21,8 +21,9 @@ from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import text_name
 from pipeline.batching.equal_epochs import byte_offsets, with_resolved_updates
 from pipeline.batching.feed import TrainingData
-from pipeline.config import OptimizerConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
+from pipeline.training.settings import OptimizerConfig
 from pipeline.training.translation import training_data
 
 LINES = {"en-ru": 300, "de-en": 200}

@@ -31,7 +31,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect
-from pipeline.training.loss_scale import prepare_scaler, read_scale, restore_scale
+from pipeline.training.optim import prepare_scaler, read_scale, restore_scale
 
 TOO_LARGE = 30
 """A power of two at which the gradients of tiny models overflow in fp16."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from pipeline.batching.batch import Batch
 from pipeline.checkpoints.names import named_slices
-from pipeline.config import LossConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 MODULES: dict[str, dict[str, object]] = {
     "low_rank": {"kind": "low_rank", "rank": 2, "shared": True},

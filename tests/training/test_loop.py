@@ -43,11 +43,11 @@ from pipeline.artifacts.training_states import newest_state
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.training_state import Position
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
 from pipeline.kernels.cpu_choice import CpuKernels, by_processor
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 from pipeline.training import loop, resuming
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.metrics import Interval

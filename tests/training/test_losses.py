@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_model, tiny_spec
 
 from pipeline.batching.batch import Example, collate
-from pipeline.config import LossConfig, MoEConfig, TagScheme
+from pipeline.batching.settings import TagScheme
 from pipeline.kernels.cross_entropy import summed_cross_entropy
 from pipeline.model.moe.router import z_loss
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
+from pipeline.training.settings import LossConfig
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])

@@ -32,20 +32,21 @@ from support.tiny_training import (
 from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.settings_diff import setting_changes
+from pipeline.artifacts.manifest import setting_changes
 from pipeline.artifacts.training_states import state_names
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.averaging import average_states
 from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.checkpoints.inspection import diff
 from pipeline.checkpoints.pruning import read_routing
-from pipeline.config import Recipe, TrainingConfig
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
 from pipeline.training.mean_of_states import averaged_updates, describe_missing, updates_kept
 from pipeline.training.saving import Publishing
+from pipeline.training.settings import TrainingConfig
 from pipeline.training.translation import training_data
 from pipeline.training.validation import ValidationResult
 

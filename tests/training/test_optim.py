@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.config import OptimizerConfig
 from pipeline.training.optim import learning_rate, make_optimizer
+from pipeline.training.settings import OptimizerConfig
 
 POLYNOMIAL = OptimizerConfig(learning_rate=2e-4, final_learning_rate=1e-5, warmup_updates=4000)
 INVERSE_SQUARE_ROOT = OptimizerConfig(

@@ -34,19 +34,20 @@ from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.config import LossConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
 from pipeline.model.regularization import Regularization
 from pipeline.model.transformer import Transformer, build_model
-from pipeline.pretrain import model_spec
 from pipeline.seeds import derive_seed
-from pipeline.summary import counted
+from pipeline.stages.pretrain import model_spec
+from pipeline.terminal import counted
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import Engine, Verdict
 from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.quarantine import LeftOut, Quarantine, culprits, left_out
+from pipeline.training.settings import LossConfig
 from pipeline.training.translation import training_data
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from pipeline.checkpoints.training_state import (
     Position,
     write_pieces,
 )
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu_choice import by_processor

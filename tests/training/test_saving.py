@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.names import NamedSlice
 from pipeline.checkpoints.training_state import Piece, Position, read_position
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.model.moe.routing_statistics import RoutingCounter
 from pipeline.model.spec import make_spec

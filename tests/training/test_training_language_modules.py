@@ -17,7 +17,7 @@ from support.tiny_training import (
     read_weights,
 )
 
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from support.tiny_training import changed, make_recipe
 from pipeline.artifacts.corpus import Direction
 from pipeline.batching.global_step import MicroBatch
 from pipeline.checkpoints.training_state import Position
-from pipeline.config import Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import Interrupted
 from pipeline.model.spec import ModelSpec, make_spec

@@ -13,45 +13,39 @@ from pathlib import Path
 import pytest
 from support.page_commands import PAGES
 
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        *("errors", "seeds", "hints", "documents", "settings", "terminal", "config"),
-        "overrides",
-        *("scripts", "summary", "languages", "ds_config", "kernels", "entry", "machine"),
-        "peak_memory",
-    ),
+    ("errors", "seeds", "terminal", "languages", "machine", "kernels", "config", "settings"),
     ("distributed",),
     ("artifacts",),
-    ("stages",),
+    ("stages.registry",),
     ("batching", "jobs"),
     ("model",),
     ("checkpoints",),
     ("training",),
-    ("decoding", "evaluation", "estimates", "analysis", "tasks"),
+    ("decoding", "evaluation", "estimates", "extensions"),
     ("survey",),
-    (
-        *("pretrain", "upcycle", "finetune", "translate", "nearest_neighbor", "evaluate"),
-        *("analyze_scales", "analyze_vectors", "analyze_lengths"),
-        *("finetune_tagger", "finetune_reader", "evaluate_task"),
-    ),
+    ("stages",),
     ("cli",),
-    ("command",),
+    ("__main__",),
 )
-"""Rooms and modules of ``pipeline``, the lowest first: each may import its own layer and those
-before it. A room is entered by all its modules at once."""
+"""Packages and modules of ``pipeline``, the lowest first: each may import its own layer and those
+before it. ``settings`` are the modules of that name, one per package, which hold the sections of
+recipes; ``stages`` are the modules that launchers start, those of extensions included."""
 
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
-TRAINING, VERBS = LAYER_OF["training"], LAYER_OF["pretrain"]
+TRAINING = LAYER_OF["training"]
+STAGE_MODULES = {stage.module for stage in STAGES.values()}
 
 READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """What the command line loads of a room above it: it knows of nothing but bytes."""
 SLIM_STAGES = (
-    *("pretrain", "finetune", "translate", "upcycle"),
-    *("finetune_tagger", "finetune_reader", "evaluate_task"),
+    *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
+    *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
+    "pipeline.extensions.tasks.evaluate_task",
 )
 SLIM_PACKAGES = {
     *("torch", "deepspeed", "numba", "numpy"),
@@ -117,8 +111,17 @@ def own_imports(name: str, *, at_once: bool = False) -> set[str]:
 
 
 def layer(name: str) -> int:
-    """Layer of a module of ``pipeline``; the modules of a room share one."""
-    return LAYER_OF[name.split(".")[1]]
+    """Return the layer of a module of ``pipeline``; the modules of a package share one."""
+    return LAYER_OF[key_of(name)]
+
+
+def key_of(name: str) -> str:
+    """Return the entry of ``LAYERS`` that a module belongs to."""
+    if name in STAGE_MODULES:
+        return "stages"
+    if name.endswith(".settings"):
+        return "settings"
+    return "stages.registry" if name == "pipeline.stages.registry" else name.split(".")[1]
 
 
 LANGUAGE_DETECTOR = {"pipeline.evaluation.language_detector"}
@@ -131,13 +134,13 @@ TEXT_ALONE = {
     "data_prep.rules.near_duplicates",
 }
 """Modules of ``data_prep`` that know of nothing but text."""
-ROOMS = {"data_prep.readers", "data_prep.rules"}
+SUBPACKAGES = {"data_prep.readers", "data_prep.rules"}
 """Packages within ``data_prep``; they hold nothing but their modules."""
 DATA_PREP = [name for name in PACKAGES if name.startswith("data_prep.")]
 
 
 def test_every_module_of_the_pipeline_has_a_layer_and_every_layer_its_modules() -> None:
-    assert {name.split(".")[1] for name in PIPELINE} == set(LAYER_OF)
+    assert set(map(key_of, PIPELINE)) == set(LAYER_OF)
 
 
 @pytest.mark.slow
@@ -160,7 +163,9 @@ def test_imports_form_no_circle() -> None:
 @pytest.mark.parametrize("name", DATA_PREP)
 def test_data_preparation_uses_only_what_lies_below_training(name: str) -> None:
     used = {target for target in own_imports(name) if target.startswith("pipeline.")}
-    assert used or name in TEXT_ALONE | ROOMS, "data_prep reads or writes what is the pipeline's"
+    assert used or name in TEXT_ALONE | SUBPACKAGES, (
+        "data_prep reads or writes what is the pipeline's"
+    )
     assert not {target for target in used if layer(target) >= TRAINING} - LANGUAGE_DETECTOR
 
 
@@ -169,23 +174,10 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
     for name in COMMAND:
         below = own_imports(name, at_once=True) - {*COMMAND} - READ_AHEAD
         assert max(map(layer, below), default=0) <= LAYER_OF["jobs"]
-        assert not {f"pipeline.{verb}" for verb in LAYERS[VERBS]} & own_imports(name)
+        assert not STAGE_MODULES & own_imports(name)
     loaded = modules_after("import pipeline.cli")
-    assert set(COMMAND) - {"pipeline.cli.__main__"} <= loaded
+    assert set(COMMAND) <= loaded
     assert not {"torch", "deepspeed", "numpy"} & loaded
-
-
-def test_every_folder_of_the_packages_is_installed() -> None:
-    """A package that is left out is missed by nobody who works in a checkout."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    listed = set(project["tool"]["setuptools"]["packages"])
-    folders = {
-        path.parent.relative_to(ROOT).as_posix().replace("/", ".")
-        for top in ("pipeline", "data_prep", "ds_configs")
-        for pattern in ("*.py", "*.toml", "*.json")
-        for path in (ROOT / top).rglob(pattern)
-    }
-    assert folders == listed
 
 
 @pytest.mark.slow
@@ -214,12 +206,12 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.slow
 def test_training_and_decoding_import_few_packages() -> None:
-    loaded = modules_after("\n".join(f"import pipeline.{stage}" for stage in SLIM_STAGES))
+    loaded = modules_after("\n".join(f"import {stage}" for stage in SLIM_STAGES))
     ours = {name for name in loaded if name in PACKAGES}
     assert {
         "pipeline.training.loop",
         "pipeline.decoding.beam_search",
-        "pipeline.checkpoints.assembly.plan",
+        "pipeline.checkpoints.assembly.rules",
     } <= ours
     assert not {name for name in ours if name.startswith("data_prep")}
     third_party = {
@@ -234,11 +226,11 @@ def test_training_and_decoding_import_few_packages() -> None:
 def test_whatever_had_a_process_group_ends_by_leaving() -> None:
     """Or its threads might abort the process when all is done; the command and stages of ranks."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert scripts["scripts"] == {"mmnmt": "pipeline.command:command"}
+    assert scripts["scripts"] == {"mmnmt": "pipeline.__main__:command"}
     stages = [stage.module for stage in STAGES.values() if stage.parallel == "ranks"]
     assert len(stages) >= 3
     for name, ending in [
-        ("pipeline.cli.__main__", "command()"),
+        ("pipeline.__main__", "command()"),
         *((name, "leave(") for name in stages),
     ]:
         last = PACKAGES[name].read_text(encoding="utf-8").splitlines()[-1]

@@ -14,7 +14,7 @@ import pytest
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, read_hypotheses
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def test_every_stage_goes_on_and_says_what_became_of_bad_lines(folder: Path) -> 
 
     train = stage(folder, "pretrain", shards="make_shards", mixture="mix")
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *train],
+        [sys.executable, "-m", "pipeline", *train],
         capture_output=True,
         text=True,
         timeout=300,

@@ -27,16 +27,17 @@ from support.tiny_training import (
     write_artifact,
 )
 
-from pipeline import evaluate, translate, upcycle
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import text_name
 from pipeline.checkpoints.averaging import average_checkpoints
 from pipeline.checkpoints.checkpoint import load_model, read_spec
-from pipeline.config import AdaMshaConfig, Recipe
+from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
 from pipeline.model.front.ada_msha import AdaMsha
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import AdaMshaConfig
+from pipeline.stages import evaluate, translate, upcycle
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

@@ -13,10 +13,11 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction, languages, line_counts, read_lines
 from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import AdaMshaConfig, MscConfig, NcfConfig, Recipe, WsfConfig, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.model.parameters import count_parameters
+from pipeline.model.settings import AdaMshaConfig, MscConfig, NcfConfig, WsfConfig
 
 BYTES = [
     *("ted59", "opus100_bytes", "pc6", "lobef", "lobef_transfer", "lobef_domains"),

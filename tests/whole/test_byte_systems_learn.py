@@ -16,13 +16,15 @@ import torch
 from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer, tags
 from pipeline.batching.batch import Example, collate
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import DecodingConfig, LossConfig, ModelConfig, OptimizerConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
 from pipeline.model.transformer import Transformer, build_model
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
+from pipeline.training.settings import LossConfig, OptimizerConfig
 
 pytestmark = pytest.mark.slow
 

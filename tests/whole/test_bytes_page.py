@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.artifacts.artifact import open_artifact
+from pipeline.artifacts.settings import SEGMENTERS, TokenizerConfig
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.cli import main
-from pipeline.config import SEGMENTERS, TokenizerConfig, load_recipe, recipe_names
+from pipeline.config.recipe import load_recipe, recipe_names
 from pipeline.jobs.plan import plan_names
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def run(line: str) -> None:
         assert main(words[1:]) == 0, line
         return
     # DeepSpeed keeps a process's first process group: training has a process of its own.
-    ours = f"{shlex.quote(sys.executable)} -m pipeline.cli"
+    ours = f"{shlex.quote(sys.executable)} -m pipeline"
     command = re.sub(r"\bmmnmt\b", lambda _: ours, line)
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     shell = ["bash", "-c", command]

@@ -224,7 +224,7 @@ def test_a_write_no_stage_has_a_sentence_for_is_one_sentence_too(
 ) -> None:
     disk.fails_at = 1  # the folder is there already: making it is number 0
     lines = JsonLines(Path(disk.root) / "metrics.jsonl")
-    names = "pipeline.cli.recipe_verbs.recipe_names"
+    names = "pipeline.cli.recipe_commands.recipe_names"
     monkeypatch.setattr(names, lambda: lines.write({"update": 1}))
     assert cli.main(["recipes"]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_a_full_standard_output_is_said_on_standard_error() -> None:
         pytest.skip("no /dev/full on this system")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline.cli", "recipes"],
+            [sys.executable, "-m", "pipeline", "recipes"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

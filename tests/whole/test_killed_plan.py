@@ -103,7 +103,7 @@ STAGES = [
 
 def start(plan: Path, out_dir: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "pipeline.cli", "run", str(plan), "--out", str(out_dir)],
+        [sys.executable, "-m", "pipeline", "run", str(plan), "--out", str(out_dir)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -12,20 +12,19 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LanguageModulesConfig,
-    LowRankConfig,
-    ModelConfig,
-    Recipe,
-    load_recipe,
-)
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
 from pipeline.model.labeller import Labeller
 from pipeline.model.parameters import count_parameters
+from pipeline.model.settings import (
+    ClsrConfig,
+    LanguageExpertsConfig,
+    LanguageModulesConfig,
+    LowRankConfig,
+    ModelConfig,
+)
 from pipeline.model.spec import ModelSpec
 
 

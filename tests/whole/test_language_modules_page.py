@@ -14,9 +14,9 @@ import pytest
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import Recipe, recipe_names
+from pipeline.config.overrides import parse_overrides
+from pipeline.config.recipe import Recipe, recipe_names
 from pipeline.jobs.plan import load_plan
-from pipeline.overrides import parse_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command in commands("demo"):
             words = [re.sub("demo_dense(_whole)?\\b", "few.toml", word) for word in command]
             if words[0] == "pretrain":  # DeepSpeed keeps a process's first process group
-                training = [sys.executable, "-m", "pipeline.cli", *words]
+                training = [sys.executable, "-m", "pipeline", *words]
                 assert subprocess.run(training, timeout=300, check=False).returncode == 0
             else:
                 assert cli.main(words) == 0, words

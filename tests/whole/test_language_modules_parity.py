@@ -20,12 +20,13 @@ from support.tiny_models import perturb_vectors, tiny_model, tiny_spec
 from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
-from pipeline.config import LossConfig, MoEConfig
 from pipeline.distributed.world import World
 from pipeline.model.language_modules.language_experts import FeedForwardStack
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 pytestmark = pytest.mark.slow
 

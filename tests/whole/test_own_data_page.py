@@ -88,7 +88,7 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
             written = folder / arguments[arguments.index(">") + 1]
             arguments = arguments[: arguments.index("<")]
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline.cli", *arguments],
+            [sys.executable, "-m", "pipeline", *arguments],
             cwd=folder,
             input=given,
             capture_output=True,

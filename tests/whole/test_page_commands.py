@@ -21,9 +21,9 @@ from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
 from pipeline.cli.stage_options import stage_parser
-from pipeline.config import load_recipe
+from pipeline.config.recipe import load_recipe
 from pipeline.jobs.runner import run_plan
-from pipeline.stages import STAGES
+from pipeline.stages.registry import STAGES
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +208,7 @@ def in_a_process(
     arguments: list[str], folder: Path, *, given: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pipeline.cli", *arguments],
+        [sys.executable, "-m", "pipeline", *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         input=given,

@@ -12,7 +12,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import line_counts, resource_of
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles
 from pipeline.checkpoints.checkpoint import read_spec
-from pipeline.config import Recipe, load_recipe
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.jobs.plan import Plan, load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.manifest import Kind
-from pipeline.entry import SPIN_COUNT
+from pipeline.machine import SPIN_COUNT
 
 pytestmark = pytest.mark.slow
 
@@ -64,10 +64,10 @@ LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
     *("pipeline.training.quarantine", "pipeline.training.updates"),
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
-    *("pipeline.training.resuming", "pipeline.training.mean_of_states"),
+    *("pipeline.training.resuming", "pipeline.training.saving"),
     "pipeline.training.translation",
-    *("pipeline.pretrain", "pipeline.finetune"),
-    *("pipeline.finetune_tagger", "pipeline.finetune_reader"),
+    *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
+    *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
 )
 """What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""
 
@@ -113,10 +113,10 @@ def arguments(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "program",
     [
-        ["-m", "pipeline.pretrain"],
-        ["-m", "pipeline.cli", "pretrain"],
+        ["-m", "pipeline.stages.pretrain"],
+        ["-m", "pipeline", "pretrain"],
         ["-c", "from pipeline.cli import command; command()", "pretrain"],
-        ["-m", "pipeline.cli", "pretrain", "--processes", "2"],
+        ["-m", "pipeline", "pretrain", "--processes", "2"],
     ],
     ids=["module", "package", "mmnmt", "ranks"],
 )
@@ -135,7 +135,7 @@ def test_what_the_environment_says_of_threads_stays(
     notes: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, noted: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    subprocess.run([sys.executable, "-m", "pipeline.pretrain"], check=False, timeout=60)
+    subprocess.run([sys.executable, "-m", "pipeline.stages.pretrain"], check=False, timeout=60)
     assert notes.read_text() == f"{noted} True\n"
 
 
@@ -165,7 +165,10 @@ TRAIN = """
 import json, sys
 from support.tiny_models import random_batch, tiny_spec
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.config import BatchesConfig, MoEConfig, OptimizerConfig, Recipe
+from pipeline.batching.settings import BatchesConfig
+from pipeline.config.recipe import Recipe
+from pipeline.model.settings import MoEConfig
+from pipeline.training.settings import OptimizerConfig
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect

@@ -7,13 +7,13 @@ import pytest
 from data_prep import clean, group_languages, import_corpus, make_shards, mix, train_tokenizer
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import languages, line_counts, read_lines
-from pipeline.artifacts.language_groups import read_groups
-from pipeline.artifacts.mixture import read_mixture
+from pipeline.artifacts.mixture import read_groups, read_mixture
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.config import GroupsConfig, LanguagesConfig, Recipe, TokenizerConfig
+from pipeline.artifacts.settings import GroupsConfig, LanguagesConfig, TokenizerConfig
+from pipeline.config.recipe import Recipe
 from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages.registry import STAGES, StageCall
 
 STAGE_CODE = {
     "import_corpus": import_corpus,

@@ -14,8 +14,8 @@ import pytest
 from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
 
 from pipeline.cli.stage_options import stage_parser
-from pipeline.config import recipe_names
-from pipeline.stages import STAGES
+from pipeline.config.recipe import recipe_names
+from pipeline.stages.registry import STAGES
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TAGS = ("run", "demo", "cluster", "needs-data")

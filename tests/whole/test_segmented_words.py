@@ -29,15 +29,17 @@ from pipeline.artifacts.shards import open_shard
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.batching.feed import SplitData
 from pipeline.batching.global_step import MicroBatch
+from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.weights import write_weights
-from pipeline.config import BatchesConfig, DecodingConfig, load_recipe
+from pipeline.config.recipe import load_recipe
 from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
 from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
 from pipeline.decoding.line_filter import filter_lines
 from pipeline.decoding.search import search
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.spec import ModelSpec

@@ -67,7 +67,7 @@ LANGUAGE_ROUTER = '''"""logits = W x + a bias of the target language."""
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import MoEConfig
+from pipeline.model.settings import MoEConfig
 from pipeline.kernels.products import linear
 from pipeline.model.moe.router import Routing, choose
 from pipeline.model.spec import ModelSpec
@@ -89,7 +89,7 @@ class LanguageRouter(nn.Module):
 TWO_ROUTES = '''"""The mean over both routes of a model."""
 
 from pipeline.batching.batch import Batch
-from pipeline.config import LossConfig
+from pipeline.training.settings import LossConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import LossTerms, loss_terms
 
@@ -116,12 +116,14 @@ class FirstRule:
     def is_done(self, *, worst_ended: float, best_running: float) -> bool:
         return True
 '''
-CONFIG = "pipeline/config.py"
+MODEL_SETTINGS = "pipeline/model/settings.py"
+LOSS_SETTINGS = "pipeline/training/settings.py"
+DECODING_SETTINGS = "pipeline/decoding/settings.py"
 VARIANTS = {
     "front": Variant(
         {"pipeline/model/front/smooth.py": SMOOTH_FRONT},
         {
-            CONFIG: [
+            MODEL_SETTINGS: [
                 (
                     "FrontConfig = Annotated[\n    SubwordsConfig |",
                     "class SmoothConfig(Settings):\n"
@@ -145,7 +147,7 @@ VARIANTS = {
     "feed-forward": Variant(
         {"pipeline/model/gated_feed_forward.py": GATED_FEED_FORWARD},
         {
-            CONFIG: [
+            MODEL_SETTINGS: [
                 (
                     "FeedForwardConfig = DenseConfig\n",
                     "class GatedConfig(Settings):\n"
@@ -173,7 +175,7 @@ VARIANTS = {
     "router": Variant(
         {"pipeline/model/moe/language_router.py": LANGUAGE_ROUTER},
         {
-            CONFIG: [
+            MODEL_SETTINGS: [
                 (
                     'Literal["token", "language_group"]',
                     'Literal["token", "language_group", "language"]',
@@ -193,7 +195,7 @@ VARIANTS = {
     "loss": Variant(
         {"pipeline/training/two_routes.py": TWO_ROUTES},
         {
-            CONFIG: [
+            LOSS_SETTINGS: [
                 (
                     'Literal["cross_entropy", "fuse_distillation"]',
                     'Literal["cross_entropy", "fuse_distillation", "two_routes"]',
@@ -213,10 +215,10 @@ VARIANTS = {
     "stopping rule": Variant(
         {"pipeline/decoding/first_rule.py": FIRST_RULE},
         {
-            CONFIG: [
+            DECODING_SETTINGS: [
                 ('Literal["fairseq", "huggingface"]', 'Literal["fairseq", "huggingface", "first"]')
             ],
-            "pipeline/decoding/stopping.py": [
+            "pipeline/decoding/hypotheses.py": [
                 (
                     '        case "fairseq":\n',
                     '        case "first":\n'
@@ -229,15 +231,23 @@ VARIANTS = {
     ),
 }
 TOUCHED = {
-    "front": {"pipeline/model/front/smooth.py", CONFIG, "pipeline/model/front/choice.py"},
+    "front": {"pipeline/model/front/smooth.py", MODEL_SETTINGS, "pipeline/model/front/choice.py"},
     "feed-forward": {
         "pipeline/model/gated_feed_forward.py",
-        CONFIG,
+        MODEL_SETTINGS,
         "pipeline/model/feed_forward.py",
     },
-    "router": {"pipeline/model/moe/language_router.py", CONFIG, "pipeline/model/moe/router.py"},
-    "loss": {"pipeline/training/two_routes.py", CONFIG, "pipeline/training/losses.py"},
-    "stopping rule": {"pipeline/decoding/first_rule.py", CONFIG, "pipeline/decoding/stopping.py"},
+    "router": {
+        "pipeline/model/moe/language_router.py",
+        MODEL_SETTINGS,
+        "pipeline/model/moe/router.py",
+    },
+    "loss": {"pipeline/training/two_routes.py", LOSS_SETTINGS, "pipeline/training/losses.py"},
+    "stopping rule": {
+        "pipeline/decoding/first_rule.py",
+        DECODING_SETTINGS,
+        "pipeline/decoding/hypotheses.py",
+    },
 }
 RECIPE = """
 parent = "moe_lgr.toml"
@@ -283,7 +293,7 @@ def test_a_variant_touches_its_file_the_settings_and_one_choice(slot: str, tmp_p
 def test_all_variants_together_train_over_ranks_translate_and_are_counted(
     house: Path, stored: Path
 ) -> None:
-    mmnmt = ["-m", "pipeline.cli"]
+    mmnmt = ["-m", "pipeline"]
     given = ["--recipe", "all.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
     run_in(house, [*mmnmt, "pretrain", *given, "--processes", "2", "--out", "new"], cwd=stored)
     found = run_in(
@@ -307,14 +317,14 @@ def test_memory_counts_what_a_variant_keeps(house: Path, stored: Path) -> None:
     for recipe in ("moe_lgr.toml", "all.toml"):
         arguments = ["memory", "--recipe", recipe, "--processes", "1", "--json"]
         groups = ["--groups", "2"] if recipe == "moe_lgr.toml" else []
-        done = run_in(house, ["-m", "pipeline.cli", *arguments, *groups], cwd=stored)
+        done = run_in(house, ["-m", "pipeline", *arguments, *groups], cwd=stored)
         bytes_of[recipe] = json.loads(done.stdout)["phases"]["backward"]["activations"]
     assert bytes_of["all.toml"] > bytes_of["moe_lgr.toml"]
 
 
 def test_an_unknown_kind_is_one_sentence(house: Path, stored: Path) -> None:
     (stored / "wrong.toml").write_text('[model.front]\nkind = "smoth"\n', encoding="utf-8")
-    arguments = ["-m", "pipeline.cli", "describe", "--recipe", "wrong.toml"]
+    arguments = ["-m", "pipeline", "describe", "--recipe", "wrong.toml"]
     done = run_in(house, arguments, cwd=stored, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

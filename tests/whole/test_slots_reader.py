@@ -21,7 +21,7 @@ from pathlib import Path
 from data_prep.readers.section import RawLine, RawText, Section
 from data_prep.readers.text_files import iterate_raw_lines, source_of
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config import CorpusConfig
+from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def _lines(path: Path, *, max_line_bytes: int) -> Iterator[RawLine]:
 VARIANT = Variant(
     {"data_prep/readers/bars.py": BARS},
     {
-        "pipeline/config.py": [
+        "pipeline/artifacts/settings.py": [
             (
                 'source: Literal["tree", "cldr",',
                 'source: Literal["bars", "tree", "cldr",',
@@ -85,7 +85,7 @@ def house(tmp_path: Path) -> Path:
 def test_a_reader_is_one_file_one_setting_and_one_case(house: Path, tmp_path: Path) -> None:
     assert touched_files(house) == {
         "data_prep/readers/bars.py",
-        "pipeline/config.py",
+        "pipeline/artifacts/settings.py",
         "data_prep/import_corpus.py",
     }
     raw = write(
@@ -97,7 +97,7 @@ def test_a_reader_is_one_file_one_setting_and_one_case(house: Path, tmp_path: Pa
     )
     recipe, out = tmp_path / "recipe.toml", tmp_path / "corpus"
     recipe.write_text('[corpus]\nsource = "bars"\nmax_train_lines = 2\n', encoding="utf-8")
-    command = ["-m", "pipeline.cli", "import_corpus", "--recipe", str(recipe)]
+    command = ["-m", "pipeline", "import_corpus", "--recipe", str(recipe)]
     run_in(house, [*command, "--raw", str(raw), "--out", str(out)], cwd=tmp_path)
     corpus = open_artifact(out, kind="corpus")
     assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 0, "test": 1}}

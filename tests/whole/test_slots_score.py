@@ -46,7 +46,7 @@ class SourceRatio(Score):
 VARIANT = Variant(
     {"pipeline/evaluation/source_ratio.py": SOURCE_RATIO},
     {
-        "pipeline/config.py": [
+        "pipeline/evaluation/settings.py": [
             (
                 'ScoreName = Literal[\n    "bleu",',
                 'ScoreName = Literal[\n    "source_ratio",\n    "bleu",',
@@ -121,7 +121,7 @@ def evaluate(house: Path, folder: Path) -> Path:
         *("--recipe", "recipe.toml", "--corpus", str(write_corpus(folder / "corpus"))),
         *("--systems", f"short={short}", f"perfect={perfect}", "--out", str(folder / "out")),
     ]
-    run_in(house, ["-m", "pipeline.cli", "evaluate", *arguments], cwd=folder)
+    run_in(house, ["-m", "pipeline", "evaluate", *arguments], cwd=folder)
     return folder / "out"
 
 
@@ -133,7 +133,7 @@ def expected_ratio(source: str, target: str) -> float:
 def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_path: Path) -> None:
     assert touched_files(house) == {
         "pipeline/evaluation/source_ratio.py",
-        "pipeline/config.py",
+        "pipeline/evaluation/settings.py",
         "pipeline/evaluation/chosen_scores.py",
     }
     out = evaluate(house, tmp_path)

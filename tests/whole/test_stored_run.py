@@ -14,7 +14,7 @@ import pytest
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
-from pipeline.config import DecodingConfig
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.decoding.translator import Job, Translator
 
 ARCHIVE = Path(__file__).with_name("stored_run.tar.gz")

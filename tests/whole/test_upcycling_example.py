@@ -64,7 +64,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
             command, _, output = line.replace("demo_moe", "few.toml").partition(" > ")
             words = shlex.split(command)[1:]
             if words[0] == "finetune":  # DeepSpeed keeps a process's first process group
-                training = [sys.executable, "-m", "pipeline.cli", *words]
+                training = [sys.executable, "-m", "pipeline", *words]
                 assert subprocess.run(training, timeout=300, check=False).returncode == 0, line
             elif output:
                 with Path(output).open("w", encoding="utf-8") as stream, redirect_stdout(stream):

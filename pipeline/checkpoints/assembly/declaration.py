@@ -25,11 +25,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from pipeline.config import MAX_GROUPS, MAX_VOCABULARY, MoEConfig, UpcyclingConfig
-from pipeline.documents import read_toml
-from pipeline.errors import ConfigError
-from pipeline.hints import hint
-from pipeline.settings import Settings, describe_validation, whole
+from pipeline.artifacts.settings import MAX_VOCABULARY
+from pipeline.checkpoints.settings import UpcyclingConfig
+from pipeline.config.documents import read_toml
+from pipeline.config.settings import MAX_GROUPS, Settings, describe_validation, whole
+from pipeline.errors import ConfigError, hint
+from pipeline.model.settings import MoEConfig
 
 FRESH = "fresh"
 """What a part is said to come from that starts anew."""

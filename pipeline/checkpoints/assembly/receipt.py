@@ -1,16 +1,40 @@
-"""What an assembly did: one entry per tensor, and a table that a person reads."""
+"""What an assembly did: one entry per tensor, and a table that a person reads.
+
+What an assembled model computes, beside what its sources computed: logits of a fixed batch.
+
+The reference runs each part as its source has it, the embeddings' source for both ends. Where all
+experts are plain copies the logits are equal; otherwise the divergence is what the masks did.
+Neither model is ever whole in memory: a layer is filled before it runs and emptied after it.
+
+Legend: L predicted tokens, V vocabulary.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.checkpoints.assembly.diversity import expert_parts, is_diverse
-from pipeline.checkpoints.assembly.plan import PARTS, Assignment, Part, part_of
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifacts.tokenizer import Tokenizer, tags
+from pipeline.batching.batch import Batch, Example, collate
+from pipeline.checkpoints.assembly.rules import (
+    PARTS,
+    Assignment,
+    Part,
+    expert_parts,
+    is_diverse,
+    part_of,
+)
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.names import dense_name, is_router
-from pipeline.summary import counted
-from pipeline.terminal import text_table
+from pipeline.checkpoints.assembly.vocabulary import meanings
+from pipeline.checkpoints.names import dense_name, is_router, named_slices
+from pipeline.checkpoints.sources import ModelSource, Tensors
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.seeds import named_generator
+from pipeline.terminal import counted, text_table
 
 RECEIPT_FILE = "receipt.json"
 RANDOM_RULES = ("expert of dense", "expert of expert", "rows by piece", "fresh")
@@ -145,3 +169,206 @@ def _worded(entry: Assignment, blueprint: Blueprint) -> str:
 def _any_expert(name: str) -> str:
     layer, _, tensor = expert_parts(name)
     return f"{layer}.experts.*.{tensor}"
+
+
+SENTENCES = 8
+LENGTH = 12
+"""Pieces of a sentence, on either side."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far the logits of two models are from each other.
+
+    Attributes:
+        tokens: predicted tokens that were compared.
+        largest: largest absolute difference of two logits, over the largest absolute logit.
+        mean_kl: mean over tokens of the Kullback–Leibler divergence of the reference's
+            distribution from the model's, in nats.
+        same_choice: share of tokens whose most probable id is the same.
+    """
+
+    tokens: int
+    largest: float
+    mean_kl: float
+    same_choice: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"logits of a fixed batch ({self.tokens} tokens) beside the sources': largest "
+            f"difference {self.largest:.1e} of the largest logit, mean divergence "
+            f"{self.mean_kl:.1e} nats, the same choice at {self.same_choice:.1%}"
+        )
+
+
+def divergence(
+    spec: ModelSpec,
+    tensors: Tensors,
+    tokenizer: Tokenizer,
+    sources: Mapping[Part, ModelSource | None],
+) -> Divergence | None:
+    """Of a finished model from its sources.
+
+    None where a part of it started fresh, or where the vocabularies have no text in common.
+    """
+    embeddings, encoder, decoder = (sources[p] for p in ("embeddings", "encoder", "decoder"))
+    if embeddings is None or encoder is None or decoder is None:
+        return None
+    old = embeddings.tokenizer.build()
+    pairs = shared_ids(old, tokenizer)
+    if not _have_common_text(old, tokenizer, pairs):
+        return None
+    outputs = [ids for ids in pairs if _are_outputs(ids, old, tokenizer)]
+    into = common_targets(old, tokenizer)
+    batch = fixed_batch(old, [one for one, _ in pairs], decoder.spec, into=into)
+    before_LV = Streamed.of_parts(embeddings, encoder, decoder).logits(batch)
+    batch = fixed_batch(tokenizer, [other for _, other in pairs], spec, into=into)
+    after_LV = Streamed(spec, dict.fromkeys(PARTS, tensors)).logits(batch)
+    old_ids, new_ids = (torch.tensor(ids) for ids in zip(*outputs, strict=True))
+    return compare(before_LV[:, old_ids], after_LV[:, new_ids])
+
+
+def _have_common_text(old: Tokenizer, new: Tokenizer, pairs: list[tuple[int, int]]) -> bool:
+    """Whether there are a piece to write and a language to write it in that both know."""
+    return bool(common_targets(old, new)) and any(
+        old.piece(ids[0]) and _are_outputs(ids, old, new) for ids in pairs
+    )
+
+
+def common_targets(old: Tokenizer, new: Tokenizer) -> set[str]:
+    """Languages that both can translate into."""
+    both = set(old.languages) & set(new.languages)
+    return {code for code in both if old.writes(code) and new.writes(code)}
+
+
+def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
+    """The divergence of logits over the same ids."""
+    before_LV, after_LV = before_LV.double(), after_LV.double()
+    log_p, log_q = before_LV.log_softmax(-1), after_LV.log_softmax(-1)
+    return Divergence(
+        tokens=len(before_LV),
+        largest=float((before_LV - after_LV).abs().max() / before_LV.abs().max()),
+        mean_kl=max(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()), 0.0),
+        same_choice=float((before_LV.argmax(-1) == after_LV.argmax(-1)).double().mean()),
+    )
+
+
+def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
+    """(old, new) ids that mean the same: pieces, languages and the end of a sentence."""
+    known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
+    return [
+        (known[meaning], index)
+        for index, meaning in enumerate(meanings(new))
+        if meaning in known and meaning.name not in ("pad", "bos", "unk")
+    ]
+
+
+def _is_output(index: int, tokenizer: Tokenizer) -> bool:
+    """Whether an id can be one of a translation's."""
+    return tokenizer.output_size is None or index < tokenizer.output_size
+
+
+def _are_outputs(ids: tuple[int, int], old: Tokenizer, new: Tokenizer) -> bool:
+    return _is_output(ids[0], old) and _is_output(ids[1], new)
+
+
+def fixed_batch(
+    tokenizer: Tokenizer, ids: list[int], spec: ModelSpec, *, into: Collection[str]
+) -> Batch:
+    """Sentences of pieces drawn from a fixed seed, into and out of languages in turn.
+
+    Args:
+        ids: what may be drawn, in an order that both vocabularies share.
+        into: languages that may be targets.
+    """
+    pieces = [index for index in ids if tokenizer.piece(index) is not None]
+    outputs = [index for index in pieces if _is_output(index, tokenizer)]
+    generator = named_generator("function check")
+    drawn = torch.randint(len(pieces), (SENTENCES, 2, LENGTH), generator=generator)
+    codes = [code for code in tokenizer.languages if tokenizer.language_token_id(code) in ids]
+    targets = [code for code in codes if code in into]
+    examples = []
+    for number, (source, target) in enumerate(drawn.tolist()):
+        one, other = codes[number % len(codes)], targets[(number + 1) % len(targets)]
+        found = tags(tokenizer, spec.tag_scheme, source=one, target=other)
+        examples.append(
+            Example(
+                source=[pieces[index] for index in source[: LENGTH - number]],
+                target=[outputs[index % len(outputs)] for index in target[: 1 + number]],
+                source_prefix=found.source_prefix,
+                decoder_prompt=found.decoder_prompt,
+                source_language=tokenizer.languages.index(one),
+                target_language=tokenizer.languages.index(other),
+            )
+        )
+    return collate(examples, eos_id=tokenizer.eos_id)
+
+
+class Streamed:
+    """A model of which one layer at a time is in memory."""
+
+    def __init__(
+        self, spec: ModelSpec, tensors: Mapping[Part, Tensors], model: Transformer | None = None
+    ) -> None:
+        self.spec = spec
+        self.tensors = tensors
+        self.model = (model or shape_of_model(spec)).eval()
+        self._spare: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+
+    @classmethod
+    def of_parts(
+        cls, embeddings: ModelSource, encoder: ModelSource, decoder: ModelSource
+    ) -> "Streamed":
+        """The parts of three models, each as its own model has it."""
+        model = shape_of_model(decoder.spec)
+        of_encoder = shape_of_model(encoder.spec)
+        model.encoder, model.front = of_encoder.encoder, of_encoder.front
+        model.embedding = shape_of_model(embeddings.spec).embedding
+        tensors: dict[Part, Tensors] = {
+            "embeddings": embeddings.tensors,
+            "encoder": encoder.tensors,
+            "decoder": decoder.tensors,
+        }
+        return cls(decoder.spec, tensors, model)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> Tensor:
+        """(L, V), in float32."""
+        layers = [*self.model.encoder.layers, *self.model.decoder.layers]
+        inner = {module for layer in layers for module in layer.modules()}
+        for name, module in self.model.named_modules():
+            if module not in inner and any(True for _ in module.parameters(recurse=False)):
+                self._fill(name, module, recurse=False)
+        for stack in ("encoder", "decoder"):
+            for number, layer in enumerate(getattr(self.model, stack).layers):
+                name = f"{stack}.layers.{number}"
+                layer.register_forward_pre_hook(lambda m, _, n=name: self._fill(n, m))
+                layer.register_forward_hook(lambda m, _i, _o: self._empty(m))
+        self.model.reset_buffers(torch.device("cpu"))
+        found: Tensor = self.model(batch).logits_LV
+        self._empty(self.model)
+        self._spare.clear()
+        return found
+
+    def _fill(self, prefix: str, module: nn.Module, *, recurse: bool = True) -> None:
+        for owner in module.modules() if recurse else [module]:
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                spare = self._spare[parameter.shape]
+                values = spare.pop() if spare else torch.empty(parameter.shape)
+                setattr(owner, name, nn.Parameter(values, requires_grad=False))
+        for entry in named_slices(module):
+            if not recurse and entry.owner is not module:
+                continue
+            name = f"{prefix}.{entry.name}"
+            entry.value.copy_(self.tensors[part_of(name)].read(name))
+
+    def _empty(self, module: nn.Module) -> None:
+        """The memory of its parameters is the next layer's."""
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                self._spare[parameter.shape].append(parameter.data)
+                nothing = torch.empty(parameter.shape, device="meta")
+                setattr(owner, name, nn.Parameter(nothing, requires_grad=False))

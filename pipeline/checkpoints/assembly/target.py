@@ -1,24 +1,38 @@
-"""The shape of an assembled model: what its sources have, and what the declaration changes."""
+"""The shape of an assembled model: what its sources have, and what the declaration changes.
+
+Embeddings of one vocabulary from those of another: rows by what their ids mean.
+
+A piece, special or language that both have keeps its row; where source and target have pieces of
+their own, a piece is looked for on its own side first, and for one of both among the target's. A
+new piece starts from the mean of the
+rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
+resemble; what is left starts fresh.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from pipeline.artifacts.settings_diff import describe_change
-from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.checkpoints.assembly.declaration import FRESH, Assembly
-from pipeline.checkpoints.assembly.plan import PARTS, Part
-from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import ModelConfig, MoEConfig
-from pipeline.errors import ConfigError
-from pipeline.model.spec import (
-    ModelSpec,
-    groups_of_languages,
-    make_spec,
-    marks_of_vocabulary,
+from pipeline.artifacts.manifest import InputRecord, describe_change, json_digest
+from pipeline.artifacts.tokenizer import (
+    SPECIALS,
+    ByteVocabulary,
+    Numbering,
+    Tokenizer,
+    TokenizerDescription,
+    TokenizerFiles,
 )
-from pipeline.settings import describe_validation
+from pipeline.checkpoints.assembly.declaration import FRESH, Assembly, SourceDeclaration
+from pipeline.checkpoints.assembly.rules import PARTS, Part
+from pipeline.checkpoints.names import tensor_shapes
+from pipeline.checkpoints.sources import ModelSource
+from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import describe_validation
+from pipeline.errors import ConfigError
+from pipeline.model.settings import ModelConfig, MoEConfig
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
 
 FREE = {"moe", "encoder_layers", "decoder_layers", "initialization", "language_modules"}
 """Settings of a model in which parts of one model may differ."""
@@ -149,3 +163,83 @@ def known_groups(
         if like in found:
             found.setdefault(code, found[like])
     return found or None
+
+
+_LANGUAGES = tuple(f"l{index:02d}" for index in range(32))
+"""Without names; a group has at least one of them."""
+
+
+class ShapesAlone:
+    """The tensors of a model that does not exist."""
+
+    def __init__(self, spec: ModelSpec, *, recipe: str) -> None:
+        self.origin = Path(recipe)
+        self._shapes = {name: tuple(shape) for name, shape in tensor_shapes(spec).items()}
+
+    def names(self) -> list[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> NoReturn:
+        """Raises ConfigError: there are no values."""
+        raise ConfigError(
+            f"{self.origin} is the shape of a recipe's model and has no {name}: name a checkpoint."
+        )
+
+
+def recipe_source(source: SourceDeclaration) -> ModelSource:
+    """A source that has nothing but its shape.
+
+    Raises:
+        ConfigError: no such recipe, or its number of language groups is not known.
+    """
+    recipe = load_recipe(source.recipe)
+    moe = recipe.model.moe
+    num_groups = 0
+    if moe is not None and moe.decoder_router == "language_group":
+        num_groups = source.groups or moe.num_groups or 0
+        if not 0 < num_groups <= len(_LANGUAGES):
+            raise ConfigError(
+                f"Recipe {recipe.name!r} does not say how many language groups it has: say "
+                f"`groups`, from 2 to {len(_LANGUAGES)}, of the source that names it."
+            )
+    spec = make_spec(
+        model=recipe.model,
+        vocabulary_size=source.vocabulary_size or recipe.tokenizer.ids,
+        output_size=recipe.tokenizer.output_ids,
+        pad_id=SPECIALS["pad"],
+        languages=_LANGUAGES,
+        language_groups=tuple(index % num_groups for index in range(len(_LANGUAGES)))
+        if num_groups
+        else None,
+    )
+    return ModelSource(
+        spec=spec,
+        tokenizer=_placeholder_tokenizer(spec),
+        tensors=ShapesAlone(spec, recipe=recipe.name),
+        record=InputRecord(
+            kind="recipe", path=recipe.name, digest=json_digest(spec.model_dump(mode="json"))
+        ),
+    )
+
+
+def _placeholder_tokenizer(spec: ModelSpec) -> TokenizerFiles:
+    """A vocabulary of that size of which nothing but the size is known; two of a size are equal."""
+    pieces = (*SPECIALS.values(), *[None] * (ByteVocabulary.size - len(SPECIALS)))
+    numbering = Numbering(
+        size=spec.vocabulary_size,
+        **SPECIALS,
+        pieces=pieces,
+        language_tokens={
+            code: spec.vocabulary_size - 1 - index for index, code in enumerate(spec.languages)
+        },
+    )
+    description = TokenizerDescription(
+        kind="bytes",
+        languages=spec.languages,
+        language_token_scheme="underscores",
+        numbering=numbering,
+    )
+    return TokenizerFiles(description, None)

@@ -1,4 +1,11 @@
-"""The values of an assembly's tensors, each from its source by its rule."""
+"""The values of an assembly's tensors, each from its source by its rule.
+
+Experts that differ from the dense feed-forward they come from, and from each other (paper §4.2).
+
+What is random comes from a counter-based generator (Philox; Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3") keyed by the seed, the name of the dense tensor and the GLOBAL expert
+id: it depends neither on topology, nor on order, nor on how many processes draw.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,18 +14,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.assembly.diversity import diversified
-from pipeline.checkpoints.assembly.plan import (
+from pipeline.checkpoints.assembly.rules import (
     Assignment,
     Experts,
     Part,
+    diversified,
     experts_of,
     plan_assembly,
 )
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.names import NamedSlice, initial_value, named_slices
+from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.sources import Tensors
-from pipeline.config import UpcyclingConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import shape_of_model
 

@@ -1,11 +1,4 @@
-"""Embeddings of one vocabulary from those of another: rows by what their ids mean.
-
-A piece, special or language that both have keeps its row; where source and target have pieces of
-their own, a piece is looked for on its own side first, and for one of both among the target's. A
-new piece starts from the mean of the
-rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
-resemble; what is left starts fresh.
-"""
+"""TODO: docstring."""
 
 import re
 from collections.abc import Mapping, Sequence

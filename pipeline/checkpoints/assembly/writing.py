@@ -18,16 +18,15 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from pipeline.artifacts.artifact import to_json
-from pipeline.artifacts.hashed_files import HashedFiles
+from pipeline.artifacts.digests import HashedFiles
 from pipeline.artifacts.manifest import FileRecord, json_digest
 from pipeline.artifacts.places import claim_run_folder, link_or_copy, remove_files
-from pipeline.checkpoints.assembly.plan import Assignment
 from pipeline.checkpoints.assembly.receipt import ReceiptEntry, seed_of
+from pipeline.checkpoints.assembly.rules import Assignment
 from pipeline.checkpoints.assembly.values import Blueprint
-from pipeline.checkpoints.tensor_file import TensorPlace, file_header, tensor_bytes
-from pipeline.checkpoints.weights import part_prefix
+from pipeline.checkpoints.weights import TensorPlace, file_header, part_prefix, tensor_bytes
+from pipeline.config.documents import unfinished_path
 from pipeline.distributed.workers import WorkerPool
-from pipeline.documents import unfinished_path
 from pipeline.terminal import track
 
 FILE_BYTES = 256 * 1024 * 1024

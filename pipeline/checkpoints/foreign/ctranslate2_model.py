@@ -13,12 +13,12 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.foreign.layouts import Entries
-from pipeline.checkpoints.foreign.limits import Limit, refuse_beyond
+from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
 from pipeline.checkpoints.foreign.vocabularies import M2M100_SPECIALS
-from pipeline.checkpoints.foreign.written_configs import experts_of
+from pipeline.checkpoints.foreign.written_folder import experts_of
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import DenseConfig, ModelConfig
 from pipeline.errors import ConfigError
+from pipeline.model.settings import DenseConfig, ModelConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 

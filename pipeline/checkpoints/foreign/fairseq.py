@@ -8,6 +8,8 @@ upgrades of older files that ``upgrade_state_dict_named`` has there; mRASP2's sh
 learned positions, unscaled embeddings with a norm.
 
 Positions count from the padding's id + 1 and sinusoids are sines, then cosines, as here.
+
+A checkpoint of fairseq, in one file or in those of many ranks, as a model of ours.
 """
 
 from argparse import Namespace
@@ -21,14 +23,15 @@ from pydantic import Field, ValidationError, field_validator
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
+from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.foreign.model_folder import Described
-from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.torch_file import RESTORE, StateDict
-from pipeline.config import DropRate, EmbeddingConfig, ModelConfig, MoEConfig, TagScheme
+from pipeline.config.settings import DropRate, shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
-from pipeline.settings import shown
+from pipeline.model.settings import EmbeddingConfig, ModelConfig, MoEConfig
 
 TABLE = NameTable.parse("""
 encoder.embed_tokens.weight                            embedding.weight

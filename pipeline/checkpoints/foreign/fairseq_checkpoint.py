@@ -1,4 +1,4 @@
-"""A checkpoint of fairseq, in one file or in those of many ranks, as a model of ours."""
+"""TODO: docstring."""
 
 from pathlib import Path
 
@@ -24,15 +24,14 @@ from pipeline.checkpoints.foreign.fairseq_moe import (
     refuse_rank_file,
     with_experts,
 )
-from pipeline.checkpoints.foreign.name_table import NameTable
-from pipeline.checkpoints.foreign.scaled_experts import ScaledExperts
-from pipeline.checkpoints.foreign.tensors import ForeignTensors
+from pipeline.checkpoints.foreign.nllb_moe import ScaledExperts
+from pipeline.checkpoints.foreign.tensors import ForeignTensors, NameTable
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import ModelConfig
+from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec
-from pipeline.settings import describe_validation
 
 PAD_ID = 1
 """In every dictionary of fairseq."""

@@ -20,10 +20,10 @@ from pipeline.artifacts.digests import raw_digest
 from pipeline.artifacts.manifest import InputRecord
 from pipeline.artifacts.tokenizer import LanguageTokenScheme, TokenizerFiles
 from pipeline.checkpoints.foreign.vocabularies import numbered, pieces_of
-from pipeline.documents import read_bytes
+from pipeline.config.documents import read_bytes
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.languages import canonical
-from pipeline.settings import shown
 
 SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 """In every dictionary, before its lines."""

@@ -19,11 +19,11 @@ from pathlib import Path
 from torch import Tensor
 
 from pipeline.checkpoints.foreign.fairseq import FairseqSettings
-from pipeline.checkpoints.foreign.name_table import NameTable
 from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
-from pipeline.config import MoEConfig
 from pipeline.errors import CheckpointError
+from pipeline.model.settings import MoEConfig
 
 EXPERTS = NameTable.parse("""
 {stack}.layers.{layer}.moe_layer.gate.wg.weight                {stack}.layers.{layer}.feed_forward.router.weight

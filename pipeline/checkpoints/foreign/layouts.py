@@ -23,10 +23,10 @@ from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import TokenizerFiles
-from pipeline.checkpoints.foreign.aligned_vocabularies import NLLB_LANGUAGES
 from pipeline.checkpoints.foreign.vocabularies import (
     M2M100_LANGUAGES,
     M2M100_SPECIALS,
+    NLLB_LANGUAGES,
     model_codes,
 )
 from pipeline.errors import CheckpointError

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, Described
-from pipeline.checkpoints.foreign.name_table import NameTable, Row
 from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
-from pipeline.config import ModelConfig
+from pipeline.checkpoints.foreign.tensors import NameTable, Row
+from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
+from pipeline.model.settings import ModelConfig
 from pipeline.model.transformer import POSITION_OFFSET
-from pipeline.settings import describe_validation
 
 TABLE = NameTable.parse("""
 model.shared.weight                                          embedding.weight

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
-from pipeline.checkpoints.foreign.name_table import NameTable
-from pipeline.config import ModelConfig
+from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
+from pipeline.model.settings import ModelConfig
 
 FINAL_BIAS = "final_logits_bias"
 TABLE = NameTable.parse("""

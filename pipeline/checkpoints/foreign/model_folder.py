@@ -1,6 +1,12 @@
 """Folders as Hugging Face's ``save_pretrained`` writes them: JSON files beside safetensors.
 
 Nothing is executed or unpickled: a folder whose weights are pickled alone is refused.
+
+Folders as Hugging Face's ``from_pretrained`` reads them: configuration and safetensors.
+
+Weights are written in files of bounded size, at most one of which is in memory.
+
+``config.json`` of M2M-100 and NLLB-MoE for models of ours, and which of those it cannot be.
 """
 
 from pathlib import Path
@@ -11,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.checkpoints.weights import UNREADABLE
-from pipeline.documents import parse_json, read_bytes
+from pipeline.config.documents import parse_json, read_bytes
+from pipeline.config.settings import one_line, shown
 from pipeline.errors import CheckpointError
-from pipeline.settings import one_line, shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"

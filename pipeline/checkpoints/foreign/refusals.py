@@ -1,6 +1,10 @@
-"""What a model of other software has and ours lacks is refused by its name."""
+"""What a model of other software has and ours lacks is refused by its name.
 
-from collections.abc import Mapping
+What a model of ours has and a format lacks is refused by its name.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
@@ -33,4 +37,27 @@ def refuse_disagreement(origin: Path, **ids: tuple[int, int]) -> None:
             raise CheckpointError(
                 f"{origin} has {name} = {of_model} in its model's configuration, and its "
                 f"tokenizer has {of_tokenizer}: name a folder whose files belong together."
+            )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A setting of ours of which a format has some values alone."""
+
+    setting: str
+    found: object
+    possible: tuple[object, ...]
+    instead: str = ""
+    """The format that has it, if there is one."""
+
+
+def refuse_beyond(origin: Path, limits: Iterable[Limit], *, to: str) -> None:
+    """Raises CheckpointError where a format cannot express what a model of ours has."""
+    for limit in limits:
+        if limit.found not in limit.possible:
+            possible = " or ".join(repr(value) for value in limit.possible)
+            remedy = f"export it --to {limit.instead}" if limit.instead else "no format has it"
+            raise CheckpointError(
+                f"{origin} has {limit.setting} = {limit.found!r}, and {to} can have {possible} "
+                f"alone: {remedy}."
             )

@@ -1,13 +1,16 @@
-"""Which of transformers' tokenizers a folder has, and how its language tokens are placed."""
+"""TODO: docstring."""
 
 from dataclasses import dataclass
 
 from pipeline.artifacts.tokenizer import TokenizerFiles
-from pipeline.checkpoints.foreign.aligned_vocabularies import mbart50_tokenizer, nllb_tokenizer
+from pipeline.batching.settings import TagScheme
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.checkpoints.foreign.tokenizer_config import tokenizer_config
-from pipeline.checkpoints.foreign.vocabularies import m2m100_tokenizer
-from pipeline.config import TagScheme
+from pipeline.checkpoints.foreign.vocabularies import (
+    m2m100_tokenizer,
+    mbart50_tokenizer,
+    nllb_tokenizer,
+)
 from pipeline.errors import CheckpointError
 
 CLASSES = "M2M100Tokenizer, NllbTokenizer, MBart50Tokenizer"

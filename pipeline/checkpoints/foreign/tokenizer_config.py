@@ -1,4 +1,7 @@
-"""What a folder says of its tokenizer: ``tokenizer_config.json`` and the files that go with it."""
+"""What a folder says of its tokenizer: ``tokenizer_config.json`` and the files that go with it.
+
+Which of transformers' tokenizers a folder has, and how its language tokens are placed.
+"""
 
 import re
 from collections.abc import Sequence

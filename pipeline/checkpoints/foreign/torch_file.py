@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.config.settings import one_line, shown
 from pipeline.errors import CheckpointError
-from pipeline.settings import one_line, shown
 
 RESTORE = "restore it from where it was published"
 _SAVE_ANEW = (

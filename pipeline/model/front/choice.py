@@ -2,7 +2,13 @@
 
 from torch import nn
 
-from pipeline.config import (
+from pipeline.model.front.ada_msha import AdaMsha
+from pipeline.model.front.msc import Msc
+from pipeline.model.front.msha import Msha
+from pipeline.model.front.ncf import Ncf
+from pipeline.model.front.subwords import SubwordFront
+from pipeline.model.front.wsf import Wsf
+from pipeline.model.settings import (
     AdaMshaConfig,
     MscConfig,
     MshaConfig,
@@ -10,12 +16,6 @@ from pipeline.config import (
     SubwordsConfig,
     WsfConfig,
 )
-from pipeline.model.front.ada_msha import AdaMsha
-from pipeline.model.front.msc import Msc
-from pipeline.model.front.msha import Msha
-from pipeline.model.front.ncf import Ncf
-from pipeline.model.front.subwords import SubwordFront
-from pipeline.model.front.wsf import Wsf
 from pipeline.model.spec import ModelSpec
 
 

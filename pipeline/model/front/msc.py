@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import MscConfig
 from pipeline.model.attention import Attention, Projected
 from pipeline.model.front.local import LocalConvolution
 from pipeline.model.front.passage import Passage, Source
+from pipeline.model.settings import MscConfig
 
 
 class Msc(nn.Module):

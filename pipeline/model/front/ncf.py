@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config import NcfConfig
 from pipeline.kernels.products import linear
 from pipeline.model.front.passage import Passage, Source
+from pipeline.model.settings import NcfConfig
 
 
 class NgramConvolution(nn.Module):

@@ -7,12 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from pipeline.config import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LowRankConfig,
-    ModelConfig,
-)
 from pipeline.errors import ConfigError
 from pipeline.kernels.products import Linear
 from pipeline.model.attention import Attention
@@ -25,6 +19,7 @@ from pipeline.model.language_modules.low_rank import (
 )
 from pipeline.model.layers import DecoderLayer, EncoderLayer
 from pipeline.model.moe.router import Side
+from pipeline.model.settings import ClsrConfig, LanguageExpertsConfig, LowRankConfig, ModelConfig
 from pipeline.model.spec import ModelSpec
 
 ATTENTION_PROJECTIONS = ("query", "key", "value", "output")

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import LanguageExpertsConfig
 from pipeline.kernels.activations import Activation, activate
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.low_rank_products import SentenceSlots
@@ -25,6 +24,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import StackedLinear
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import Side
+from pipeline.model.settings import LanguageExpertsConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.config import MoEConfig
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_rows import beside_float32, combine, gather
 from pipeline.kernels.placement import Placement
@@ -25,6 +24,7 @@ from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.router import Router, Routing, Side, build_router
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 

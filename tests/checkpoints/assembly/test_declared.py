@@ -21,7 +21,7 @@ from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.weights import TensorFiles
 from pipeline.cli import main
-from pipeline.config import MoEConfig
+from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 
 MOE = MoEConfig(num_experts=4, every=2)

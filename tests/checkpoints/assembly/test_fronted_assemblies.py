@@ -14,7 +14,7 @@ from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.checkpoint import load_model, read_spec, read_tokenizer
 from pipeline.cli import main
-from pipeline.config import MoEConfig
+from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import marks_of_vocabulary
 
 pytestmark = pytest.mark.slow

@@ -12,21 +12,23 @@ from support.stored_checkpoints import byte_spec
 from support.tiny_models import random_batch, tiny_model
 from torch import Tensor
 
-from pipeline import upcycle
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
-from pipeline.checkpoints.assembly.plan import Assignment, Part, part_of, plan_assembly
 from pipeline.checkpoints.assembly.receipt import receipt_lines
+from pipeline.checkpoints.assembly.rules import Assignment, Part, part_of, plan_assembly
 from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.checkpoint import load_model, read_spec, write_model_files
 from pipeline.checkpoints.names import named_slices
+from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.weights import TensorFiles, write_weights
-from pipeline.config import ModelConfig, MoEConfig, Recipe, UpcyclingConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.model.initial_values import initialize
+from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
-from pipeline.stages import STAGES, StageCall
+from pipeline.stages import upcycle
+from pipeline.stages.registry import STAGES, StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)
 DENSE = byte_spec()

@@ -17,9 +17,9 @@ from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.foreign import ctranslate2_model
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import DecodingConfig
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
+from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
 ARCHIVE = Path(__file__).parents[2] / "whole" / "stored_run.tar.gz"

@@ -26,7 +26,7 @@ from transformers import (
 from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import MoEConfig
+from pipeline.model.settings import MoEConfig
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 MOE = MoEConfig(num_experts=4, every=2)

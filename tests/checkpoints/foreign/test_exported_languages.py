@@ -34,16 +34,19 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, TokenizerFiles, read_tokenizer_files
 from pipeline.checkpoints.assembly.vocabulary import with_languages
 from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
-from pipeline.checkpoints.foreign.aligned_vocabularies import NLLB_LANGUAGES
-from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
-from pipeline.checkpoints.foreign.vocabularies import model_codes, numbered, pieces_of
-from pipeline.checkpoints.importing import import_checkpoint
-from pipeline.checkpoints.opening import own_source
+from pipeline.checkpoints.foreign.vocabularies import (
+    NLLB_LANGUAGES,
+    model_codes,
+    numbered,
+    pieces_of,
+)
+from pipeline.checkpoints.opening import import_checkpoint, own_source
 from pipeline.checkpoints.sources import ModelSource
-from pipeline.config import MoEConfig
 from pipeline.errors import CheckpointError
 from pipeline.languages import ALIASES, FAMILIES, canonical, iso_639_3
+from pipeline.model.settings import MoEConfig
 
 MOE = MoEConfig(num_experts=4, every=2)
 HAS_PROTOBUF = is_protobuf_available()

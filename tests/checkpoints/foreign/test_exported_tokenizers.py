@@ -10,7 +10,7 @@ from support.exported_models import own_sentencepiece, own_tokenizer
 from transformers import M2M100Tokenizer, NllbTokenizer
 
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
-from pipeline.checkpoints.foreign.written_vocabularies import write_vocabulary
+from pipeline.checkpoints.foreign.written_folder import write_vocabulary
 
 pytestmark = pytest.mark.slow
 

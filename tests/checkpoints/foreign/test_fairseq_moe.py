@@ -22,7 +22,7 @@ from support.foreign_models import LINES, model_of, our_logits, spread
 from torch import Tensor
 from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 
-from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.errors import CheckpointError
 
 EXPERTS = 4

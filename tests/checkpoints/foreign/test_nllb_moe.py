@@ -8,7 +8,7 @@ import torch
 from support.foreign_families import FAMILIES, forced_logits, nllb_moe_folder
 from support.foreign_models import LINES, model_of, our_logits
 
-from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.errors import CheckpointError
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]

@@ -16,7 +16,7 @@ from support.foreign_models import (
 from torch import Tensor
 
 from pipeline.artifacts.tokenizer import tags
-from pipeline.checkpoints.foreign.choice import open_foreign
+from pipeline.checkpoints.foreign.families import open_foreign
 
 PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 

@@ -12,10 +12,9 @@ from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
 from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer
-from pipeline.checkpoints.foreign.aligned_vocabularies import MBART50_LANGUAGES, NLLB_LANGUAGES
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.checkpoints.foreign.tokenizer_choice import folder_tokenizer
-from pipeline.checkpoints.foreign.vocabularies import model_codes
+from pipeline.checkpoints.foreign.vocabularies import MBART50_LANGUAGES, NLLB_LANGUAGES, model_codes
 
 BIBLE = Path(__file__).parents[4] / "shared" / "data" / "bible"
 needs_bible = pytest.mark.skipif(

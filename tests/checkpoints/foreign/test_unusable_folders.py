@@ -19,8 +19,8 @@ from support.foreign_models import sentencepiece_model
 from torch import Tensor
 from transformers import MBartTokenizer, NllbTokenizer
 
-from pipeline.checkpoints.foreign.choice import open_foreign
-from pipeline.checkpoints.importing import import_checkpoint
+from pipeline.checkpoints.foreign.families import open_foreign
+from pipeline.checkpoints.opening import import_checkpoint
 from pipeline.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"

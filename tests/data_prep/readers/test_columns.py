@@ -16,7 +16,8 @@ from data_prep.readers.columns import open_columns
 from data_prep.readers.raw_files import RawFile
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 SOURCE_TARGET = {"de": "source", "en": "target"}

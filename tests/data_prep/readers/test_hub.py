@@ -15,7 +15,8 @@ from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, read_manifest
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import HubDataset, RawInput
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 
 REVISION = "0123456789abcdef" * 2 + "01234567"

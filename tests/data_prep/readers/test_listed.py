@@ -10,7 +10,8 @@ from support.raw_trees import run_import, write
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 MEMORY = (

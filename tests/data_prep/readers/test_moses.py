@@ -9,7 +9,8 @@ from support.raw_trees import run_import, write
 from data_prep.readers.text_files import iterate_blocks, iterate_raw_lines
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from data_prep.readers import text_files
 from data_prep.readers.text_files import FilesInStep, iterate_raw_lines
 from pipeline.errors import DataError
-from pipeline.summary import counted
+from pipeline.terminal import counted
 
 MEBIBYTE = 2**20
 
@@ -98,8 +98,8 @@ from data_prep import import_corpus
 from data_prep.readers.text_files import iterate_raw_lines
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.config import Recipe
-from pipeline.stages import STAGES, StageCall
+from pipeline.config.recipe import Recipe
+from pipeline.stages.registry import STAGES, StageCall
 
 stage, recipe, root = STAGES["import_corpus"], Recipe(name="test"), Path(sys.argv[1])
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -16,7 +16,8 @@ from data_prep.readers.tmx import CODES, iterate_units
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.raw_input import RawInput, RawPaths
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 HEAD = '<?xml version="1.0" encoding="utf-8"?>\n<tmx version="1.4"><header srclang="en"/><body>\n'

@@ -14,7 +14,8 @@ from data_prep.readers.raw_files import RawFile
 from data_prep.readers.tsv import open_table
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
-from pipeline.config import CorpusConfig, Recipe
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError, DataError
 
 TED = (

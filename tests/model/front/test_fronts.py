@@ -345,8 +345,8 @@ def test_other_fronts_do_not_look_at_given_words(name: str) -> None:
 
 def test_the_straight_through_router_learns_from_the_value_of_its_scale() -> None:
     """d loss / d logit of the chosen scale = ⟨d loss / d y, g(x)⟩, as if its weight were it."""
-    from pipeline.config import AdaMshaConfig
     from pipeline.model.front.ada_msha import choose_scales
+    from pipeline.model.settings import AdaMshaConfig
 
     logits = torch.tensor([[0.1, 0.7, 0.2]], requires_grad=True)
     scale, weight = choose_scales(logits, AdaMshaConfig(top_k=1, max_scale=2))

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import ModelConfig
 from pipeline.model.parameters import count_parameters
+from pipeline.model.settings import ModelConfig
 
 BODY: dict[str, Any] = {
     **{"encoder_layers": 6, "decoder_layers": 6, "width": 512, "feed_forward_width": 2048},

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
-from pipeline.config import ClsrConfig, LossConfig
 from pipeline.model.language_modules.clsr import ConditionalRouting, Gate, Projections
+from pipeline.model.settings import ClsrConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import build_model
 from pipeline.training.losses import training_loss
+from pipeline.training.settings import LossConfig
 
 SUBLAYERS = 2 * 2 + 2 * 3
 """Of two encoder and two decoder layers."""

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Example, Packing, collate
 from pipeline.checkpoints.names import named_slices, tensor_shapes
-from pipeline.config import LowRankConfig, ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.model.language_modules.choice import refuse_languages_without_modules
 from pipeline.model.language_modules.low_rank import LowRankLinear, LowRankShape, Synthesis
 from pipeline.model.parameters import count_parameters
+from pipeline.model.settings import LowRankConfig, ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer

@@ -16,10 +16,10 @@ from support.tiny_models import (
 from torch import Tensor
 
 from pipeline.batching.batch import collate
-from pipeline.config import MoEConfig
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, Routing, choose
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 

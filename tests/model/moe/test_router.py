@@ -8,8 +8,8 @@ import torch
 from support.tiny_models import tokens_in_groups
 from torch import Tensor
 
-from pipeline.config import MoEConfig
 from pipeline.model.moe.router import LanguageGroupRouter, Router, TokenRouter, choose, z_loss
+from pipeline.model.settings import MoEConfig
 
 WIDTH, EXPERTS, GROUPS = 8, 5, 3
 RouterType = TypeVar("RouterType", TokenRouter, LanguageGroupRouter)

@@ -8,9 +8,10 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersSparseMLP,
 )
 
-from pipeline.config import MoEConfig, load_recipe
+from pipeline.config.recipe import load_recipe
 from pipeline.model.moe.layer import MixtureOfExperts, build_mixture_of_experts
 from pipeline.model.regularization import Regularization
+from pipeline.model.settings import MoEConfig
 
 EXPERTS = 16
 

@@ -1,0 +1,58 @@
+"""Settings of the global step: the section ``[batches]`` of a recipe."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, model_validator
+
+from pipeline.config.settings import BatchTokens, Settings, whole
+
+TagScheme = Literal["src-tgt", "tgt", "src-suffix-tgt"]
+TAG_PRESETS: dict[str, TagScheme] = {
+    "m2m100": "src-tgt",
+    "mrasp2": "src-tgt",
+    "nllb": "src-tgt",
+    "nllb-legacy": "src-suffix-tgt",
+}
+"""Model family → the scheme its checkpoints were trained with, for ``batches.tag_scheme``. mRASP2's
+text begins with the source's token, and its decoder is forced to begin with the target's; NLLB's
+tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is False."""
+
+
+def _scheme_of_preset(value: object) -> object:
+    return TAG_PRESETS.get(value, value) if isinstance(value, str) else value
+
+
+class BatchesConfig(Settings):
+    """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
+
+    micro_batches: Annotated[int, whole(1, 10**6)] = 32
+    """M: micro-batches per update over all ranks; the number of ranks must divide it."""
+    tokens: BatchTokens = 4096
+    """Per micro-batch: the larger of its padded source and target tokens stays within this."""
+    window_steps: Annotated[int, whole(1, 10**6)] = 32
+    """About this many updates are drawn at once and sorted by length."""
+    one_direction: bool = False
+    """Keep every micro-batch to one translation direction."""
+    tag_scheme: Annotated[TagScheme, BeforeValidator(_scheme_of_preset)] = "src-tgt"
+    """Where the tags of the languages stand (``artifacts/tokenizer.py``); or, as another name of
+    its scheme, a family of models: m2m100, mrasp2, nllb or nllb-legacy."""
+    tag_is_label: bool = False
+    """The target language's tag, which decoding forces, is learnt and counted as the first label of
+    a sentence, as fairseq does: needed where losses and perplexities are compared with those of
+    the paper, which have it (its Figures 1 and 5)."""
+    evaluation_tokens: BatchTokens = 4096
+    """Token budget of a validation micro-batch."""
+
+    @property
+    def extra_labels(self) -> int:
+        """Labels of a sentence besides its tokens: end-of-sentence, and the tag where it is one."""
+        return 1 + self.tag_is_label
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tag_is_label and self.tag_scheme == "tgt":
+            raise ValueError(
+                f"tag_is_label is true with tag_scheme {self.tag_scheme!r}, which forces no tag on "
+                'the decoder: set it to false, or tag_scheme to "src-tgt"'
+            )
+        return self

@@ -1,0 +1,374 @@
+"""Checkpoints from the command line: look into them, and make new ones of them.
+
+Checkpoints for other software, from the command line.
+
+``mmnmt upcycle ASSEMBLY.toml``: a declared assembly, checked whole, then made or only shown.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from pipeline.artifacts.places import refuse_run_folder, run_dir, sole_writer
+from pipeline.cli.ending import say
+from pipeline.cli.parser import Verb, share, whole_number
+from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
+from pipeline.distributed.signals import interruptible
+from pipeline.errors import ConfigError
+from pipeline.terminal import counted
+
+
+def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
+    """Verbs of their own below ``mmnmt checkpoint``."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
+    for verb in _VERBS:
+        name = verb.command.removeprefix("checkpoint ")
+        verb.describe_in(verbs.add_parser(name, help=verb.about, description=verb.about))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import inspect, inspection_text
+
+    found = inspect(options.directory, tensors=options.tensors)
+    as_json = json.dumps(found, indent=1, ensure_ascii=False)
+    print(as_json if options.json else inspection_text(found))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import verify
+
+    print(verify(options.directory))
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.inspection import diff
+
+    print("\n".join(diff(options.first, options.second).lines()))
+    return 0
+
+
+def _average(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints import averaging
+
+    of_run = options.run is not None
+    if of_run == bool(options.checkpoints) or of_run != (options.last is not None):
+        raise ConfigError("Name either the checkpoints to average, or --run OUT.run and --last N.")
+    with interruptible(), sole_writer(options.out):
+        if of_run:
+            averaging.average_states(
+                options.run, last=options.last, out_dir=options.out, overwrite=options.overwrite
+            )
+        else:
+            averaging.average_checkpoints(
+                options.checkpoints, out_dir=options.out, overwrite=options.overwrite
+            )
+    what = "training states" if of_run else "checkpoints"
+    print(f"{options.out}: the mean of {options.last or len(options.checkpoints)} {what}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.foreign.fairseq_dictionary import FairseqVocabulary
+    from pipeline.checkpoints.names import num_parameters
+    from pipeline.checkpoints.opening import import_checkpoint
+
+    vocabulary = FairseqVocabulary.of_options(
+        options.dictionary, options.sentencepiece, options.languages
+    )
+    with interruptible(), sole_writer(options.out):
+        source = import_checkpoint(
+            options.source,
+            out_dir=options.out,
+            vocabulary=vocabulary,
+            overwrite=options.overwrite,
+        )
+    languages = len(source.spec.languages)
+    print(
+        f"{options.out}: {num_parameters(source.spec):,} parameters, "
+        f"{counted(languages, 'language')}, from {source.origin}"
+    )
+    return 0
+
+
+def _unpack_tokenizer(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.checkpoint import unpack_tokenizer
+
+    with interruptible(), sole_writer(options.out):
+        size = unpack_tokenizer(options.directory, out_dir=options.out, overwrite=options.overwrite)
+    print(f"{options.out}: the tokenizer of {options.directory}, {size:,} ids")
+    return 0
+
+
+def _print_recipe(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.checkpoint import recipe_text
+
+    print(recipe_text(options.directory), end="")
+    return 0
+
+
+def _prune_experts(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.pruning import prune_experts
+
+    with interruptible(), sole_writer(options.out):
+        plan = prune_experts(
+            options.directory,
+            languages=options.languages,
+            experts=options.experts,
+            keep_mass=options.keep_mass,
+            out_dir=options.out,
+            overwrite=options.overwrite,
+        )
+    print("\n".join(plan.lines()))
+    return 0
+
+
+def _prune_languages(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.language_pruning import prune_languages
+
+    with interruptible(), sole_writer(options.out):
+        kept = prune_languages(
+            options.directory,
+            languages=options.languages,
+            out_dir=options.out,
+            overwrite=options.overwrite,
+        )
+    print(
+        f"{options.out}: the modules of {' '.join(kept.languages)}, {kept.after:,} of "
+        f"{kept.before:,} parameters"
+    )
+    return 0
+
+
+def _fold(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.folding import fold_checkpoint
+
+    with interruptible(), sole_writer(options.out):
+        folded = fold_checkpoint(
+            options.directory, out_dir=options.out, overwrite=options.overwrite
+        )
+    print(
+        f"{options.out}: the shared route, {folded.after:,} of {folded.before:,} parameters"
+        + (f", {counted(folded.matrices, 'matrix', 'matrices')} folded" if folded.matrices else "")
+    )
+    return 0
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR")
+
+
+def _add_inspection_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_two_directories(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path, metavar="A")
+    parser.add_argument("second", type=Path, metavar="B")
+
+
+def _add_average_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
+    parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
+    parser.add_argument(
+        "--last", type=whole_number(MAX_STATES), metavar="N", help="how many of its states"
+    )
+    _add_output_options(parser)
+
+
+def _add_import_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="folder of Hugging Face, or .pt of fairseq"
+    )
+    fairseq = parser.add_argument_group("beside a .pt of fairseq")
+    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="its dict.txt")
+    fairseq.add_argument(
+        "--sentencepiece", type=Path, metavar="FILE", help="the model whose pieces that numbers"
+    )
+    fairseq.add_argument(
+        "--languages",
+        nargs="+",
+        default=[],
+        metavar="CODE",
+        help="in the order of its task, where neither checkpoint nor dictionary tells them",
+    )
+    _add_output_options(parser)
+
+
+def _add_unpacking_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    _add_output_options(parser)
+
+
+def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument(
+        "--languages", nargs="+", required=True, metavar="CODE", help="target languages to keep"
+    )
+    number = parser.add_mutually_exclusive_group(required=True)
+    number.add_argument(
+        "--experts", type=whole_number(MAX_EXPERTS), metavar="K", help="experts kept per layer"
+    )
+    number.add_argument(
+        "--keep-mass",
+        type=share,
+        metavar="SHARE",
+        help="as few experts as keep this share of the routes of every layer",
+    )
+    _add_output_options(parser)
+
+
+def _add_language_options(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument(
+        "--languages", nargs="+", required=True, metavar="CODE", help="whose modules to keep"
+    )
+    _add_output_options(parser)
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the new artifact"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+_VERBS = (
+    Verb(
+        "checkpoint inspect",
+        "show what an artifact says of itself: model, parameters, update, files",
+        _add_inspection_options,
+        _inspect,
+    ),
+    Verb(
+        "checkpoint verify",
+        "compare every file of an artifact, of any kind, with its digest",
+        _add_directory,
+        _verify,
+    ),
+    Verb(
+        "checkpoint diff",
+        "show in which settings and tensors two checkpoints differ",
+        _add_two_directories,
+        _diff,
+    ),
+    Verb(
+        "checkpoint average",
+        "make a checkpoint of the mean of checkpoints, or of a run's training states",
+        _add_average_options,
+        _average,
+    ),
+    Verb(
+        "checkpoint import",
+        "make a checkpoint of one of other software",
+        _add_import_options,
+        _import,
+    ),
+    Verb(
+        "checkpoint tokenizer",
+        "make a tokenizer artifact of the one a checkpoint carries, to make shards with",
+        _add_unpacking_options,
+        _unpack_tokenizer,
+    ),
+    Verb(
+        "checkpoint recipe",
+        "print what of a recipe a checkpoint decides, to be laid over the one that trains it",
+        _add_directory,
+        _print_recipe,
+    ),
+    Verb(
+        "checkpoint prune-experts",
+        "make a checkpoint of the experts that serve the given target languages",
+        _add_pruning_options,
+        _prune_experts,
+    ),
+    Verb(
+        "checkpoint prune-languages",
+        "make a checkpoint with the language modules of the given languages alone",
+        _add_language_options,
+        _prune_languages,
+    ),
+    Verb(
+        "checkpoint fold",
+        "make an ordinary checkpoint of the route that all languages of a model share",
+        _add_unpacking_options,
+        _fold,
+    ),
+)
+
+CHECKPOINT_COMMANDS = tuple(verb.command.removeprefix("checkpoint ") for verb in _VERBS)
+
+
+FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from pipeline.checkpoints.exporting import Export, export_checkpoint
+
+    export = Export(
+        to=options.to,
+        target_group=options.target_group,
+        license=options.license,
+        scores_dir=options.scores,
+    )
+    with interruptible(), sole_writer(options.out):
+        source = export_checkpoint(
+            options.checkpoint, out_dir=options.out, export=export, overwrite=options.overwrite
+        )
+    print(f"{options.out}: {source.origin} as {options.to}; README.md says how to load it")
+    return 0
+
+
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="what is to load it")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the export"
+    )
+    parser.add_argument(
+        "--target-group",
+        metavar="GROUP",
+        help="of a language-group router: the group to translate into, by number or language",
+    )
+    parser.add_argument(
+        "--license", default="unknown", metavar="NAME", help="licence that the model card names"
+    )
+    parser.add_argument(
+        "--scores", type=Path, metavar="EVALUATION", help="evaluation that the model card quotes"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+
+EXPORT_VERBS = (
+    Verb(
+        "export",
+        "write a checkpoint as other software loads it, with its tokenizer and a model card",
+        _add_export_options,
+        _export,
+    ),
+)
+
+
+def declared_command(options: argparse.Namespace) -> int:
+    """Print the plan, and make the checkpoint unless it is a dry run."""
+    from pipeline.checkpoints.assembly.declaration import read_assembly
+    from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
+
+    assembly = read_assembly(options.assembly)
+    if options.dry_run:
+        print("\n".join(plan_lines(plan_declared(assembly))))
+        return 0
+    refuse_run_folder(run_dir(options.out), work="assembly")
+    with interruptible(), sole_writer(options.out):
+        summary = make_declared(
+            assembly,
+            out_dir=options.out,
+            processes=options.processes or 1,
+            overwrite=options.overwrite,
+        )
+    for line in summary:
+        say(f"mmnmt upcycle: {line}")
+    return 0

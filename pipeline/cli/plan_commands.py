@@ -1,0 +1,126 @@
+"""Plans from the command line: run them, and look at them."""
+
+import argparse
+import os
+from pathlib import Path
+
+from pipeline.artifacts.raw_input import RawInput, raw_input
+from pipeline.cli.ending import launched_size, say, say_once
+from pipeline.cli.parser import Verb, add_set_option, named_paths, whole_number
+from pipeline.config.overrides import parse_overrides
+from pipeline.distributed.world import is_launched
+from pipeline.jobs.launch import MAX_PROCESSES
+from pipeline.jobs.plan import load_plan, place_plan, plan_names
+from pipeline.jobs.runner import dry_run, run_plan, show_status
+
+
+def _run(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        overrides=parse_overrides(options.overrides),
+        given=_given(options.input),
+        processes=options.processes,
+    ).chosen(only=options.only, until=options.until)
+    if options.dry_run:
+        dry_run(placed, rebuild=options.rebuild)
+        return 0
+    _say_who_runs_it()
+    return run_plan(placed, rebuild=options.rebuild, say=say)
+
+
+def _say_who_runs_it() -> None:
+    """Say that a plan needs no launcher, where one started several ranks of it."""
+    started = launched_size(os.environ) if is_launched(os.environ) else None
+    if started is not None and started > 1:
+        say_once(
+            f"mmnmt run: a launcher started {started} ranks, of which rank 0 alone runs the plan, "
+            "on its machine: start it once, since it starts the processes of its stages itself."
+        )
+
+
+def _status(options: argparse.Namespace) -> int:
+    placed = place_plan(
+        load_plan(options.plan),
+        out_dir=options.out,
+        overlay=options.overlay,
+        overrides=parse_overrides(options.overrides),
+        given=_given(options.input),
+    ).chosen(only=options.only, until=options.until)
+    show_status(placed)
+    return 0
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    _add_plan_options(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would run and why, and start nothing"
+    )
+    parser.add_argument(
+        "--rebuild",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="let STAGE train anew where its settings or inputs differ; what it trained before is "
+        "kept as STAGE.before-1 (may be repeated)",
+    )
+    parser.add_argument(
+        "--processes",
+        type=whole_number(MAX_PROCESSES),
+        metavar="N",
+        help="overrule the plan's, for every stage",
+    )
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of all stages (default: runs/PLAN)"
+    )
+    parser.add_argument(
+        "--with", dest="overlay", default="", metavar="OVERLAY", help="lay this over every recipe"
+    )
+    add_set_option(parser)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="data from outside that the plan wants",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="STAGE and no other; it reads what others made, as it is (may be repeated)",
+    )
+    parser.add_argument(
+        "--until",
+        action="append",
+        default=[],
+        metavar="STAGE",
+        help="STAGE and all that it needs, and no other (may be repeated)",
+    )
+
+
+PLAN_VERBS = (
+    Verb("run", "run what is not up to date of a plan", _add_run_options, _run),
+    Verb(
+        "status",
+        "show which stages of a plan are done, stale or missing, and why",
+        _add_plan_options,
+        _status,
+    ),
+)
+
+
+def _given(pairs: list[str]) -> dict[str, RawInput]:
+    """Input of a plan → what is named for it; several paths are named one by one."""
+    values: dict[str, list[str]] = {}
+    for pair in pairs:
+        for name, path in named_paths([pair], "--input").items():
+            values.setdefault(name, []).append(str(path))
+    return {name: raw_input(of_name) for name, of_name in values.items()}

@@ -1,0 +1,266 @@
+"""Recipes from the command line: which there are, and what a model of one takes."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from pipeline.artifacts.settings import MAX_VOCABULARY
+from pipeline.cli.parser import (
+    Verb,
+    add_ds_config_option,
+    add_set_option,
+    chosen_recipe,
+    whole_number,
+)
+from pipeline.config.documents import toml_lines
+from pipeline.config.ds_config import load_ds_config
+from pipeline.config.overrides import override_texts, parse_overrides
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.settings import MAX_GROUPS, shown
+from pipeline.errors import ConfigError
+from pipeline.terminal import text_table
+
+MAX_RANKS = 10**5
+"""Ranks of an estimate, which run elsewhere."""
+
+
+def _describe(options: argparse.Namespace) -> int:
+    recipe = chosen_recipe(options)
+    vocabulary_size = options.vocabulary or recipe.tokenizer.ids
+    from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
+
+    parameters = count_parameters(
+        recipe.model,
+        vocabulary_size=vocabulary_size,
+        num_groups=_num_groups(recipe, options.groups),
+        num_languages=_num_languages(recipe, options.languages),
+        output_size=recipe.tokenizer.output_ids,
+    )
+    if options.json:
+        described = {
+            "recipe": recipe.model_dump(mode="json"),
+            "vocabulary_size": vocabulary_size,
+            "parameters": parameters,
+        }
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+    else:
+        rows = [[part, f"{count:,}"] for part, count in parameters.items()]
+        table = text_table(["part", "parameters"], rows)
+        for text in override_texts(parse_overrides(options.overrides)):
+            print(f"# --set {text}")
+        print(recipe_toml(recipe))
+        print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
+        print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
+    return 0
+
+
+def recipe_toml(recipe: Recipe) -> str:
+    """Return a recipe with all its settings as TOML, which is a recipe without a parent."""
+    settings = recipe.model_dump(mode="json", exclude={"name"})
+    return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
+
+
+def _num_groups(recipe: Recipe, asked: int | None) -> int:
+    """Language groups of the model's router, as asked for or the recipe's; 0 where it has none.
+
+    Raises:
+        ConfigError: the recipe has none and some were asked for, or leaves the number to the
+            groups artifact and none was asked for.
+    """
+    moe = recipe.model.moe
+    if moe is None or moe.decoder_router != "language_group":
+        if asked is not None:
+            raise ConfigError(
+                f"Recipe {recipe.name!r} does not route by language group: leave --groups out."
+            )
+        return 0
+    if asked is not None:
+        return asked
+    if moe.num_groups is None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
+            "pass --groups N."
+        )
+    return moe.num_groups
+
+
+def _num_languages(recipe: Recipe, asked: int | None) -> int:
+    """Languages with modules, as asked for or the recipe's; 1 of a model without modules.
+
+    Raises:
+        ConfigError: the recipe has none and some were asked for, or leaves them to the tokenizer
+            and none were asked for.
+    """
+    modules = recipe.model.language_modules
+    if modules is None:
+        if asked is not None:
+            raise ConfigError(
+                f"Recipe {recipe.name!r} has no language modules: leave --languages out."
+            )
+        return 1
+    if asked is not None:
+        return asked
+    if modules.languages is None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer: pass "
+            "--languages N."
+        )
+    return len(modules.languages)
+
+
+def _list(_options: argparse.Namespace) -> int:
+    rows = [[name, load_recipe(name).description] for name in recipe_names()]
+    print(text_table(["recipe", "description"], rows))
+    return 0
+
+
+def _estimate_memory(options: argparse.Namespace) -> int:
+    recipe = chosen_recipe(options)
+    from pipeline.estimates.memory import estimate  # once the recipe is known to be good
+
+    estimated = estimate(
+        recipe,
+        vocabulary_size=options.vocabulary or recipe.tokenizer.ids,
+        num_groups=_num_groups(recipe, options.groups),
+        num_languages=_num_languages(recipe, options.languages),
+        processes=options.processes,
+        ds_config=load_ds_config(options.ds_config),
+        device=options.device,
+    )
+    if options.json:
+        print(json.dumps(estimated.to_json(), indent=1, ensure_ascii=False))
+        return 0
+    rows = [[part, f"{size:,}", f"{size / 2**30:.2f}"] for part, size in estimated.table()]
+    print(text_table(["part", "bytes per rank", "GiB"], rows))
+    return 0
+
+
+def _estimate_time(options: argparse.Namespace) -> int:
+    recipe = chosen_recipe(options)
+    sizes: dict[str, int] = {
+        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
+        "num_groups": _num_groups(recipe, options.groups),
+        "num_languages": _num_languages(recipe, options.languages),
+    }
+    import torch  # once the recipe is known to be good
+
+    from pipeline.estimates import exchanges, operators, step_time, this_cpu
+
+    on_cpu = options.device == "cpu"
+    device = this_cpu.measured_cpu() if on_cpu else step_time.DEVICES[options.device]
+    precision = torch.float32 if on_cpu else torch.bfloat16
+    steps = {
+        "training micro-batch": operators.count_training(recipe, dtype=precision, **sizes),
+        "decoding step": operators.count_decoding_step(recipe, **sizes),
+    }
+    times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
+    exchanged = exchanges.expert_exchanges(recipe)
+    if options.json:
+        found = {name: time.to_json() for name, time in times.items()}
+        document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
+        print(json.dumps(document, indent=1, ensure_ascii=False))
+        return 0
+    head = ["launches", "GB", "10¹² multiply-adds", "ms at least", "bound by"]
+    for name, time in times.items():
+        print(f"{name}, copies to the host: {len(time.counted.host_copies)}")
+        if options.by_place:
+            print(text_table(["place", *head], time.table_by_place()) + "\n")
+        print(text_table(["part", *head], time.table()) + "\n")
+    if exchanged.layers:
+        print(
+            f"Experts on {exchanged.size} ranks: each sends {exchanged.sent_bytes / 1e9:.2f} GB to "
+            f"the others per micro-batch, and waits {exchanged.host_copies} times for numbers of "
+            f"rows, in {exchanged.layers} layers. Both come on top of the table.\n"
+        )
+    per_launch = f"{1e6 * device.launch_seconds:.3g} µs per launch" + (
+        "" if on_cpu else ", assumed"
+    )
+    print(
+        f"Counted on the meta device, not measured. Training in {str(precision)[6:]} on one rank, "
+        f"decoding in {recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} "
+        f"tokens; {per_launch}; memory and arithmetic as in: "
+        f"{device.source}. Residual, dropout and norm are operators of their own, as without "
+        "compiled_regions in the ds_config. Without optimizer, gradient reduction and other ranks."
+    )
+    if on_cpu:
+        print(this_cpu.AGAINST_STEPS)
+    return 0
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe, with overlays")
+    add_set_option(parser)
+    parser.add_argument(
+        "--vocabulary",
+        type=whole_number(MAX_VOCABULARY),
+        metavar="V",
+        help="rows of the embedding (default: the recipe's vocabulary, without language tokens)",
+    )
+    parser.add_argument(
+        "--groups",
+        type=whole_number(MAX_GROUPS),
+        metavar="G",
+        help="language groups of the router (default: the recipe's num_groups)",
+    )
+    parser.add_argument(
+        "--languages",
+        type=whole_number(MAX_GROUPS),
+        metavar="L",
+        help="languages that have modules (default: those that the recipe names)",
+    )
+    parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--processes",
+        type=whole_number(MAX_RANKS),
+        required=True,
+        metavar="N",
+        help="ranks of the run",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
+    )
+    add_ds_config_option(parser)
+
+
+def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--device",
+        choices=("h100", "h200", "a100", "cpu"),
+        default="h100",
+        help="the card, or the CPU at hand, as measured (h100)",
+    )
+    parser.add_argument(
+        "--by-place", action="store_true", help="one more row for every module of the model"
+    )
+
+
+def _add_no_options(_parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+RECIPE_VERBS = (
+    Verb(
+        "describe",
+        "show a recipe's resolved settings and its number of parameters",
+        _add_size_options,
+        _describe,
+    ),
+    Verb("recipes", "list the recipes that ship", _add_no_options, _list),
+    Verb(
+        "memory",
+        "estimate the memory of a training rank, part by part",
+        _add_memory_options,
+        _estimate_memory,
+    ),
+    Verb(
+        "estimate",
+        "count what a training or decoding step launches on a GPU, and how long it takes at least",
+        _add_estimate_options,
+        _estimate_time,
+    ),
+)

@@ -1,0 +1,268 @@
+"""ds_configs: how the same science is fitted onto a machine.
+
+A ds_config is DeepSpeed's JSON with the keys that belong to the machine: ZeRO stage, precision,
+offload, buckets, monitors, and beside them what this project itself does by the machine. Batch
+sizes, optimizer, schedule and clipping are the recipe's.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.config.documents import read_json
+from pipeline.config.settings import shown
+from pipeline.errors import ConfigError, hint
+from pipeline.machine import Gpus, visible_gpus
+
+OWN_KEYS: Mapping[str, str] = {
+    "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
+}
+"""What DeepSpeed is not given, true or false: false where nothing is said. ``compiled_regions``
+decides the model: it rounds otherwise and drops out other values."""
+
+MACHINE_KEYS = (
+    *OWN_KEYS,
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "data_types",
+    "communication_data_type",
+    "comms_logger",
+    "csv_monitor",
+    "tensorboard",
+    "wandb",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
+"""What a ds_config may say; all else belongs to the recipe or would be ignored."""
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "zero_optimization": (),
+    "bf16": (
+        *("enabled", "immediate_grad_update", "check_grad_overflow"),
+        *("bf16_master_weights_and_grads", "bf16_optimizer_states"),
+    ),
+    "fp16": (
+        *("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+        *("consecutive_hysteresis", "min_loss_scale"),
+    ),
+    "data_types": ("grad_accum_dtype",),
+    "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+    "csv_monitor": ("enabled", "output_path", "job_name"),
+    "tensorboard": ("enabled", "output_path", "job_name"),
+    "wandb": ("enabled", "group", "team", "project"),
+}
+"""Those of them that are objects, and what they may have; of ``zero_optimization`` DeepSpeed is
+asked when the engine is built, since that list is long and its own."""
+
+SWITCHES = (
+    *("enabled", "immediate_grad_update", "check_grad_overflow"),
+    *("bf16_master_weights_and_grads", "bf16_optimizer_states", "prof_all", "verbose", "debug"),
+    "consecutive_hysteresis",
+)
+"""Keys of the sections that are true or false."""
+
+FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
+    "loss_scale": (0, 2**32),
+    "initial_scale_power": (0, 32),
+    "loss_scale_window": (1, 10**9),
+    "hysteresis": (1, 10**6),
+    "min_loss_scale": (1, 2**32),
+}
+"""Whole numbers of the section ``fp16``, least and most. A ``loss_scale`` of 0 is dynamic: it
+starts at 2 to the ``initial_scale_power``, is halved where gradients overflow ``hysteresis`` times
+(not below ``min_loss_scale``) and doubled after every ``loss_scale_window`` updates without."""
+
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+MAX_BUCKET = 10**12
+"""Values of a bucket, whose memory ZeRO allocates."""
+
+ACCUMULATION_TYPES = ("fp32", "bf16")
+"""In what gradients are accumulated; in the model's own dtype where nothing is said."""
+
+UNDECIDING_KEYS = (
+    *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
+    "zero_allow_untested_optimizer",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+)
+"""What makes no other model: what is logged and measured, what DeepSpeed is allowed, and when and
+in which portions values are moved. As another number of processes does, another portion may round
+a sum otherwise. All else does: precision, the ZeRO stage, what gradients are added up in, which
+optimizer runs where, and what is not known here."""
+
+RECIPE_KEYS = {
+    "train_batch_size": "batches.tokens and batches.micro_batches",
+    "train_micro_batch_size_per_gpu": "batches.tokens",
+    "gradient_accumulation_steps": "batches.micro_batches",
+    "gradient_clipping": "optimizer.clip_norm",
+    "optimizer": "[optimizer]",
+    "scheduler": "optimizer.schedule",
+    "moe": "[model.moe]",
+    "expert_parallel": "training.expert_parallel_size",
+}
+
+
+AUTO = "auto"
+"""The ds_config that fits the machine at hand."""
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+def name_for(gpus: Gpus) -> str:
+    """On GPUs ZeRO 2, which accumulates gradients in float32; on CPU float32 throughout.
+
+    Parameters are in bf16 where the GPUs compute in it, and in fp16 where they do not (V100, T4).
+    """
+    if not gpus.count:
+        return "cpu_fp32"
+    return "zero2_bf16" if gpus.has_bf16 else "zero2_fp16"
+
+
+def ds_config_names() -> list[str]:
+    """Names of the ds_configs that ship with the package."""
+    folder = resources.files("ds_configs")
+    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def ds_config_path(name_or_path: str) -> Path:
+    """The file of ``NAME`` (one that ships) or ``PATH.json``.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if name_or_path == AUTO:
+        name_or_path = name_for(visible_gpus())
+    path = Path(name_or_path)
+    if name_or_path in ds_config_names():
+        path = Path(str(resources.files("ds_configs") / f"{name_or_path}.json"))
+    if path.suffix != ".json" or not path.is_file():
+        names = hint(name_or_path, ds_config_names(), otherwise="or give the path of a .json file")
+        raise ConfigError(f"There is no ds_config {name_or_path!r}{names}")
+    return path
+
+
+def load_ds_config(name_or_path: str) -> dict[str, Any]:
+    """Parse a ds_config.
+
+    Raises:
+        ConfigError: no such file, not a JSON object, or a key that the recipe owns.
+    """
+    path = ds_config_path(name_or_path)
+    document = read_json(path, error=ConfigError, remedy="correct it")
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds no JSON object: write {{...}} with DeepSpeed's keys.")
+    check_ds_config(document)
+    return document
+
+
+def check_ds_config(config: Mapping[str, Any]) -> None:
+    """Refuse what the recipe owns, what would be ignored, and ZeRO stages other than 1 and 2.
+
+    Raises:
+        ConfigError: names the key and where it belongs.
+    """
+    for key in config:
+        if key in RECIPE_KEYS:
+            raise ConfigError(
+                f"The ds_config sets {key!r}, which the recipe owns: remove it there and set "
+                f"{RECIPE_KEYS[key]} in the recipe."
+            )
+        if key not in MACHINE_KEYS:
+            raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
+    for key in OWN_KEYS:
+        if not isinstance(config.get(key, False), bool):
+            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}: use true or false.")
+    for key, known in SECTIONS.items():
+        _check_section(key, config.get(key, {}), known=known)
+    _check_fp16(config)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2) or isinstance(stage, bool):
+        raise ConfigError(
+            f"The ds_config asks for ZeRO stage {_shown(stage)}: use 1 or 2; stage 0 computes "
+            "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
+            "expert parallelism."
+        )
+    accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulates_in not in (None, *ACCUMULATION_TYPES):
+        raise ConfigError(
+            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}: use "
+            f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
+        )
+    if precision_of(config) == "fp16" and accumulates_in == "bf16":
+        raise ConfigError(
+            "The ds_config accumulates the gradients of fp16 in bf16: set "
+            "data_types.grad_accum_dtype to fp32, or leave it out."
+        )
+    if stage == 1 and precision_of(config) == "bf16" and accumulates_in == "fp32":
+        raise ConfigError(
+            "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
+            "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
+            "data_types out."
+        )
+
+
+def deepspeeds_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ds_config without the keys that are not DeepSpeed's."""
+    return {key: value for key, value in config.items() if key not in OWN_KEYS}
+
+
+def has_compiled_regions(config: Mapping[str, Any]) -> bool:
+    """Whether what lies between the sublayers of a model is compiled."""
+    return bool(config.get("compiled_regions", False))
+
+
+def precision_of(config: Mapping[str, Any]) -> Precision:
+    """What parameters and gradients are in; the optimizer's weights are float32 in all of them."""
+    for name in ("fp16", "bf16"):
+        if config.get(name, {}).get("enabled", False):
+            return name
+    return "fp32"
+
+
+def _check_fp16(config: Mapping[str, Any]) -> None:
+    section = config.get("fp16", {})
+    if section.get("enabled") and config.get("bf16", {}).get("enabled"):
+        raise ConfigError("The ds_config enables both fp16 and bf16: remove one of them.")
+    for key, (least, most) in FP16_NUMBERS.items():
+        value = section.get(key, least)
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not is_whole or not least <= value <= most:
+            raise ConfigError(
+                f"The ds_config's fp16.{key} is {_shown(value)}: choose a whole number from "
+                f"{least:,} to {most:,}."
+            )
+
+
+def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f'The ds_config\'s {name} is {_shown(section)}: write an object, "{name}": {{...}}.'
+        )
+    for key, value in section.items():
+        if known and key not in known:
+            raise ConfigError(
+                f"The ds_config's {name} has an unknown key {key!r}{hint(key, known)}"
+            )
+        if known and key in SWITCHES and not isinstance(value, bool):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(value)}: use true or false."
+            )
+    for key in BUCKETS if name == "zero_optimization" else ():
+        size = section.get(key, 1)
+        is_number = isinstance(size, int | float) and not isinstance(size, bool)
+        if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
+            raise ConfigError(
+                f"The ds_config's {name}.{key} is {_shown(size)}: choose a whole number from 1 to "
+                f"{MAX_BUCKET:,}."
+            )
+
+
+def _shown(value: object) -> str:
+    return shown(json.dumps(value))

@@ -1,0 +1,168 @@
+"""How a tokenizer segments the languages of test lines (LOBEF, Tables 1 and 2).
+
+Fertility is the number of pieces that a word has on average (Rust et al., 2021). Words are what
+white space parts; pieces that are white space alone do not count.
+
+How concise languages are: bytes of their test lines (MoCE, §5.1, appendix A).
+
+Byte lengths are of UTF-8, of lines without the white space around them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import languages, line_counts, read_lines
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.errors import ArtifactError
+
+WHITE_SPACE = ("\u2581", "<0x20>", " ")
+"""How pieces spell a space that no text follows."""
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Words and pieces of one language."""
+
+    words: int
+    pieces: int
+    unknown: int
+    """Pieces that the vocabulary does not have."""
+
+    @property
+    def fertility(self) -> float | None:
+        """Pieces a word; None where there are no words."""
+        return self.pieces / self.words if self.words else None
+
+    @property
+    def unknown_share(self) -> float | None:
+        """Unknown pieces by all pieces; None where there are none."""
+        return self.unknown / self.pieces if self.pieces else None
+
+
+def measure_segmentation(corpus: Artifact, tokenizer: Tokenizer) -> dict[str, Segmentation]:
+    """Count the words and pieces of every language over the test lines of all its pairs."""
+    words, pieces, unknown = Counter[str](), Counter[str](), Counter[str]()
+    white = {index for index in range(tokenizer.size) if tokenizer.piece(index) in WHITE_SPACE}
+    for pair in sorted(line_counts(corpus, "test")):
+        for code in pair.split("-"):
+            lines = read_lines(corpus, "test", pair, code)
+            words[code] += sum(len(line.split()) for line in lines)
+            for ids in tokenizer.encode_batch(lines, language=code):
+                pieces[code] += sum(index not in white for index in ids)
+                unknown[code] += ids.count(tokenizer.unk_id)
+    return {code: Segmentation(words[code], pieces[code], unknown[code]) for code in sorted(words)}
+
+
+@dataclass(frozen=True)
+class Conciseness:
+    """Bytes that languages need for the same text."""
+
+    pivot: str
+    parallel_lines: int
+    """Lines of the pivot that every pair has."""
+    mean_bytes: Mapping[str, float]
+    """Language → mean length of its translations of those; empty where there are none."""
+    ratio_to_pivot: Mapping[str, float]
+    """Language → its bytes by the pivot's, over all lines of their pair."""
+
+    @property
+    def order(self) -> list[str]:
+        """Languages from the longest to the most concise."""
+        known = self.mean_bytes or self.ratio_to_pivot
+        return sorted(known, key=lambda code: (-known[code], code))
+
+
+def byte_length(line: str) -> int:
+    """Of UTF-8, the white space around it aside."""
+    return len(line.strip().encode())
+
+
+def length_ratio(corpus: Artifact, pair: str) -> float | None:
+    """Bytes of a pair's first language by those of its second, over the test lines; None where
+    that has none.
+    """
+    first, second = (total_bytes(corpus, pair, code) for code in pair.split("-"))
+    return first / second if second else None
+
+
+def total_bytes(corpus: Artifact, pair: str, code: str) -> int:
+    """Of all test lines of one side."""
+    return sum(map(byte_length, read_lines(corpus, "test", pair, code)))
+
+
+def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Conciseness:
+    """Lengths of the translations of what all pairs of the pivot have in common.
+
+    Args:
+        pivot: None: the language of most pairs, English before others.
+
+    Raises:
+        ArtifactError: there are no test lines, or none of the pivot.
+    """
+    pairs = sorted(line_counts(corpus, "test"))
+    if not pairs:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines: name a corpus that has test sets."
+        )
+    pivot = pivot or most_paired(pairs)
+    sides = {
+        _other(pair, pivot): _by_pivot_line(corpus, pair, pivot)
+        for pair in pairs
+        if pivot in pair.split("-")
+    }
+    if not sides:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines of {pivot!r}: name one of its languages, "
+            f"{', '.join(languages(corpus))}."
+        )
+    shared = set.intersection(*(set(lengths) for lengths in sides.values()))
+    return Conciseness(
+        pivot=pivot,
+        parallel_lines=len(shared),
+        mean_bytes=_means(sides, shared, pivot=pivot) if shared else {},
+        ratio_to_pivot={
+            pivot: 1.0,
+            **{
+                code: total_bytes(corpus, pair, code) / total
+                for code in sides
+                for pair in ["-".join(sorted((code, pivot)))]
+                if (total := total_bytes(corpus, pair, pivot))
+            },
+        },
+    )
+
+
+def most_paired(pairs: Sequence[str]) -> str:
+    """The language of most pairs; of several, English, or the first in the alphabet."""
+    found = Counter(code for pair in pairs for code in pair.split("-"))
+    return min(found, key=lambda code: (-found[code], code != "en", code))
+
+
+def _other(pair: str, pivot: str) -> str:
+    first, second = pair.split("-")
+    return second if first == pivot else first
+
+
+def _by_pivot_line(corpus: Artifact, pair: str, pivot: str) -> dict[str, int]:
+    """Line of the pivot → bytes of its translation, the first where it has several."""
+    other = _other(pair, pivot)
+    found: dict[str, int] = {}
+    for line, translation in zip(
+        read_lines(corpus, "test", pair, pivot),
+        read_lines(corpus, "test", pair, other),
+        strict=True,
+    ):
+        if line.strip():
+            found.setdefault(line.strip(), byte_length(translation))
+    return found
+
+
+def _means(
+    sides: Mapping[str, Mapping[str, int]], shared: set[str], *, pivot: str
+) -> dict[str, float]:
+    found = {pivot: sum(map(byte_length, shared)) / len(shared)}
+    for code, lengths in sides.items():
+        found[code] = sum(lengths[line] for line in shared) / len(shared)
+    return dict(sorted(found.items()))

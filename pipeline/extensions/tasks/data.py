@@ -1,0 +1,186 @@
+"""Sentences and passages as a model takes them: at most so many tokens, with their specials.
+
+A sentence to tag is ``<s> pieces </s>``; a longer one is cut between words. A question about a
+passage is ``<s> question </s></s> passage </s>``; a longer passage comes in windows that overlap,
+as Hugging Face's ``run_qa.py`` cuts them.
+
+What a task is trained on: labelled sentences or windows of every language, planned as pairs are.
+
+A language stands where translation has a pair, and the direction from it to itself where that has a
+direction. The planner draws from languages with probability ∝ n^(1/T), whatever the number of
+ranks; what it takes for the target's length is ours to recount, since labels are not tokens here.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.mixture import Mixture, temperature_probabilities
+from pipeline.batching.batch import SOURCE_EXTRA
+from pipeline.batching.feed import Update, read_updates
+from pipeline.batching.global_step import (
+    GlobalStep,
+    MicroBatch,
+    PairOffsets,
+    Planner,
+    evaluation_batches,
+)
+from pipeline.batching.labelled import Labelled, LabelledBatch
+from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError
+
+Integers = npt.NDArray[np.int64]
+
+
+Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
+
+
+class LabelledSplit:
+    """All examples of one split, by language; turns line numbers into batches."""
+
+    def __init__(
+        self,
+        examples: Mapping[str, Sequence[Labelled]],
+        *,
+        languages: Sequence[str],
+        collate: Collate,
+    ) -> None:
+        """``languages``: those of the model, by index."""
+        present = [code for code in sorted(examples) if examples[code]]
+        self.directions = [Direction(code, code) for code in present]
+        self._examples = [examples[code] for code in present]
+        self._index = [list(languages).index(code) for code in present]
+        self._collate = collate
+        self._labels = [_sizes(one.labels for one in group) for group in self._examples]
+        self._tokens = [_sizes(one.ids for one in group) for group in self._examples]
+        self.offsets: dict[str, PairOffsets] = {}
+        for direction, tokens in zip(self.directions, self._tokens, strict=True):
+            begins = np.concatenate([[0], np.cumsum(tokens - SOURCE_EXTRA)])
+            self.offsets[str(direction)] = PairOffsets(begins, begins)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example, specials included."""
+        return max((int(tokens.max()) for tokens in self._tokens), default=0)
+
+    @property
+    def num_examples(self) -> dict[str, int]:
+        """By language."""
+        counts = zip(self.directions, self._examples, strict=True)
+        return {direction.source: len(group) for direction, group in counts}
+
+    def batch(self, plan: MicroBatch) -> LabelledBatch:
+        """Assemble the examples of a plan."""
+        places = list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
+        examples = [self._examples[pair][line] for pair, line in places]
+        return self._collate(examples, [self._index[pair] for pair, _ in places])
+
+    def counted(self, plan: MicroBatch) -> MicroBatch:
+        """A plan with the labels and tokens that its examples have."""
+        places = list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
+        return replace(
+            plan,
+            num_labels=sum(int(self._labels[pair][line]) for pair, line in places),
+            num_tokens=sum(int(self._tokens[pair][line]) for pair, line in places),
+        )
+
+    def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
+        """Every example once, in batches of one language, in a fixed order."""
+        plan = []
+        for index, direction in enumerate(self.directions):
+            lengths = self._tokens[index] - SOURCE_EXTRA
+            for lines in evaluation_batches(lengths, lengths, budget=budget):
+                same = np.full_like(lines, index)
+                batch = MicroBatch(same, np.zeros_like(lines), lines, num_labels=0, num_tokens=0)
+                plan.append((direction, self.counted(batch)))
+        return plan
+
+
+def _sizes(arrays: Generator[Integers]) -> Integers:
+    return np.fromiter(map(len, arrays), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class LabelledPlanner:
+    """Plans updates as translation's does, and counts labels."""
+
+    planner: Planner
+    split: LabelledSplit
+
+    def largest(self, window: int) -> MicroBatch:
+        """The micro-batch of most tokens of a window."""
+        return self.split.counted(self.planner.largest(window))
+
+    def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
+        """Global steps from a cursor on, without end."""
+        with closing(self.planner.steps(cursor)) as steps:
+            for step in steps:
+                counted = tuple(map(self.split.counted, step.micro_batches))
+                yield replace(step, micro_batches=counted)
+
+
+class LabelledData:
+    """Planner and splits of one training run."""
+
+    def __init__(
+        self,
+        train: Mapping[str, Sequence[Labelled]],
+        valid: Mapping[str, Sequence[Labelled]],
+        recipe: Recipe,
+        *,
+        languages: Sequence[str],
+        collate: Collate,
+    ) -> None:
+        """Raises ConfigError where the recipe's batches cannot hold the examples."""
+        self.train = LabelledSplit(train, languages=languages, collate=collate)
+        self.valid = LabelledSplit(valid, languages=languages, collate=collate)
+        if self.train.longest > recipe.batches.tokens:
+            raise ConfigError(
+                f"An example has {self.train.longest} tokens, and batches.tokens is "
+                f"{recipe.batches.tokens}: raise it, or lower tasks.max_tokens."
+            )
+        probabilities = temperature_probabilities(
+            {name: len(offsets) for name, offsets in self.train.offsets.items()},
+            sampling_temperature=recipe.mixture.sampling_temperature,
+        )
+        planner = Planner(
+            self.train.offsets,
+            Mixture.constant(probabilities),
+            recipe.batches,
+            seed=recipe.training.seed,
+        )
+        self.planner = LabelledPlanner(planner, self.train)
+
+    def updates(
+        self,
+        cursor: tuple[int, int],
+        *,
+        rank: int,
+        ranks: int,
+        update: int = 0,  # noqa: ARG002 (nothing here depends on it)
+    ) -> Generator[Update]:
+        """Updates from a cursor on as a rank sees them, without end; batches read ahead."""
+        return read_updates(self.planner.steps(cursor), self.train.batch, rank=rank, ranks=ranks)
+
+    def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
+        """Every validation example once, in batches of one language."""
+        return self.valid.evaluation_plan(budget=budget)
+
+    def check(self, *, max_positions: int) -> None:
+        """Raises ConfigError without validation examples, or where one exceeds the positions."""
+        if not self.valid.offsets:
+            raise ConfigError(
+                "The data has no dev files of the languages that are trained on, and the best "
+                "weights are chosen by them: add dev files for at least one language."
+            )
+        longest = max(self.train.longest, self.valid.longest)
+        if longest > max_positions:
+            raise ConfigError(
+                f"An example has {longest} tokens, and the model {max_positions} positions: lower "
+                "tasks.max_tokens."
+            )

@@ -1,0 +1,51 @@
+"""finetune_reader: an XLM-R that finds answers in passages.
+
+Reads a folder of Hugging Face's with an XLM-R, and files of questions by language; makes a task
+model. Trained as translation models are: the same loop, states, resuming and ranks.
+"""
+
+from pipeline.distributed.devices import local_device
+from pipeline.distributed.world import distributed_world, leave
+from pipeline.extensions.tasks.files import question_files
+from pipeline.extensions.tasks.question_answering import reading_data
+from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller
+from pipeline.extensions.tasks.training import Labelling, trained_languages
+from pipeline.extensions.tasks.xlmr import Pretrained
+from pipeline.model.regularization import Regularization
+from pipeline.stages.registry import StageCall
+from pipeline.training.engine import connect
+from pipeline.training.loop import train_task
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+
+def run(call: StageCall) -> None:
+    """Read the encoder and the questions, and train a head and all of the encoder."""
+    recipe = call.recipe
+    with distributed_world() as world:
+        connect(world)
+        files = question_files(call.raw["data"].only_path())
+        languages = trained_languages(files, recipe.tasks.languages)
+        pretrained = Pretrained(call.raw["pretrained"].only_path())
+        pieces, encoder = (
+            pretrained.pieces,
+            pretrained.spec(languages, recipe.model.language_modules),
+        )
+        data = reading_data(files, pieces=pieces, recipe=recipe, languages=languages)
+        spec = TaskSpec(head="reader", encoder=encoder, tasks=recipe.tasks)
+        model = build_labeller(
+            spec,
+            regularization=Regularization.of(recipe.training),
+            device=local_device(world.local_rank),
+        )
+        pretrained.fill(model, spec.encoder, seed=recipe.training.seed)
+        train_task(call, model, Labelling(data, spec, pieces), world=world)
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    leave(stage_main("finetune_reader"))

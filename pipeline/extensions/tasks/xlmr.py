@@ -1,0 +1,315 @@
+"""XLM-R's vocabulary: a SentencePiece model whose ids are moved by one, with fairseq's specials.
+
+``<s>`` is 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3, and piece i of the model i + 1; behind the last
+one stands ``<mask>`` (Hugging Face's ``tokenization_xlm_roberta.py``). Text that looks like a
+special stays text.
+
+An XLM-R in a folder of Hugging Face's: its shape, its vocabulary and its weights by our names.
+
+Weights are safetensors, or ``pytorch_model.bin``, of which nothing but tensors is read. The names
+are those of ``modeling_xlm_roberta.py``, with ``roberta.`` before them where the folder holds a
+model with a head. A head that is there is not read: one is trained here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from sentencepiece import SentencePieceProcessor
+from torch import Tensor, nn
+
+from pipeline.checkpoints.foreign.model_folder import (
+    INDEX_FILE,
+    PICKLED,
+    WEIGHTS_FILE,
+    Described,
+    ModelFolder,
+)
+from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
+from pipeline.checkpoints.foreign.tensors import NameTable, Stored
+from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
+from pipeline.checkpoints.names import initial_value, named_slices
+from pipeline.checkpoints.weights import FLOATING_TYPES
+from pipeline.config.settings import shown
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.model.settings import LanguageModulesConfig, LowRankConfig, ModelConfig
+from pipeline.model.spec import ModelSpec, make_spec
+from pipeline.model.transformer import POSITION_OFFSET
+
+Integers = npt.NDArray[np.int64]
+
+BOS, PAD, EOS, UNKNOWN = range(4)
+OFFSET = 1
+PIECES_FILE = "sentencepiece.bpe.model"
+
+
+class Located(NamedTuple):
+    """Ids of a text, and which of its characters each stands for: [begin, end), no space around.
+
+    A piece of nothing but space has an empty range.
+    """
+
+    ids: Integers
+    begin: Integers
+    end: Integers
+
+
+class Pieces:
+    """Text to ids."""
+
+    def __init__(self, model: bytes, *, origin: Path) -> None:
+        """Raises CheckpointError where it is no SentencePiece model as XLM-R has one."""
+        self.model = model
+        try:
+            self._processor = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{origin / PIECES_FILE} is not a SentencePiece model: restore it from where it "
+                "was published."
+            ) from error
+        specials = [self._processor.id_to_piece(index) for index in range(3)]
+        if specials != ["<unk>", "<s>", "</s>"]:
+            raise CheckpointError(
+                f"{origin / PIECES_FILE} begins with {', '.join(specials)} where XLM-R's begins "
+                "with <unk>, <s>, </s>: name the folder of an XLM-R."
+            )
+
+    @property
+    def size(self) -> int:
+        """Ids, ``<mask>`` included."""
+        size: int = self._processor.get_piece_size()
+        return size + OFFSET + 1
+
+    def encode(self, text: str) -> Integers:
+        """Ids without specials."""
+        return _moved(self._processor.encode(text))
+
+    def locate(self, text: str) -> Located:
+        """Ids without specials, and where each lies in the text."""
+        found = self._processor.encode(text, out_type="offset_mapping")
+        range_N2 = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
+        begin, end = _trimmed(text, range_N2[:, 0], range_N2[:, 1])
+        return Located(_moved(found["ids"]), begin, end)
+
+
+def _moved(ids: object) -> Integers:
+    found = np.asarray(ids, dtype=np.int64)
+    return np.where(found == 0, UNKNOWN, found + OFFSET)
+
+
+def _trimmed(text: str, begin: Integers, end: Integers) -> tuple[Integers, Integers]:
+    """Ranges of characters without the space at their beginnings and ends."""
+    size = len(text)
+    is_word = np.fromiter((not letter.isspace() for letter in text), dtype=bool, count=size)
+    places = np.arange(size)
+    # the first letter from a place on, and the place behind the last letter before it
+    following = np.minimum.accumulate(np.append(np.where(is_word, places, size), size)[::-1])[::-1]
+    preceding = np.maximum.accumulate(np.append(0, np.where(is_word, places + 1, 0)))
+    begin = np.minimum(following[begin], end)
+    return begin, np.maximum(preceding[end], begin)
+
+
+TABLE = NameTable.parse("""
+embeddings.word_embeddings.weight                         embedding.weight
+embeddings.position_embeddings.weight                     encoder.positions.weight
+embeddings.LayerNorm.{kind}                               encoder.embedding_norm.{kind}
+encoder.layer.{layer}.attention.self.query.{kind}         encoder.layers.{layer}.self_attention.query.{kind}
+encoder.layer.{layer}.attention.self.key.{kind}           encoder.layers.{layer}.self_attention.key.{kind}
+encoder.layer.{layer}.attention.self.value.{kind}         encoder.layers.{layer}.self_attention.value.{kind}
+encoder.layer.{layer}.attention.output.dense.{kind}       encoder.layers.{layer}.self_attention.output.{kind}
+encoder.layer.{layer}.attention.output.LayerNorm.{kind}   encoder.layers.{layer}.self_attention_norm.{kind}
+encoder.layer.{layer}.intermediate.dense.{kind}           encoder.layers.{layer}.feed_forward.up.{kind}
+encoder.layer.{layer}.output.dense.{kind}                 encoder.layers.{layer}.feed_forward.down.{kind}
+encoder.layer.{layer}.output.LayerNorm.{kind}             encoder.layers.{layer}.feed_forward_norm.{kind}
+""")  # noqa: E501 (a table)
+TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+"""One row, which every token has: it is added to the positions."""
+
+
+class _Config(Described):
+    """``config.json``."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    layer_norm_eps: float
+    hidden_act: str
+    pad_token_id: int = PAD
+    bos_token_id: int = BOS
+    eos_token_id: int = EOS
+    type_vocab_size: int = 1
+    position_embedding_type: str = "absolute"
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    quantization_config: dict[str, object] | None = None
+
+
+class Pretrained:
+    """An XLM-R that exists.
+
+    Raises:
+        CheckpointError: it is none, or its files do not belong together.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.origin = directory
+        folder = ModelFolder(directory)
+        config = _read_config(folder)
+        self.model = ModelConfig(
+            encoder_layers=config.num_hidden_layers,
+            decoder_layers=1,
+            width=config.hidden_size,
+            feed_forward_width=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            norm="post",
+            activation="gelu",
+            positions="learned",
+            max_positions=config.max_position_embeddings - POSITION_OFFSET,
+            scale_embedding=False,
+            embedding_norm=True,
+        )
+        self.vocabulary_size = config.vocab_size
+        self.pieces = Pieces(folder.read_bytes(PIECES_FILE), origin=directory)
+        if self.pieces.size > config.vocab_size:
+            raise CheckpointError(
+                f"{directory} has {self.pieces.size:,} pieces with their specials in {PIECES_FILE} "
+                f"and a model of vocab_size {config.vocab_size:,}: name a folder whose files "
+                "belong together."
+            )
+        self._stored = _stored(folder, self._wanted_names(config))
+        names = set(self._stored.names())
+        self._prefix = "roberta." if f"roberta.{TOKEN_TYPES}" in names else ""
+        self._names = names
+
+    def spec(
+        self, languages: tuple[str, ...], modules: LanguageModulesConfig | None = None
+    ) -> ModelSpec:
+        """The shape of a model of this encoder that knows these languages.
+
+        Raises:
+            ConfigError: the modules are of a kind that an encoder alone has not, or of other
+                languages.
+        """
+        if not isinstance(modules, LowRankConfig | None):
+            raise ConfigError(
+                f"model.language_modules.kind is {modules.kind}, and an encoder with a head can "
+                "have low_rank ones alone: change it, or leave [model.language_modules] out."
+            )
+        own = None if modules is None else modules.languages
+        if own is not None and (missing := sorted(set(languages) - set(own))):
+            raise ConfigError(
+                f"There is text in {', '.join(missing)} to train on, and "
+                "model.language_modules.languages leaves that out: name it there, or set "
+                "tasks.languages to others."
+            )
+        return make_spec(
+            model=ModelConfig.model_validate({**dict(self.model), "language_modules": modules}),
+            vocabulary_size=self.vocabulary_size,
+            pad_id=PAD,
+            languages=languages,
+        )
+
+    def _wanted_names(self, config: _Config) -> list[str]:
+        patterns = [row.theirs for row in TABLE.rows]
+        names = [TOKEN_TYPES]
+        for pattern in patterns:
+            for layer in range(config.num_hidden_layers if "{layer}" in pattern else 1):
+                at_layer = pattern.replace("{layer}", str(layer))
+                names += [at_layer.replace("{kind}", kind) for kind in ("weight", "bias")]
+        return [prefix + name for prefix in ("", "roberta.") for name in dict.fromkeys(names)]
+
+    def fill(self, model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
+        """Set every parameter: of the encoder as stored, of all else as it begins.
+
+        Raises:
+            CheckpointError: a tensor of the encoder is missing or has another shape.
+        """
+        for entry in named_slices(model):
+            theirs = TABLE.to_theirs(entry.name)
+            if theirs is None:
+                entry.value.copy_(initial_value(entry, spec, seed=seed))
+                continue
+            value = self._read(theirs)
+            if entry.name == "encoder.positions.weight":
+                value = value + self._read(TOKEN_TYPES)[0]
+            if value.shape != entry.value.shape:
+                raise CheckpointError(
+                    f"{self.origin}: tensor {self._prefix}{theirs} has shape {tuple(value.shape)}, "
+                    f"and config.json describes {tuple(entry.value.shape)}: name a folder whose "
+                    "files belong together."
+                )
+            entry.value.copy_(value)
+
+    def _read(self, theirs: str) -> Tensor:
+        name = self._prefix + theirs
+        if name not in self._names:
+            raise CheckpointError(
+                f"{self.origin} has no tensor {name}, which an XLM-R has: restore the folder from "
+                "where it was published."
+            )
+        value = self._stored.read(name)
+        if value.dtype not in FLOATING_TYPES or not value.isfinite().all():
+            raise CheckpointError(
+                f"{self.origin}: tensor {name} has values that are not finite numbers: name "
+                "another checkpoint."
+            )
+        return value.float()
+
+
+def _read_config(folder: ModelFolder) -> _Config:
+    """Raises CheckpointError where it is another architecture, or a variant that we have not."""
+    model_type = folder.read_object("config.json").get("model_type")
+    if model_type != "xlm-roberta":
+        raise CheckpointError(
+            f"{folder.origin} holds a model of type {shown(model_type)}, and tasks are trained on "
+            "an XLM-R (xlm-roberta): name the folder of one."
+        )
+    config = folder.described(_Config)
+    refuse_quantised(folder.origin, config.quantization_config)
+    refuse_other(
+        folder.origin,
+        layer_norm_eps=(config.layer_norm_eps, 1e-5),
+        hidden_act=(config.hidden_act, "gelu"),
+        pad_token_id=(config.pad_token_id, PAD),
+        bos_token_id=(config.bos_token_id, BOS),
+        eos_token_id=(config.eos_token_id, EOS),
+        type_vocab_size=(config.type_vocab_size, 1),
+        position_embedding_type=(config.position_embedding_type, "absolute"),
+        is_decoder=(config.is_decoder, False),
+        add_cross_attention=(config.add_cross_attention, False),
+    )
+    _check_sizes(folder, config)
+    return config
+
+
+def _check_sizes(folder: ModelFolder, config: _Config) -> None:
+    sizes: Mapping[str, int] = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings - 3 - POSITION_OFFSET,
+    }
+    odd = [name for name, size in sizes.items() if size < 1]
+    if odd or config.hidden_size % config.num_attention_heads:
+        what = odd[0] if odd else "hidden_size, which num_attention_heads does not divide"
+        raise CheckpointError(
+            f"{folder.origin}/config.json describes no XLM-R ({what}): restore it from where it "
+            "was published."
+        )
+
+
+def _stored(folder: ModelFolder, names: list[str]) -> Stored:
+    """The folder's weights, safetensors first."""
+    pickled = PICKLED[0]
+    if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not folder.has(pickled):
+        return folder
+    path = folder.origin / pickled
+    return StateDict.checked(path, read_torch_file(path, keep=names))

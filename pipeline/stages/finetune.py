@@ -1,0 +1,77 @@
+"""Stage ``finetune``: train a checkpoint further, with a new optimizer (paper §4.3).
+
+It reads shards, a mixture and the checkpoint to start from, assembled or not, and makes a
+checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.
+"""
+
+from pipeline.artifacts.manifest import describe_change
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.checkpoint import (
+    load_model,
+    read_spec,
+    read_tokenizer,
+    refuse_other_tokenizer,
+)
+from pipeline.distributed.devices import local_device
+from pipeline.distributed.world import distributed_world, leave
+from pipeline.errors import ConfigError
+from pipeline.model.regularization import Regularization
+from pipeline.stages.registry import StageCall
+from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.translation import train, training_data
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+
+def run(call: StageCall) -> None:
+    """Load the checkpoint's model and train it further."""
+    training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
+    with distributed_world() as world:
+        connect(world)
+        data = training_data(call)
+        refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
+        check_together(checkpoint, checkpoint.names())
+        model = load_model(
+            checkpoint,
+            regularization=Regularization.of(training),
+            expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
+            device=local_device(world.local_rank),
+        )
+        train(call, model, data, world=world)
+
+
+def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
+    """Check that recipe and shards belong to the checkpoint's model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    checkpoint, shards = call.artifacts["checkpoint"], call.artifacts["shards"]
+    tokenizer = read_tokenizer(checkpoint)
+    refuse_other_tokenizer(checkpoint, tokenizer)
+    if tokenizer.fingerprint != fingerprint:
+        raise ConfigError(
+            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ: make the "
+            "shards with the checkpoint's tokenizer."
+        )
+    spec, recipe = read_spec(checkpoint), call.recipe
+    over = {"initialization"}  # how a model was initialized is not part of a trained one
+    change = describe_change(
+        spec.model.model_dump(exclude=over), recipe.model.model_dump(exclude=over)
+    )
+    if change is None and spec.tag_scheme != recipe.batches.tag_scheme:
+        change = f"tag_scheme: {spec.tag_scheme} → {recipe.batches.tag_scheme}"
+    if change is not None:
+        raise ConfigError(
+            f"Recipe {recipe.name!r} describes another model than {checkpoint.directory} holds "
+            f"({change}): use a recipe with the checkpoint's [model]."
+        )
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    leave(stage_main("finetune"))

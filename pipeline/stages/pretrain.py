@@ -1,0 +1,64 @@
+"""Stage ``pretrain``: train a dense, MoE or MoE-LGR model from scratch (paper §4.1).
+
+It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Each
+rank runs it once, started by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
+The loop is in :mod:`pipeline.training.loop`.
+"""
+
+from pipeline.artifacts.mixture import read_groups
+from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.checkpoints.names import initialize_weights
+from pipeline.distributed.devices import local_device
+from pipeline.distributed.world import distributed_world, leave
+from pipeline.model.regularization import Regularization
+from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
+from pipeline.model.transformer import build_model
+from pipeline.stages.registry import StageCall
+from pipeline.training.engine import connect, expert_parallel_group
+from pipeline.training.translation import train, training_data
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+
+def run(call: StageCall) -> None:
+    """Build the recipe's model, initialize it and train it."""
+    training = call.recipe.training
+    with distributed_world() as world:
+        connect(world)
+        data = training_data(call)
+        model = build_model(
+            model_spec(call, data.tokenizer),
+            regularization=Regularization.of(training),
+            expert_parallel=expert_parallel_group(training.expert_parallel_size, world=world),
+            device=local_device(world.local_rank),
+        )
+        initialize_weights(model, seed=training.seed)
+        train(call, model, data, world=world)
+
+
+def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
+    """Return the model's full shape, which all later checkpoints of the model carry."""
+    groups = call.artifacts.get("groups")
+    recipe = call.recipe
+    return make_spec(
+        model=recipe.model,
+        vocabulary_size=tokenizer.size,
+        pad_id=tokenizer.pad_id,
+        languages=tokenizer.languages,
+        language_groups=groups_of_languages(
+            recipe.model,
+            languages=tokenizer.languages,
+            groups=read_groups(groups) if groups is not None else None,
+        ),
+        tag_scheme=recipe.batches.tag_scheme,
+        **marks_of_vocabulary(recipe.model, tokenizer),
+    )
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    leave(stage_main("pretrain"))

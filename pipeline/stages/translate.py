@@ -1,0 +1,347 @@
+"""translate: the test sets of a corpus, over all ranks.
+
+Reads a checkpoint and a corpus; makes translations of all directions whose two languages the model
+knows, and lists the others. Batches are cut from all sentences of all directions sorted by length
+and dealt out to the ranks, which meet again when all are done; what is done is kept in ``OUT.run``
+and not done again after an interruption. (Lines of standard input: ``line_filter.py``.)
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import (
+    Details,
+    Direction,
+    Hypothesis,
+    details_name,
+    directions,
+    hypotheses_name,
+    hypothesis_of,
+    line_counts,
+    read_lines,
+    record_of,
+    without_details,
+    write_details,
+    write_hypotheses,
+)
+from pipeline.artifacts.manifest import describe_change, with_defaults
+from pipeline.artifacts.places import claim_run_folder, remove_files, run_dir
+from pipeline.artifacts.shared_hashing import check_together
+from pipeline.checkpoints.checkpoint import read_tokenizer
+from pipeline.config.documents import unfinished_path
+from pipeline.decoding.translator import Job, Translator
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
+from pipeline.distributed.signals import StopFlag
+from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import JsonLines, Progress, counted, listed
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
+OWN_FILES = (
+    *("identity.json", "seconds.json", ".seconds.json.unfinished"),
+    *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
+)
+"""What this stage writes into its run folder."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The test directions of a corpus: those that the model knows, and the others, sorted."""
+
+    taken: tuple[Direction, ...]
+    skipped: tuple[Direction, ...]
+
+
+def run(call: StageCall) -> None:
+    """Translate every test line of the corpus in all directions that the model knows."""
+    corpus = call.artifacts["corpus"]
+    selection = select_directions(
+        corpus,
+        checkpoint=call.artifacts["checkpoint"],
+        targets=call.recipe.decoding.targets,
+    )
+    with distributed_world() as world, StopFlag() as stop:
+        checkpoint = call.artifacts["checkpoint"]
+        check_together(checkpoint, checkpoint.names())
+        translator = Translator(
+            checkpoint, call.recipe.decoding, segmenters=call.recipe.tokenizer.segmenters
+        )
+        translator.load_segmenters({direction.source for direction in selection.taken})
+        done = DoneLines(call, world)
+        jobs = all_jobs(corpus, selection)
+        todo = [job for job in jobs if (str(job.direction), job.line) not in done.keys]
+        batches = translator.cut(todo, lengths_over_ranks(translator, todo, world))
+        is_cut_short = False
+        with Progress(call.out_dir.name, total=len(todo), enabled=world.rank == 0) as bar:
+            for turn in range(-(-len(batches) // world.size)):
+                if stop.requested:  # no rank waits for another here
+                    is_cut_short = True
+                    break
+                mine = batches[turn * world.size + world.rank :][:1]
+                for batch in mine:
+                    done.write(batch, translator.translate(batch))
+                if world.rank == 0:
+                    done.time.save()
+                bar.advance(sum(len(b) for b in batches[turn * world.size :][: world.size]))
+        wait_for_all()
+        if any(gather_objects(is_cut_short)):
+            raise Interrupted(f"stopped, what is translated is kept in {done.directory}")
+        if world.rank == 0:
+            publish(call, done, selection=selection)
+
+
+def select_directions(
+    corpus: Artifact, *, checkpoint: Artifact, targets: Sequence[str] = ()
+) -> Selection:
+    """Both directions of every pair that has test lines, by whether the model knows them.
+
+    ``targets``: the only languages that are translated into, where there are any.
+
+    Raises:
+        ArtifactError: the corpus has no test lines.
+        ConfigError: the model knows none of the directions, or none is into the targets.
+    """
+    tokenizer = read_tokenizer(checkpoint)
+    known, into = set(tokenizer.languages), tokenizer.target_languages
+    every = directions(corpus, "test")
+    if not every:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines: translate a corpus that has test sets."
+        )
+    taken = [
+        one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
+    ]
+    if not taken:
+        raise ConfigError(
+            f"The model knows none of the {len(every)} test directions of {corpus.directory} "
+            f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
+            + (f", and translates into {listed(into)} alone" if into else "")
+            + "; name a corpus with two of those."
+        )
+    wanted = [one for one in taken if not targets or one.target in targets]
+    if not wanted:
+        raise ConfigError(
+            f"decoding.targets names {listed(targets)}, and none of the test directions that the "
+            f"model knows ({listed(map(str, taken))}) is into them: name a target of those."
+        )
+    return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
+
+
+def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
+    """Tokens of every line, of which each rank encodes its share."""
+    shares = gather_objects(translator.lengths(jobs[world.rank :: world.size]))
+    lengths = [0] * len(jobs)
+    for rank, share in enumerate(shares):
+        lengths[rank :: world.size] = share
+    return lengths
+
+
+def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
+    """Every test line of the directions taken, in a fixed order."""
+    return [
+        Job(direction, line, text)
+        for direction in selection.taken
+        for line, text in enumerate(read_lines(corpus, "test", direction.pair, direction.source))
+    ]
+
+
+class DoneLines:
+    """What the ranks have translated so far, one file per rank, kept over interruptions."""
+
+    def __init__(self, call: StageCall, world: World) -> None:
+        self.directory = run_dir(call.out_dir)
+        problem: str | None = None
+        if world.rank == 0:
+            try:
+                self._begin(call)
+            except (UserError, OSError) as error:
+                problem = str(error)
+        problem = from_rank_zero(problem)
+        if problem:
+            raise ArtifactError(problem)
+        self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
+        self.records = list(self._read())
+        self.keys = {(record["direction"], record["line"]) for record in self.records}
+        wait_for_all()
+        self._lines = JsonLines(self.directory / f"rank-{world.rank:05d}.jsonl")
+        self._lines.truncate_after(0)
+
+    def write(self, jobs: Sequence[Job], hypotheses: Sequence[Hypothesis]) -> None:
+        for job, hypothesis in zip(jobs, hypotheses, strict=True):
+            record = {"direction": str(job.direction), "line": job.line}
+            record |= without_details(hypothesis)
+            if hypothesis.details is not None:
+                record["details"] = record_of(hypothesis.details)
+            self._lines.write(record)
+
+    def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
+        """All that is on disk, after every rank has finished."""
+        found: dict[str, dict[int, Hypothesis]] = {}
+        for record in self._read():
+            direction, line = record.pop("direction"), record.pop("line")
+            what = f"Translation {line} of {direction} in {self.directory}"
+            found.setdefault(direction, {})[line] = hypothesis_of(record, what=what)
+        return found
+
+    def _begin(self, call: StageCall) -> None:
+        """Go on with what is there, if it was translated with the same settings and inputs."""
+        digests = {name: record.digest for name, record in call.records.items()}
+        text = json.dumps([call.config, digests])
+        identity = _identity_of(text, sections=call.config)
+        claim_run_folder(self.directory, work="translation")
+        path = self.directory / "identity.json"
+        before = _identity_of(path.read_bytes(), sections=call.config) if path.is_file() else {}
+        change = describe_change(before, identity)
+        if change is None:
+            return
+        if before and not call.overwrite:
+            raise ArtifactError(
+                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                "on with those, name another --out, or pass --overwrite to begin anew."
+            )
+        self.remove()
+        claim_run_folder(self.directory, work="translation")
+        path.write_text(text, encoding="utf-8")
+
+    def remove(self) -> None:
+        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        remove_files(self.directory, OWN_FILES)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        for path in sorted(self.directory.glob("rank-*.jsonl")):
+            for record in JsonLines(path).read():
+                if not {"direction", "line"} <= record.keys():
+                    raise ArtifactError(
+                        f"{path} has a line that no translation stands in: remove {self.directory}."
+                    )
+                yield record
+
+
+class WorkingTime:
+    """Seconds of work, those of interrupted attempts included, which a file keeps.
+
+    ``since`` is ``time.monotonic()`` when this attempt began. What an attempt did after it last
+    saved is forgotten, as are lines that it had not yet written.
+    """
+
+    def __init__(self, path: Path, *, since: float) -> None:
+        self._path, self._since = path, since
+        self._earlier = _read_seconds(path)
+
+    @property
+    def seconds(self) -> float:
+        """So far, to the millisecond."""
+        return round(self._earlier + time.monotonic() - self._since, 3)
+
+    def save(self) -> None:
+        temporary = unfinished_path(self._path)
+        temporary.write_text(json.dumps(self.seconds), encoding="utf-8")
+        temporary.replace(self._path)
+
+
+def _read_seconds(path: Path) -> float:
+    """What an earlier attempt saved; 0 where there is none, or nothing that is a duration."""
+    try:
+        seconds = float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0.0
+    return seconds if 0 <= seconds < math.inf else 0.0
+
+
+def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
+    """Write the artifact from the ranks' files, and remove them."""
+    counts = line_counts(call.artifacts["corpus"], "test")
+    found = done.by_direction()
+    ordered = {
+        direction: [found[str(direction)][line] for line in range(counts[direction.pair])]
+        for direction in selection.taken
+    }
+    with call.new_artifact(wall_seconds=done.time.seconds) as writer:
+        for direction, hypotheses in ordered.items():
+            write_hypotheses(writer.path(hypotheses_name(direction)), hypotheses)
+            if call.recipe.decoding.wants_details:
+                details = [hypothesis.details or Details() for hypothesis in hypotheses]
+                write_details(writer.path(details_name(direction)), details)
+        every = [hypothesis for hypotheses in ordered.values() for hypothesis in hypotheses]
+        writer.statistics.update(
+            lines=len(every),
+            empty=sum(not hypothesis.text for hypothesis in every),
+            truncated=sum(hypothesis.truncated for hypothesis in every),
+            split=sum(hypothesis.split > 0 for hypothesis in every),
+            invalid=sum(hypothesis.invalid > 0 for hypothesis in every),
+            invalid_sequences=invalid_sequences(ordered),
+            directions={str(one): len(hypotheses) for one, hypotheses in ordered.items()},
+            skipped_directions=[str(direction) for direction in selection.skipped],
+        )
+        summarize(writer, selection)
+    done.remove()
+
+
+def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
+    """Direction → sequences of bytes that were no UTF-8 and were dropped, where there were any."""
+    counts = {
+        str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
+        for direction, hypotheses in translated.items()
+    }
+    return {direction: count for direction, count in counts.items() if count}
+
+
+def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
+    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    try:
+        settings, inputs = json.loads(noted)
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    if not isinstance(settings, dict):
+        return {}
+    return {"settings": with_defaults(settings, sections=sections), "inputs": inputs}
+
+
+def summarize(writer: ArtifactWriter, selection: Selection) -> None:
+    """Say in the summary what the statistics count."""
+    counts = writer.statistics
+    writer.summary.append(
+        f"{counted(counts['lines'], 'line')} in {counted(len(selection.taken), 'direction')} "
+        f"translated; {counts['empty']:,} of the translations are empty"
+    )
+    if counts["split"]:
+        writer.summary.append(
+            f"{counted(counts['split'], 'line')} too long for the model: translated in parts, "
+            "split at sentence ends where there are any, and joined again"
+        )
+    if counts["truncated"]:
+        writer.summary.append(
+            f"{counted(counts['truncated'], 'line')} truncated: a single character has more tokens "
+            "than the model takes"
+        )
+    if counts["invalid"]:
+        invalid = counts["invalid_sequences"]
+        by_count = sorted(invalid, key=lambda name: (-invalid[name], name))
+        writer.summary.append(
+            f"{counted(sum(invalid.values()), 'sequence')} of bytes that are no UTF-8 dropped from "
+            f"{counted(counts['invalid'], 'translation')}: "
+            f"{listed(f'{name} {invalid[name]:,}' for name in by_count)}"
+        )
+    if selection.skipped:
+        writer.summary.append(
+            f"{counted(len(selection.skipped), 'direction')} left out, since the model does not "
+            "know both of their languages, or decoding.targets not the one into which: "
+            f"{listed(map(str, selection.skipped))}"
+        )
+
+
+if __name__ == "__main__":
+    from pipeline.cli import stage_main
+
+    leave(stage_main("translate"))
