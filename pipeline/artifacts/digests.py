@@ -373,7 +373,7 @@ class HashedFiles:
         try:
             with path.open("wb", buffering=WRITE_BYTES) as stream:
                 for chunk in chunks_of(pieces):
-                    found.append(self._hashing.submit(digests.digest_of, chunk))
+                    found.append(self._hashing.submit(digest_of, chunk))
                     for part in chunk:
                         stream.write(part)
                         size += part.nbytes
