@@ -13,7 +13,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(
 .PHONY: demo check test test-faults lint docs pictures bench clean
 
 demo: $(VENV)/installed
-	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
+	$(VENV)/bin/mmnmt run demo
 
 check: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"

@@ -114,16 +114,14 @@ class CleanConfig(Settings):
     """Lines each side of which is in the script of the other, of languages with two scripts."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
     """Drops lines a side of which is found to be in another language than it is named for. Sides in
-    languages that the identifier does not know are never judged."""
+    languages that the identifier does not know, and sides of fewer than 40 characters, are never
+    judged."""
     language_model: str = ""
     """Of fasttext: a local file, lid.176.bin or GlotLID's model.bin."""
-    language_min_characters: Annotated[int, whole(1, 10**9)] = 40
-    """Shorter sides are not judged by their language."""
     drop_duplicates: bool = True
     drop_near_duplicates: bool = False
-    """Lines that nearly repeat an earlier one of their pair, digits, case and punctuation aside."""
-    near_duplicate_similarity: Annotated[float, number(above=0, most=1)] = 0.8
-    """Jaccard similarity of the character 5-grams of both sides from which on they do."""
+    """Lines that nearly repeat an earlier one of their pair, digits, case and punctuation aside:
+    the character 5-grams of both sides have a Jaccard similarity of 0.8 or more."""
     drop_held_out_overlap: bool = True
     """Training lines one side of which is, letters and digits folded, a valid or test line."""
     held_out_scope: Literal["all_pairs", "own_pair"] = "all_pairs"
@@ -217,9 +215,8 @@ class ShardsConfig(Settings):
     by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
     of the text, and disk and time grow with it."""
     segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
-    """Unigram: probabilities are taken to this power; BPE: share of merges that are left out."""
-    segmentation_nbest: Annotated[int, whole(2, 1000)] = 64
-    """Unigram draws from so many best segmentations."""
+    """Unigram draws from the 64 best segmentations, by their probabilities to this power; BPE:
+    share of merges that are left out."""
     seed: Seed = 1
     """Of the segmentations."""
 

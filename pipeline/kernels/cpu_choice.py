@@ -1,8 +1,7 @@
 """Which of several kernels for the same result a process takes on its CPU.
 
 Processors differ in what they are fast at, and kernels in how they round. So the kernels are those
-of a table by what the processor has, unless they were measured (:mod:`pipeline.kernels.cpu_timing`)
-and told to all ranks of a run.
+of a table by what the processor has. All ranks of a run take those of rank 0.
 """
 
 from collections.abc import Iterator
@@ -17,8 +16,7 @@ FEW_QUERIES = 16
 """Up to here (decoding: one per beam) attention by plain products is the faster kernel."""
 
 NO_AVX512 = ("DEFAULT", "AVX2")
-"""What PyTorch calls x86 processors on which MKL's float32 products are taken, not oneDNN's;
-``training.cpu_kernels = "measured"`` compares the two on the processor at hand."""
+"""What PyTorch calls x86 processors on which MKL's float32 products are taken, not oneDNN's."""
 
 
 @dataclass(frozen=True)

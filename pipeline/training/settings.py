@@ -92,10 +92,6 @@ class TrainingConfig(Settings):
     """An update whose gradient is not finite is tried this many times again; then its micro-batches
     that cause it are left out, and named in the run's quarantine. 0: training ends there. With
     fp16, overflows that a smaller loss scale mends are none of these tries."""
-    cpu_kernels: Literal["processor", "measured"] = "processor"
-    """On CPU, kernels by what rank 0's processor has, so that a run done again there is the same to
-    the last bit; or those that rank 0 measures to be the fastest when the run begins, which differ
-    in rounding: they stand in the training states, and are kept when the run goes on."""
     validate_every: Updates = 1000
     best_by: Literal["all", "high", "medium", "low", "extremely_low"] = "all"
     """Whose validation perplexity says which weights are kept: that of all directions, or of the
