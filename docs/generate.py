@@ -381,7 +381,7 @@ def benchmarks_page(results: Path) -> str:
     introduction = (
         "Every table is one result file of `tests/bench/results`. `ratio` compares this project "
         "with the peer that the case names; the result holds when the ratio reaches `target`. "
-        "`memory` and `estimate` compare a prediction with a measurement instead. "
+        "`memory` compares a prediction with a measurement instead. "
         "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, "
         "writes a result file."
     )

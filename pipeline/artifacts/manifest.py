@@ -384,7 +384,7 @@ def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
-    """What an artifact notes of a recipe's sections, with the settings there were not yet.
+    """Return what an artifact notes of a recipe's sections, as this version would note it.
 
     Those are at their defaults, since a new setting does by default what was done before. As noted
     where a section cannot be read any more. Names that are no sections of a recipe are passed over;
@@ -400,7 +400,7 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
             if name in kinds
         }
     except ValidationError:
-        return dict(noted)
+        return noted
     return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}
 
 

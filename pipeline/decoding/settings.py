@@ -24,7 +24,7 @@ class DecodingConfig(Settings):
     tokens: BatchTokens = 4096
     """Source tokens × hypotheses at work (beam_size, or samples) of a batch stay within this."""
     stopping: Literal["fairseq", "huggingface"] = "fairseq"
-    """Whose rule ends a sentence and normalises scores; see ``decoding/stopping.py``."""
+    """Whose rule ends a sentence and normalises scores; see ``decoding/hypotheses.py``."""
     precision: Literal["float32", "bfloat16", "int8"] = "float32"
     """int8, on CPU: linear layers in 8 bits, the rest in float32; see
     ``decoding/quantization.py``."""

@@ -24,7 +24,7 @@ from pipeline.distributed.collectives import from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted
-from pipeline.kernels.cpu_choice import by_processor, using_cpu_kernels
+from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stages.registry import StageCall

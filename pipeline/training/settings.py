@@ -118,6 +118,17 @@ class TrainingConfig(Settings):
     an extremely low one. A recipe with another ``corpus.source`` than its parent's does not inherit
     them: they are of the parent's corpus."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_choice_of_kernels(cls, values: object) -> object:
+        """Refuse recipes of earlier versions that choose how CPU kernels are chosen."""
+        if isinstance(values, dict) and "cpu_kernels" in values:
+            raise ValueError(
+                "cpu_kernels is a setting of an earlier version: training now takes the kernels "
+                "that suit rank 0's processor. Remove it"
+            )
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         thresholds = list(self.resource_thresholds)

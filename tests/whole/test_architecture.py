@@ -43,10 +43,7 @@ STAGE_MODULES = {stage.module for stage in STAGES.values()}
 READ_AHEAD = {"pipeline.decoding.incoming_lines"}
 """What the command line loads of a room above it: it knows of nothing but bytes."""
 SLIM_STAGES = (
-    *(
-        f"pipeline.stages.{name}"
-        for name in ("pretrain", "finetune", "translate", "upcycle")
-    ),
+    *(f"pipeline.stages.{name}" for name in ("pretrain", "finetune", "translate", "upcycle")),
     *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
     "pipeline.extensions.tasks.evaluate_task",
 )

@@ -1,4 +1,4 @@
-"""What expert parallelism exchanges, against a micro-batch whose exchanges are written down."""
+"""The least time of a step, and the exchanges of expert parallelism against recorded ones."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pipeline.config.recipe import Recipe
-from pipeline.estimates.exchanges import expert_exchanges
-from pipeline.estimates.operators import META, OperatorCounter, micro_batch
+from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
+from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, expert_exchanges, least_time
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.spec import placeholder_spec
 from pipeline.model.transformer import build_model
@@ -16,8 +16,6 @@ from pipeline.training.losses import training_loss
 
 DROPLESS = {"num_experts": 4, "every": 2}
 CAPACITY = {**DROPLESS, "dispatch": "capacity"}
-
-
 BY_LANGUAGE = {"kind": "language_experts"}
 
 
@@ -45,7 +43,7 @@ def test_the_bytes_are_those_that_a_micro_batch_exchanges(
     modules: dict[str, Any] | None,
     layers: int,
 ) -> None:
-    """Of one rank whose partner sends what it is sent."""
+    """Records the exchanges of one rank whose partner sends back what it gets."""
     exchanged: list[int] = []
 
     def send_back(out: Tensor, given: Tensor, *_splits: Any, group: Any) -> None:  # noqa: ARG001
@@ -93,3 +91,18 @@ def test_the_host_waits_once_per_layer_also_where_routes_are_dropped(
 def test_experts_of_one_rank_exchange_nothing(moe: dict[str, Any] | None, size: int) -> None:
     found = expert_exchanges(recipe_of(moe, size=size))
     assert (found.bytes, found.sent_bytes, found.host_copies) == (0, 0, 0)
+
+
+def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
+    found = count_training(recipe_of(None, size=1), vocabulary_size=100, num_groups=0)
+    device = DEVICES["h100"]
+    time = least_time(found, device)
+    attention = time.parts["attention"]
+    assert attention.launch_seconds == LAUNCH_SECONDS * len(found.parts["attention"])
+    assert attention.seconds == attention.launch_seconds > attention.byte_seconds
+    assert attention.bound == "launches"
+    assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
+    assert time.to_json()["launches"] == len(found.launches)
+    assert sum(place.multiply_adds for place in time.places.values()) == sum(
+        part.multiply_adds for part in time.parts.values()
+    )

@@ -1,13 +1,14 @@
-"""Routing on CPU: loops over tokens and their routes, compiled by numba.
+"""Loops over tokens, routes and rows on CPU, compiled by numba: routing and steps of a search.
 
-A router, its dispatch and its combine are many operators on few numbers. On CPU each of them takes
-longer to call than to carry out, the more so after matrix products that leave nothing else in the
-cache. The same in operators, for other devices, stands in ``router`` and ``dispatch``.
+Both are many operators on few numbers, each of which takes longer to call than to carry out, the
+more so after matrix products that leave nothing else in the cache. Other devices take the same
+steps in operators, which stand beside the call of each loop.
 
 numba has no bfloat16: states in it come as the 16-bit integers they are stored in
-(:func:`~pipeline.kernels.loop_arrays.numbers`), and are computed with in float32.
+(:func:`~pipeline.kernels.cpu.numbers`), and loops compute with them in float32.
 
-Legend: N tokens, E experts, C choices per token (top-k), R rows, D model width.
+Legend: N tokens, E experts, C choices per token (top-k), R rows of experts, D model width; of a
+search R rows, H heads, K head width, P entries, T entries of a row, V vocabulary, C candidates.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
-    """Compile at the first call; kept for later processes where a directory can be written to."""
+    """Compile at the first call, and cache the code on disk where a directory is writable."""
 
     def decorate(loop: Loop) -> Loop:
         try:
@@ -49,10 +50,10 @@ def choose_experts(
     first_E: Floats,
     balance_loss: Floats,
 ) -> None:
-    """Softmax, the best experts of every token and the balance loss; outputs are filled in.
+    """Fill in the softmax, the best experts of every token, their weights and the balance loss.
 
     ``first_E`` is the share of tokens that choose an expert first. Of equal logits the first is
-    chosen; what is not a number is never out of range.
+    chosen. Experts exist even where logits are NaN.
     """
     num_tokens, num_experts = logits_NE.shape
     top_k = expert_NC.shape[1]
@@ -102,9 +103,9 @@ def choose_experts_backward(
     d_balance_loss: float,
     d_logits_NE: Floats,
 ) -> None:
-    """The gradient of the logits from those of the weights and of the balance loss.
+    """Fill in the gradient of the logits from those of the weights and of the balance loss.
 
-    Renormalised weights are a softmax over the chosen logits, weights as they are one over all.
+    Renormalized weights are a softmax over the chosen logits, other weights one over all.
     """
     num_tokens, num_experts = probability_NE.shape
     d_probability_E = first_E * (d_balance_loss * num_experts / max(num_tokens, 1))
@@ -126,7 +127,7 @@ def choose_experts_backward(
 
 @compiled()
 def count_routes(expert_NC: Integers, routed_E: Integers) -> None:
-    """Routes per expert. Those who go on to write by them rely on it that all experts exist."""
+    """Count routes per expert; refuse experts that do not exist, since later loops rely on it."""
     routed_E[:] = 0
     for expert_C in expert_NC:
         for expert in expert_C:
@@ -165,12 +166,12 @@ def place_routes(
 
 
 def widened(stored: Any) -> Any:
-    """A stored number, to compute with."""
+    """Return a stored number as one to compute with."""
     raise TypeError(f"only compiled loops can widen {stored!r}")
 
 
 def narrowed(number: Any, like: Any) -> Any:
-    """A float32 number in the type of a stored one."""
+    """Return a float32 number in the type of a stored one."""
     raise TypeError(f"only compiled loops can narrow {number!r} to {like!r}")
 
 
@@ -200,7 +201,7 @@ def _narrowed(number: Any, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG
 def sum_over_routes(
     y_RD: States, row_NC: Integers, weight_NC: Floats | None, first: int, last: int, sum_ND: States
 ) -> None:
-    """The rows of each token from ``first`` up to ``last``, weighted if there are weights, summed.
+    """Sum the rows of each token from ``first`` up to ``last``, weighted if there are weights.
 
     A row beyond the last of ``y_RD`` is 0.
     """
@@ -231,7 +232,7 @@ def sum_over_routes_backward(
     d_weight_Q: Floats,
     total_D: States,
 ) -> None:
-    """The gradients of rows from ``first`` up to ``last``, their sum, and those of their weights.
+    """Fill in gradients of rows from ``first`` up to ``last``, their sum, and those of weights.
 
     Weights are numbered like routes; a row without one among them gets a gradient of 0.
     """
@@ -254,7 +255,7 @@ def sum_over_routes_backward(
 
 @compiled(fastmath={"reassoc", "contract"})
 def relu_backward(hidden_RF: States, d_hidden_RF: States, total_F: States) -> None:
-    """The gradient before ReLU in the place of the one behind it, and its sum over rows."""
+    """Overwrite the gradient of ReLU's output by that of its input; fill in its sum over rows."""
     num_rows, width = hidden_RF.shape
     sum_F = np.zeros(width, np.float32)
     for r in range(num_rows):
@@ -265,3 +266,146 @@ def relu_backward(hidden_RF: States, d_hidden_RF: States, total_F: States) -> No
             d_hidden_RF[r, f] = narrowed(d_hidden, d_hidden_RF[r, f])
     for f in range(width):
         total_F[f] = narrowed(sum_F[f], total_F[f])
+
+
+BLOCK = 32
+"""Logits whose maximum is taken together: most blocks have no candidate."""
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOWEST = np.float32(-87.0)
+"""Smaller exponents count as this one."""
+
+
+@numba.njit(inline="always")
+def exponential(x: Any) -> Any:
+    """Return e^x for x ≤ 0, exact to two units in the last place, in a form that vectorizes.
+
+    Cephes' ``expf``: 2^n · e^r with |r| ≤ ln(2) / 2, e^r by a polynomial.
+    """
+    x = max(x, LOWEST)
+    n = np.floor(x * LOG2_E + np.float32(0.5))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def attend_entries(
+    query_RHK: States,
+    key_PHK: States,
+    value_PHK: States,
+    entry_RT: Integers | None,
+    start_R: Integers,
+    stop_R: Integers,
+    first: int,
+    last: int,
+    context_RHK: States,
+) -> None:
+    """Compute softmax(q kᵀ / sqrt(K)) v of rows from ``first`` up to ``last``, head by head.
+
+    A row attends to the entries that a table lists from ``start_R`` up to ``stop_R`` or, without a
+    table, to entries ``start_R`` up to ``stop_R``. Queries may have keys and values behind them:
+    only their first H heads are read.
+    """
+    num_heads, width = key_PHK.shape[1:]
+    scale = np.float32(1) / np.sqrt(np.float32(width))
+    longest = 1
+    for row in range(first, last):
+        longest = max(longest, stop_R[row] - start_R[row])
+    weight_HT = np.empty((num_heads, longest), np.float32)
+    total_HK = np.empty((num_heads, width), np.float32)
+    for row in range(first, last):
+        start = start_R[row]
+        count = stop_R[row] - start
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                query_K, key_K, score = query_RHK[row, h], key_PHK[entry, h], np.float32(0)
+                for k in range(width):
+                    score += widened(query_K[k]) * widened(key_K[k])
+                weight_HT[h, t] = score * scale
+        for h in range(num_heads):
+            weight_T = weight_HT[h, :count]
+            peak = weight_T[0]
+            for t in range(1, count):
+                peak = max(peak, weight_T[t])
+            normalizer = np.float32(0)
+            for t in range(count):
+                weight_T[t] = exponential(weight_T[t] - peak)
+                normalizer += weight_T[t]
+            share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
+            total_K = total_HK[h]
+            total_K[:] = 0
+            for t in range(count):
+                weight_T[t] *= share
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                weight, total_K, value_K = weight_HT[h, t], total_HK[h], value_PHK[entry, h]
+                for k in range(width):
+                    total_K[k] += weight * widened(value_K[k])
+        for h in range(num_heads):
+            total_K, context_K = total_HK[h], context_RHK[row, h]
+            for k in range(width):
+                context_K[k] = narrowed(total_K[k], context_K[k])
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def normalize(
+    logits_RV: Floats, peak_R: Floats, first: int, last: int, normalizer_R: Floats
+) -> None:
+    """Compute log Σ e^x of rows from ``first`` up to ``last``, given the largest logit of each."""
+    size = logits_RV.shape[1]
+    for row in range(first, last):
+        logit_V, peak, total = logits_RV[row], peak_R[row], np.float32(0)
+        for v in range(size):
+            total += exponential(logit_V[v] - peak)
+        normalizer_R[row] = peak + np.log(total) if peak - peak == 0 else np.float32(np.nan)
+
+
+@numba.njit(inline="always")
+def insert(value: Any, token: int, best_C: Floats, token_C: Integers) -> None:
+    """Insert a value above the last into values in descending order, after its equals."""
+    place = len(best_C) - 1
+    while place > 0 and value > best_C[place - 1]:
+        best_C[place], token_C[place] = best_C[place - 1], token_C[place - 1]
+        place -= 1
+    best_C[place], token_C[place] = value, token
+
+
+@compiled()
+def best_tokens(
+    logits_RV: Floats, first: int, last: int, best_RC: Floats, token_RC: Integers
+) -> None:
+    """Fill in the largest logits of rows from ``first`` up to ``last``, and their tokens.
+
+    The best comes first, and of equal ones the first token. NaN is left out; where no more logits
+    are above -inf, the rest is -inf and token 0. All are in the blocks of the C largest maxima.
+    """
+    size, lowest = logits_RV.shape[1], np.float32(-np.inf)
+    peak_B = np.empty(-(-size // BLOCK), np.float32)
+    for row in range(first, last):
+        logit_V, best_C, token_C = logits_RV[row], best_RC[row], token_RC[row]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            block, peak = logit_V[b * BLOCK : (b + 1) * BLOCK], lowest
+            for v in range(len(block)):
+                peak = block[v] if block[v] > peak else peak
+            peak_B[b] = peak
+            if peak > best_C[-1]:
+                insert(peak, 0, best_C, token_C)
+        bar = best_C[-1]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            if peak_B[b] >= bar:
+                block = logit_V[b * BLOCK : (b + 1) * BLOCK]
+                for v in range(len(block)):
+                    if block[v] >= bar and block[v] > best_C[-1]:
+                        insert(block[v], b * BLOCK + v, best_C, token_C)

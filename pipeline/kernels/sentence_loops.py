@@ -1,7 +1,7 @@
-"""Planning and assembling batches: loops over sentences, compiled by numba.
+"""Loops over sentences, compiled by numba: planning and assembling batches, and shared n-grams.
 
 A window has millions of sentences and a micro-batch hundreds: numpy would go over them once per
-operator and keep what lies between, Python would take longer than a model does. The loops run
+operator and keep what lies between, and Python would take longer than a model does. The loops run
 without the interpreter's lock, so that they can work ahead of training in a thread.
 
 Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
@@ -17,17 +17,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 
-from pipeline.kernels.routing_loops import compiled
+from pipeline.kernels.compiled_loops import compiled
 
 Integers = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 
 PAIR, REVERSE, TARGET, SOURCE, ITEM = range(5)
-"""Fields of a sort key."""
+"""Fields of a sort key, from the highest bits to the lowest."""
 
 DIGIT_BITS = 11
-"""Sorting goes by as many bits at once: 2,048 places to write to are what a core keeps at hand."""
+"""Bits that one pass of sorting looks at: a core's cache holds 2,048 places to write to."""
 
+ITEM_BITS = 32
+"""Lower bits of an edge of the tree, which hold an item; the upper ones hold a node."""
+MIN_TABLE_BITS = 4
+
+_NO_EDGE = -1
+_WORD_BITS = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -35,7 +41,7 @@ _FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint
 
 @compiled()
 def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -> None:
-    """Tokens of the longest sentence of a pair, and the sum over lines of the longer side."""
+    """Find the longest sentence of a pair in tokens, and the sum over lines of the longer side."""
     longest = total = 0
     for line in range(len(first_offsets) - 1):
         first = first_offsets[line + 1] - first_offsets[line]
@@ -50,10 +56,11 @@ def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -
 def shuffle(
     position_N: Integers, round_R: npt.NDArray[np.uint64], half: int, size: int, line_N: Integers
 ) -> None:
-    """Where a keyed permutation of range(size) takes each position.
+    """Compute where a keyed permutation of range(size) takes each position.
 
-    A Feistel network on twice ``half`` bits, whose rounds are the finaliser of splitmix64: every
-    input bit reaches every output bit. What leaves the range walks on until it is back.
+    It is a Feistel network on twice ``half`` bits whose rounds are the finalizer of splitmix64:
+    every input bit reaches every output bit. A value that leaves the range is permuted again until
+    it is back.
     """
     width = np.uint64(half)
     mask = (np.uint64(1) << width) - np.uint64(1)
@@ -76,9 +83,9 @@ def shuffle(
 
 @compiled()
 def sort_by_bits(key_N: Integers, other_N: Integers, low: int, high: int) -> None:
-    """Sort by the bits from ``low`` up to ``high``, digit by digit; equal ones keep their order.
+    """Sort stably by the bits from ``low`` up to ``high``, digit by digit.
 
-    ``other_N`` has room for as many, and holds nothing of use afterwards.
+    ``other_N`` is working memory of the same size.
     """
     from_N, to_N = key_N, other_N
     passes = 0
@@ -109,10 +116,10 @@ def make_keys(
     shift_F: Integers,
     key_N: Integers,
 ) -> None:
-    """Sort keys of the items of a pair, line · ``epochs`` + epoch, in their place.
+    """Replace the items of a pair, line · ``epochs`` + epoch, by sort keys.
 
-    ``first_epoch`` is the number of the first epoch of which the window has something.
-    ``direction`` is 0 or 1 where all items are in one, -1 where it alternates from epoch to epoch.
+    ``first_epoch`` is the number of the first epoch with items in the window. ``direction`` is 0 or
+    1 where all items have the same one, -1 where it alternates from epoch to epoch.
     """
     for n in range(len(key_N)):
         item = key_N[n]
@@ -141,7 +148,7 @@ def read_keys(
     reverse_N: Integers,
     line_N: Integers,
 ) -> None:
-    """Which sentences sort keys are of, and in which direction."""
+    """Read pair, direction and line of sentences from their sort keys."""
     mask_F = (1 << bits_F) - 1
     for n in range(len(key_N)):
         key = key_N[n]
@@ -161,10 +168,10 @@ def mark_cuts(
     budget: int,
     is_cut_N: Flags,
 ) -> None:
-    """Mark sorted sentences that begin a part: with them the one before would be too large.
+    """Mark sorted sentences that begin a part: with them the part before would exceed the budget.
 
-    A part's size is that of its padded larger side, with so many extra tokens per sentence; it is
-    of one direction.
+    The size of a part is that of its larger side with padding and the extra tokens of each
+    sentence. A part has one direction.
     """
     start = longest = 0
     for n in range(len(source_N)):
@@ -187,9 +194,9 @@ def mark_key_cuts(
     budget: int,
     is_cut_N: Flags,
 ) -> None:
-    """:func:`mark_cuts` of sorted keys; a part is of one direction where ``one_direction`` says so.
+    """Mark cuts as :func:`mark_cuts` does, from sorted keys, which take less memory than lengths.
 
-    The lengths of a whole window are more memory than its keys.
+    A part has one direction if ``one_direction``.
     """
     mask_F = (1 << bits_F) - 1
     start = longest = before = 0
@@ -217,7 +224,7 @@ def sum_key_parts(
     source_M: Integers,
     target_M: Integers,
 ) -> None:
-    """Sums of the lengths of sources and of targets between each bound and the next."""
+    """Sum the lengths of sources and of targets between each bound and the next."""
     mask_F = (1 << bits_F) - 1
     for m in range(len(source_M)):
         source = target = 0
@@ -228,7 +235,7 @@ def sum_key_parts(
 
 
 def _point_at(_: Any, __: Any) -> Any:
-    """The memory at an address: a compiled loop cannot be given a list of hundreds of files."""
+    """Return the memory at an address: compiled loops take no list of hundreds of files."""
 
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -249,7 +256,7 @@ def locate(
     start_2B: Integers,
     length_2B: Integers,
 ) -> None:
-    """Where the tokens of source and target begin in their files, and how many there are.
+    """Find where the tokens of source and target begin in their files, and how many there are.
 
     ``offsets_P2`` has the addresses of the offsets of both sides of each pair.
     """
@@ -274,7 +281,7 @@ def gather(
     width_P2: Integers,
     token_N: Integers,
 ) -> None:
-    """Copy sentences one after the other from the files of their pairs.
+    """Copy the tokens of sentences, one after the other, from the files of their pairs.
 
     ``tokens_P2`` has the addresses of the tokens of both sides of each pair, ``width_P2`` the bytes
     of one.
@@ -303,9 +310,7 @@ def gather_flags(
     flags_P2: Integers,
     flag_N: Integers,
 ) -> None:
-    """As :func:`gather`, a byte of each token; zeros of a file that there is not, whose address
-    is 0.
-    """
+    """Copy flags, one byte per token, as :func:`gather` does; address 0 is a file of zeros."""
     row = 0
     for b in range(len(pair_B)):
         address, start, length = flags_P2[pair_B[b], side_B[b]], start_B[b], length_B[b]
@@ -328,7 +333,7 @@ def join(
     third_B: Integers,
     joined_N: Integers,
 ) -> None:
-    """Three parts of every sentence one after the other; ``_B`` has the lengths of each."""
+    """Join three parts of every sentence; ``_B`` has the lengths of each."""
     first = second = third = row = 0
     for b in range(len(first_B)):
         for _ in range(first_B[b]):
@@ -340,3 +345,84 @@ def join(
         for _ in range(third_B[b]):
             joined_N[row] = third_N[third]
             third, row = third + 1, row + 1
+
+
+@compiled()
+def _table_bits(ngrams: int) -> int:
+    """Return log2 of the number of slots, at least half of which stay free."""
+    bits = MIN_TABLE_BITS
+    while (1 << bits) < 2 * ngrams:
+        bits += 1
+    return bits
+
+
+@compiled()
+def _slot(edges: Integers, bits: int, edge: int) -> int:
+    """Return the slot of an edge, or the free slot where it belongs."""
+    mask = (1 << bits) - 1
+    slot = np.int64((np.uint64(edge) * _GOLDEN) >> np.uint64(_WORD_BITS - bits))
+    while edges[slot] != edge and edges[slot] != _NO_EDGE:
+        slot = (slot + 1) & mask
+    return int(slot)
+
+
+@compiled()
+def count_shared_ngrams(
+    first: Integers,
+    first_starts: Integers,
+    second: Integers,
+    second_starts: Integers,
+    found: npt.NDArray[np.int32],
+) -> None:
+    """Fill ``found`` (lines, orders, 3): n-grams of the first line, of the second, shared ones.
+
+    An n-gram is shared as often as the line has it that has it less often. Counting with strings or
+    tuples would make one of every n-gram. Here the n-grams of the second line are a tree in a table
+    of open addressing: a step from the root is an item, and the node after n steps stands for one
+    n-gram and no other, whatever items hash to. The first line walks down the same tree; where it
+    leaves the tree, nothing longer that begins there can be shared.
+
+    Args:
+        found: filled in.
+        first: items of all first lines, line after line.
+        first_starts: (lines + 1,) where each line begins, and the end of the last.
+        second: items of all second lines.
+        second_starts: (lines + 1,) likewise.
+    """
+    lines, orders = found.shape[0], found.shape[1]
+    found[:] = 0
+    longest = 0
+    for line in range(lines):
+        longest = max(longest, second_starts[line + 1] - second_starts[line])
+    room = _table_bits(orders * longest)
+    edges = np.empty(1 << room, np.int64)
+    counts = np.empty(1 << room, np.int32)
+    for line in range(lines):
+        begin, end = second_starts[line], second_starts[line + 1]
+        bits = _table_bits(orders * (end - begin))
+        edges[: 1 << bits] = _NO_EDGE
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | second[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    edges[slot] = edge
+                    counts[slot] = 0
+                counts[slot] += 1
+                found[line, order, 1] += 1
+                node = slot + 1
+        begin, end = first_starts[line], first_starts[line + 1]
+        for order in range(min(orders, end - begin)):
+            found[line, order, 0] = end - begin - order
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | first[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    break
+                if counts[slot] > 0:
+                    counts[slot] -= 1
+                    found[line, order, 2] += 1
+                node = slot + 1

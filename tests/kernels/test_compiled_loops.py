@@ -13,17 +13,20 @@ from support.tiny_models import tiny_spec
 from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.kernels import expert_products, expert_rows, placement, threads
-from pipeline.kernels import routing_loops as loops
-from pipeline.kernels.activations import Activation
-from pipeline.kernels.expert_choice import choose_by_operators
+from pipeline.kernels import compiled_loops as loops
+from pipeline.kernels import cpu, placement
+from pipeline.kernels.compiled_loops import compiled
+from pipeline.kernels.cpu import numbers
 from pipeline.kernels.expert_products import ExpertWeights, grouped_feed_forward, grouped_products
-from pipeline.kernels.expert_rows import combine, gather
-from pipeline.kernels.group_logits import average_of_logits, logits_of_average
-from pipeline.kernels.kept_weights import kept_softmax, kept_weights
-from pipeline.kernels.loop_arrays import numbers
-from pipeline.kernels.placement import Queue, place_by_loop, place_by_sorting
-from pipeline.kernels.routing_loops import compiled
+from pipeline.kernels.placement import Queue, combine, gather, place_by_loop, place_by_sorting
+from pipeline.kernels.products import Activation
+from pipeline.kernels.routing import (
+    average_of_logits,
+    choose_by_operators,
+    kept_softmax,
+    kept_weights,
+    logits_of_average,
+)
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
@@ -39,8 +42,12 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def queue_of(order: str, top_N: Tensor) -> Queue | None:
+    return {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+
+
 def router_losses(routing: Routing) -> Tensor:
-    """Something that depends on all that is differentiable."""
+    """Return a loss that depends on all that is differentiable."""
     slope_NC = random(*routing.weight_NC.shape, seed=5)
     return (routing.weight_NC * slope_NC).sum() + 3 * routing.balance_loss
 
@@ -105,7 +112,7 @@ def test_the_loop_places_routes_as_sorting_does(
     routing = choose(random(num_tokens, num_experts, seed=seed), top_k=min(2, num_experts))
     generator = torch.Generator().manual_seed(seed)
     top_N = torch.rand(num_tokens, generator=generator).clamp_min(0.5)  # half of them tied
-    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
+    queue = queue_of(order, top_N)
     routes = None if queue is None else queue.routes(routing.expert_NC)
     ours = place_by_loop(routing.expert_NC, num_experts, routes, capacity, spare_rows=False)
     theirs = place_by_sorting(routing.expert_NC, num_experts, queue, capacity, spare_rows=False)
@@ -120,7 +127,7 @@ def test_the_loop_places_routes_as_sorting_does(
 def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
     capacity: int, order: str
 ) -> None:
-    """By the operators of other devices throughout, gradients included."""
+    """Runs the operators of other devices throughout, gradients included."""
     layer, results = some_experts("relu"), []
     weights = ExpertWeights(layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias)
     routing = choose(random(40, 5, seed=4), top_k=2)
@@ -147,7 +154,7 @@ def test_routes_with_rows_for_dropped_ones_are_served_as_those_without(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_softmax_over_what_is_kept_is_renormalised_with_its_gradient() -> None:
+def test_a_softmax_over_what_is_kept_is_renormalized_with_its_gradient() -> None:
     is_dropped_NC = random(30, 3, seed=1) > 0
     results = []
     for by_operators in (True, False):
@@ -164,34 +171,29 @@ def test_a_softmax_over_what_is_kept_is_renormalised_with_its_gradient() -> None
 
 
 @pytest.mark.parametrize("order", ["number", "position", "priority"])
-def test_routes_of_what_is_not_a_number_are_placed_where_there_are_rows(order: str) -> None:
-    """As the update that they spoil is found out later, kernels must not read elsewhere."""
+@pytest.mark.parametrize("spare_rows", [True, False])
+def test_routes_with_priorities_that_are_nan_get_rows_that_exist(
+    spare_rows: bool, order: str
+) -> None:
+    """The update that NaN spoils is found later: until then kernels must not read elsewhere."""
     routing = choose(random(9, 4, seed=1), top_k=2)
     top_N = torch.full((9,), math.nan)
     top_N[2:5] = 0.5
-    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
-    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=True)
-    assert placement.slices is not None
+    queue = queue_of(order, top_N)
+    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=spare_rows)
     assert sorted(placement.route_R.tolist()) == list(range(18))
-    assert sorted(placement.row_NC.flatten().tolist()) == list(range(18))
-    bounds = placement.slices.bound_E.tolist()
-    assert bounds == sorted(bounds)
-    assert 0 <= bounds[0] <= bounds[-1] <= 18
-    assert set(placement.slices.expert_R.tolist()) <= {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("order", ["number", "position", "priority"])
-def test_routes_of_what_is_not_a_number_are_sent_where_they_are_counted(order: str) -> None:
-    routing = choose(random(9, 4, seed=1), top_k=2)
-    top_N = torch.full((9,), math.nan)
-    top_N[2:5] = 0.5
-    queue = {"number": None, "position": Queue(), "priority": Queue(top_N)}[order]
-    placement = place_by_sorting(routing.expert_NC, 4, queue, 3, spare_rows=False)
-    num_rows = int(placement.rows_E.sum())
-    assert 0 <= num_rows <= 12
-    assert sorted(placement.route_R.tolist()) == list(range(18))
-    assert len(placement.first_rows(num_rows).token_R) == num_rows
-    assert 0 <= placement.row_NC.min() <= placement.row_NC.max() <= num_rows
+    if spare_rows:
+        assert placement.slices is not None
+        assert sorted(placement.row_NC.flatten().tolist()) == list(range(18))
+        bounds = placement.slices.bound_E.tolist()
+        assert bounds == sorted(bounds)
+        assert 0 <= bounds[0] <= bounds[-1] <= 18
+        assert set(placement.slices.expert_R.tolist()) <= {0, 1, 2, 3}
+    else:
+        num_rows = int(placement.rows_E.sum())
+        assert 0 <= num_rows <= 12
+        assert len(placement.first_rows(num_rows).token_R) == num_rows
+        assert 0 <= placement.row_NC.min() <= placement.row_NC.max() <= num_rows
 
 
 def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> None:
@@ -214,7 +216,7 @@ def test_combining_sorted_rows_in_half_precision_is_near_single_precision() -> N
 
 def test_states_beside_their_float32_copy_have_the_sum_of_both_gradients() -> None:
     x_ND = random(5, 4, seed=1).bfloat16().requires_grad_()
-    both: tuple[Tensor, Tensor] = expert_rows._BesideFloat32.apply(x_ND)  # type: ignore[no-untyped-call]
+    both: tuple[Tensor, Tensor] = placement._BesideFloat32.apply(x_ND)  # type: ignore[no-untyped-call]
     states_ND, float_ND = both
     assert float_ND.dtype == torch.float32
     first_ND, second_ND = random(5, 4, seed=2).bfloat16(), random(5, 4, seed=3)
@@ -247,9 +249,8 @@ def test_no_route_is_written_to_an_expert_that_does_not_exist(expert: int) -> No
 
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Which have work in any case."""
-    monkeypatch.setattr(threads, "WORTH_OTHER_THREADS", 1)
-    monkeypatch.setattr(expert_products, "WORTH_OTHER_THREADS", 1)
+    """Use three threads, however small the work is."""
+    monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 1)
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(1)
@@ -270,7 +271,7 @@ def some_experts(activation: Activation) -> Experts:
 def served(
     layer: Experts, dtype: torch.dtype, capacity: int | None, spare: bool, how: str
 ) -> list[Tensor]:
-    """What 40 tokens get from four of the experts, and all gradients."""
+    """Return the output of four of the experts for 40 tokens, and all gradients."""
     layer = layer.to(dtype)
     layer.zero_grad(set_to_none=True)
     x_ND = random(40, 16, seed=3).to(dtype).requires_grad_()
@@ -328,7 +329,7 @@ def test_in_bfloat16_the_loops_are_as_near_to_float32_as_the_operators() -> None
 def test_numbers_are_rounded_to_bfloat16_as_pytorch_rounds_them() -> None:
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=generator, dtype=torch.int64)
-    halves = (torch.arange(2**16) << 16) + 2**15  # between two neighbours, all of them
+    halves = (torch.arange(2**16) << 16) + 2**15  # between two neighbors, all of them
     some = torch.cat([bits, halves, halves + 1, halves - 1]).to(torch.int32).view(torch.float32)
     one_R1 = torch.ones(1, 1, dtype=torch.bfloat16)
     row_NC = torch.zeros(len(some), 1, dtype=torch.int64)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.kernels.ngram_loops import ITEM_BITS, Integers, count_shared_ngrams
+from pipeline.kernels.sentence_loops import ITEM_BITS, Integers, count_shared_ngrams
 
 LARGEST = (1 << ITEM_BITS) - 1
 Line = Sequence[int]
