@@ -17,9 +17,8 @@ from support.comet_models import settings, write_checkpoint, write_encoder, writ
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation import comet_process
-from pipeline.evaluation.comet_process import load_model, scores_of
-from pipeline.evaluation.comet_score import Comet, CometScores, _run
+from pipeline.evaluation import comet
+from pipeline.evaluation.comet import Comet, CometScores, _run, load_model, scores_of
 from pipeline.evaluation.score_slot import TranslatedLines
 
 needs_comet = pytest.mark.skipif(
@@ -139,7 +138,7 @@ def test_a_checkpoint_that_could_run_code_is_refused_and_runs_none(tmp_path: Pat
     ("contents", "finding"),
     [
         ({"state_dict": {}}, "lacks 1 of the weights that its hparams.yaml asks for, weight among"),
-        ({"state_dict": None}, "has no state_dict: name a checkpoint that COMET saved"),
+        ({"state_dict": None}, "has no state_dict. Name a checkpoint that COMET saved"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -152,7 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 @pytest.mark.usefixtures("stub")
 def test_an_encoder_that_is_not_at_hand_is_refused_and_not_fetched(tmp_path: Path) -> None:
     model = write_stub_model(tmp_path / "model", encoder="stranger/encoder")
-    with pytest.raises(ConfigError, match=r"'stranger/encoder'.*nothing is fetched") as caught:
+    with pytest.raises(ConfigError, match=r"'stranger/encoder'.*nothing is downloaded") as caught:
         load_model(model)
     assert "\n" not in str(caught.value)
 
@@ -161,9 +160,9 @@ def test_an_encoder_that_is_not_at_hand_is_refused_and_not_fetched(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "text", "finding"),
     [
-        ("hparams.yaml", "class_identifier: none", "names no kind of COMET model.*'none'"),
+        ("hparams.yaml", "class_identifier: none", "names no known class of COMET models.*'none'"),
         ("hparams.yaml", "a: !!python/object/apply:os.getcwd []", "hparams.yaml cannot be read"),
-        ("hparams.yaml", "[1, 2]", "names no kind of COMET model.*None"),
+        ("hparams.yaml", "[1, 2]", "names no known class of COMET models.*None"),
         ("checkpoints/model.ckpt", "no checkpoint", "model.ckpt"),
         ("checkpoints/model.ckpt", "", "model.ckpt cannot be read as a checkpoint"),
     ],
@@ -187,8 +186,8 @@ def test_scores_that_are_no_numbers_are_refused(
     weights = {"weight": torch.tensor(float("nan"))}
     model = write_stub_model(tmp_path / "model", state_dict=weights)
     work = work_with(tmp_path / "work", [{"src": "a", "mt": "b", "ref": "c"}])
-    assert comet_process.main([str(model), str(work)]) == 2
-    assert capsys.readouterr().err == f"{model} gives scores that are no numbers: use another.\n"
+    assert comet.main([str(model), str(work)]) == 2
+    assert capsys.readouterr().err == f"{model} gives scores that are no numbers. Use another.\n"
 
 
 def test_what_the_process_refuses_is_an_error_in_its_words(tmp_path: Path) -> None:
