@@ -45,9 +45,9 @@ from pipeline.decoding.translator import Job, Translator
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError
+from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
 from pipeline.stages.translate import WorkingTime, lengths_over_ranks
 
 LANGUAGES = ("de", "en", "fr")

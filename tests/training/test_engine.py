@@ -35,10 +35,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,

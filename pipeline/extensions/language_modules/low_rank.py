@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.products import SentenceSlots, add_low_rank, linear
-from pipeline.model.language_modules.stack import LanguageStack
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import TokenLinear, Tokens
 
 VERTICAL_STD = 0.01
 Synthesis = Literal["pair_wise", "source", "target"]
@@ -62,7 +62,7 @@ class LowRankStack(LanguageStack):
         nn.init.zeros_(self.flat)
 
 
-class LowRankLinear(nn.Module):
+class LowRankLinear(TokenLinear):
     """A linear layer, whose weight and bias keep their names, beside modules of languages.
 
     It takes the parameters of the layer that it is made of; the modules' values are not yet set
@@ -90,6 +90,11 @@ class LowRankLinear(nn.Module):
         )
         return y_NO.view_as(y)
 
+    @property
+    def kept_values(self) -> int:
+        """The rank: F x is kept."""
+        return self.low_rank.flat.shape[1]
+
     def _slots(self, tokens: Tokens) -> SentenceSlots:
         """The same for all layers of this kind that see these tokens."""
         stack = self.low_rank
@@ -112,12 +117,6 @@ class LowRankLinear(nn.Module):
         """W + V F of the shared slot: what the plain layer of that route has."""
         assert self.low_rank.has_shared
         return self.weight + self.low_rank.vertical[-1] @ self.low_rank.flat[-1]
-
-
-def project(layer: nn.Module, x: Tensor, tokens: Tokens) -> Tensor:
-    """Through a linear layer, which may have modules of languages."""
-    y: Tensor = layer(x, tokens) if isinstance(layer, LowRankLinear) else layer(x)
-    return y
 
 
 def wrap_linear_layers(module: nn.Module, names: Sequence[str], shape: LowRankShape) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.errors import ConfigError
+from pipeline.extensions.byte_front_ends.settings import WsfConfig
 from pipeline.kernels.attention import can_attend_packed
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.settings import WsfConfig
+from pipeline.model.front_end import Passage, Source
 from pipeline.model.spec import ModelSpec
 
 

@@ -1,4 +1,9 @@
-"""What a front is given: the sentences, and the layers of the encoder.
+"""Encoder front ends: how the encoder goes through its layers.
+
+A front end is a module that takes embeddings with their positions, what is known of the sentences
+(:class:`Source`) and the encoder's layers (:class:`Passage`), and returns the states of the last
+layer. Before, between and in the layers it may change what they see. Its parameters are named
+``front.…``, so that those of the layers keep their names.
 
 Legend: B sentences, T their length, N real tokens, D model width.
 """
@@ -15,7 +20,7 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.convolutions import Gaps
 from pipeline.model.attention import Contextualizer
 from pipeline.model.embedding import Embedding
-from pipeline.model.layers import Reports, run_layer
+from pipeline.model.sublayer import Reports, run_layer
 from pipeline.model.tokens import Tokens
 
 
@@ -48,6 +53,18 @@ class HasBuffers(Protocol):
 
     def reset_buffers(self, device: torch.device) -> None:
         """(Re)compute them."""
+
+
+@runtime_checkable
+class SeesLanguage(Protocol):
+    """A front with a router that may be told the source language."""
+
+    @property
+    def sees_language(self) -> bool:
+        """Whether its router sees a vector of the source language."""
+
+    def show_as(self, language: int | None) -> None:
+        """Show the router the vector of this language from now on; None: of the source's."""
 
 
 class Passage:
@@ -96,3 +113,16 @@ class Passage:
             )
             x_ND = self.reports.add(output)
         return x_ND
+
+
+class SubwordFront(nn.Module):
+    """No front end: subwords, or any tokens, go through all layers as they are."""
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        source: Source,  # noqa: ARG002 (one signature)
+        passage: Passage,
+    ) -> Tensor:
+        """Return the states of the last layer."""
+        return passage.through(x_ND)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Example, Packing, collate
 from pipeline.checkpoints.names import named_slices, tensor_shapes
 from pipeline.errors import ConfigError
-from pipeline.model.language_modules.choice import refuse_languages_without_modules
-from pipeline.model.language_modules.low_rank import LowRankLinear, LowRankShape, Synthesis
+from pipeline.extensions.language_modules.low_rank import LowRankLinear, LowRankShape, Synthesis
+from pipeline.extensions.language_modules.settings import LowRankConfig
 from pipeline.model.parameters import count_parameters
-from pipeline.model.settings import LowRankConfig, ModelConfig
-from pipeline.model.spec import ModelSpec, make_spec
+from pipeline.model.settings import ModelConfig
+from pipeline.model.spec import ModelSpec, make_spec, refuse_languages_without_modules
 from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator

@@ -14,12 +14,12 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, collate
-from pipeline.model.front.passage import Source
-from pipeline.model.front.wsf import word_begins, words_as_sentences
+from pipeline.extensions.byte_front_ends.wsf import word_begins, words_as_sentences
+from pipeline.model.building import build_model
+from pipeline.model.front_end import Source
 from pipeline.model.initial_values import initialize
-from pipeline.model.layers import EncoderLayer
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import EncoderLayer, Transformer
 
 FRONTS: dict[str, dict[str, Any]] = {
     "msc": {"kind": "msc", "kernels": (0, 1, 3, 7)},
@@ -345,8 +345,8 @@ def test_other_fronts_do_not_look_at_given_words(name: str) -> None:
 
 def test_the_straight_through_router_learns_from_the_value_of_its_scale() -> None:
     """d loss / d logit of the chosen scale = ⟨d loss / d y, g(x)⟩, as if its weight were it."""
-    from pipeline.model.front.ada_msha import choose_scales
-    from pipeline.model.settings import AdaMshaConfig
+    from pipeline.extensions.byte_front_ends.ada_msha import choose_scales
+    from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 
     logits = torch.tensor([[0.1, 0.7, 0.2]], requires_grad=True)
     scale, weight = choose_scales(logits, AdaMshaConfig(top_k=1, max_scale=2))

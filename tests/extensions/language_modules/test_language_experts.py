@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeline.batching.batch import Packing, collate
 from pipeline.checkpoints.names import named_slices
-from pipeline.model.language_modules.language_experts import LanguageExperts
+from pipeline.extensions.language_modules.language_experts import LanguageExperts
 from pipeline.model.parameters import count_parameters_of
 from pipeline.model.tokens import Tokens
 

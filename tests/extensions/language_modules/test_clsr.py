@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights, tensor_shapes
-from pipeline.model.language_modules.clsr import ConditionalRouting, Gate, Projections
-from pipeline.model.settings import ClsrConfig
+from pipeline.extensions.language_modules.clsr import ConditionalRouting, Gate, Projections
+from pipeline.extensions.language_modules.settings import ClsrConfig
+from pipeline.model.building import build_model
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import build_model
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 

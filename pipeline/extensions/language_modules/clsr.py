@@ -18,9 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.products import Linear, SentenceSlots, row_products
-from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.tokens import Tokens
+
+FLOAT32 = 4
+"""Bytes of a gate."""
 
 
 class Projections(LanguageStack):
@@ -63,14 +66,25 @@ class Projections(LanguageStack):
         return found
 
 
+class XavierLinear(Linear):
+    """A linear layer that starts Xavier-uniform, as all of the authors' do."""
+
+    def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
+        """Return U(±sqrt(6 / (inputs + outputs))) for weights, 0 for biases."""
+        if name == "bias":
+            return torch.zeros(shape)
+        bound = math.sqrt(6.0 / (shape[-1] + shape[-2]))
+        return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
 class Gate(nn.Module):
     """Two layers, Linear(D → G), ReLU, Linear(G → 1), and noise."""
 
     def __init__(self, *, width: int, gate_width: int, noise: float) -> None:
         super().__init__()
         self.noise = noise
-        self.up = Linear(width, gate_width)
-        self.down = Linear(gate_width, 1)
+        self.up = XavierLinear(width, gate_width)
+        self.down = XavierLinear(gate_width, 1)
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Tensor:
         """(N,), between 0 and 1 in training, 0 or 1 without."""
@@ -118,3 +132,11 @@ class ConditionalRouting(nn.Module):
         specific_ND = self._projections[0](y_ND, tokens)
         shared_ND = y_ND if self.shared is None else self.shared(y_ND)
         return torch.lerp(shared_ND, specific_ND, gate_N[:, None].to(y_ND.dtype)), gate_N
+
+    def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
+        """Return (3 e D + e G + 5 · 4) N: the sublayer's result, both projections, and the gate.
+
+        It is 2 e D without W_shared, where the result itself is one of the two.
+        """
+        kept = 2 if self.shared is None else 3
+        return tokens * (value * (kept * width + self.gate.up.out_features) + 5 * FLOAT32)

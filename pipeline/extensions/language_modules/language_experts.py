@@ -14,20 +14,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeline.extensions.language_modules.settings import LanguageExpertsConfig
+from pipeline.extensions.language_modules.stack import LanguageStack
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
 from pipeline.kernels.products import Activation, Linear, SentenceSlots, activate, row_products
-from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import StackedLinear
-from pipeline.model.moe.layer import RoutingRecord
-from pipeline.model.moe.router import Side
-from pipeline.model.settings import LanguageExpertsConfig
-from pipeline.model.spec import ModelSpec
+from pipeline.model.moe.routing import RoutingRecord
+from pipeline.model.spec import ModelSpec, Side
 from pipeline.model.tokens import Tokens
 
 
 class FeedForwardStack(LanguageStack):
     """The feed-forwards of languages: (S, F, D) and (S, D, F), with biases; S of this rank."""
+
+    can_spread = True
 
     def __init__(
         self,

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
+from pipeline.extensions.byte_front_ends.local import LocalConvolution, heads_of, projected_of
+from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.kernels.convolutions import Convolution, mix_scales
 from pipeline.model.attention import Attention, Projected
-from pipeline.model.front.local import LocalConvolution, heads_of, projected_of
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.settings import AdaMshaConfig
+from pipeline.model.front_end import Passage, Source
 from pipeline.model.spec import ModelSpec
 
 
@@ -77,6 +77,11 @@ class AdaMsha(nn.Module):
 
     def reset_buffers(self, device: torch.device) -> None:
         self.language_token_L = torch.tensor(self._spec_token_ids, device="cpu").to(device)
+
+    @property
+    def sees_language(self) -> bool:
+        """Whether the router sees a vector of the source language."""
+        return self.config.language_vector
 
     def show_as(self, language: int | None) -> None:
         """From now on the router sees the vector of this language whatever the source's is; None:

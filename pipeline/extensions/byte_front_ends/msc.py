@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeline.extensions.byte_front_ends.local import LocalConvolution
+from pipeline.extensions.byte_front_ends.settings import MscConfig
 from pipeline.model.attention import Attention, Projected
-from pipeline.model.front.local import LocalConvolution
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.settings import MscConfig
+from pipeline.model.front_end import Passage, Source
 
 
 class Msc(nn.Module):

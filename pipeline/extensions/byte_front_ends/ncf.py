@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.extensions.byte_front_ends.settings import NcfConfig
 from pipeline.kernels.products import linear
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.settings import NcfConfig
+from pipeline.model.front_end import Passage, Source
 
 
 class NgramConvolution(nn.Module):

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeline.extensions.byte_front_ends.local import LocalConvolution, heads_of, projected_of
+from pipeline.extensions.byte_front_ends.settings import MshaConfig
 from pipeline.model.attention import Attention, Projected
-from pipeline.model.front.local import LocalConvolution, heads_of, projected_of
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.settings import MshaConfig
+from pipeline.model.front_end import Passage, Source
 
 
 class Msha(nn.Module):

@@ -14,16 +14,15 @@ Legend: B sentences, S slots.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from pipeline.config.variants import SHARED
 from pipeline.kernels.products import SentenceSlots
+from pipeline.model.stacked import StackedModules
 from pipeline.model.tokens import Tokens
 
-SHARED = "shared"
-"""The slot of all languages, behind theirs."""
 
-
-class LanguageStack(nn.Module):
+class LanguageStack(StackedModules):
     """Parameters below it have a first dimension over ``slots``.
 
     Args:
@@ -63,12 +62,6 @@ class LanguageStack(nn.Module):
     def held_slots(self) -> tuple[str, ...]:
         """Those whose parameters this rank has, in their order."""
         return self.slots[self.first_slot : self.first_slot + self.share]
-
-    @torch.no_grad()
-    def clear_padding(self) -> None:
-        """Zeros where no slot lies."""
-        for parameter in self.parameters():
-            parameter[len(self.held_slots) :] = 0
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:
         """The slot of each sentence: its language's, or, on the shared route, the shared one."""
