@@ -256,6 +256,7 @@ def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, b
     return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_dropout_and_no_gradient(pool1: ProcessPool) -> None:
     spec = SPECS["moe"]
     model = tiny_model(spec)
