@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 
 from pipeline import cli
 from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.recipe import Recipe, load_recipe, recipe_names
 from pipeline.config.settings import Range, Settings
 from pipeline.jobs.plan import load_plan, plan_names

@@ -1,9 +1,4 @@
-"""Checkpoints from the command line: look into them, and make new ones of them.
-
-Checkpoints for other software, from the command line.
-
-``mmnmt upcycle ASSEMBLY.toml``: a declared assembly, checked whole, then made or only shown.
-"""
+"""Inspect, make, export and upcycle checkpoints from the command line."""
 
 import argparse
 import json
@@ -11,19 +6,21 @@ from pathlib import Path
 
 from pipeline.artifacts.places import refuse_run_folder, run_dir, sole_writer
 from pipeline.cli.ending import say
-from pipeline.cli.parser import Verb, share, whole_number
+from pipeline.cli.parser import Command, share, whole_number
 from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
 from pipeline.terminal import counted
 
 
-def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
-    """Verbs of their own below ``mmnmt checkpoint``."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
-    for verb in _VERBS:
-        name = verb.command.removeprefix("checkpoint ")
-        verb.describe_in(verbs.add_parser(name, help=verb.about, description=verb.about))
+def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below ``mmnmt checkpoint``."""
+    parsers = parser.add_subparsers(
+        dest="checkpoint_command", required=True, metavar="COMMAND", title="commands"
+    )
+    for command in _COMMANDS:
+        name = command.name.removeprefix("checkpoint ")
+        command.describe_in(parsers.add_parser(name, help=command.about, description=command.about))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -236,62 +233,62 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-_VERBS = (
-    Verb(
+_COMMANDS = (
+    Command(
         "checkpoint inspect",
         "show what an artifact says of itself: model, parameters, update, files",
         _add_inspection_options,
         _inspect,
     ),
-    Verb(
+    Command(
         "checkpoint verify",
         "compare every file of an artifact, of any kind, with its digest",
         _add_directory,
         _verify,
     ),
-    Verb(
+    Command(
         "checkpoint diff",
         "show in which settings and tensors two checkpoints differ",
         _add_two_directories,
         _diff,
     ),
-    Verb(
+    Command(
         "checkpoint average",
         "make a checkpoint of the mean of checkpoints, or of a run's training states",
         _add_average_options,
         _average,
     ),
-    Verb(
+    Command(
         "checkpoint import",
         "make a checkpoint of one of other software",
         _add_import_options,
         _import,
     ),
-    Verb(
+    Command(
         "checkpoint tokenizer",
         "make a tokenizer artifact of the one a checkpoint carries, to make shards with",
         _add_unpacking_options,
         _unpack_tokenizer,
     ),
-    Verb(
+    Command(
         "checkpoint recipe",
         "print what of a recipe a checkpoint decides, to be laid over the one that trains it",
         _add_directory,
         _print_recipe,
     ),
-    Verb(
+    Command(
         "checkpoint prune-experts",
         "make a checkpoint of the experts that serve the given target languages",
         _add_pruning_options,
         _prune_experts,
     ),
-    Verb(
+    Command(
         "checkpoint prune-languages",
         "make a checkpoint with the language modules of the given languages alone",
         _add_language_options,
         _prune_languages,
     ),
-    Verb(
+    Command(
         "checkpoint fold",
         "make an ordinary checkpoint of the route that all languages of a model share",
         _add_unpacking_options,
@@ -299,7 +296,7 @@ _VERBS = (
     ),
 )
 
-CHECKPOINT_COMMANDS = tuple(verb.command.removeprefix("checkpoint ") for verb in _VERBS)
+CHECKPOINT_NAMES = tuple(command.name.removeprefix("checkpoint ") for command in _COMMANDS)
 
 
 FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
@@ -342,8 +339,8 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-EXPORT_VERBS = (
-    Verb(
+EXPORT_COMMANDS = (
+    Command(
         "export",
         "write a checkpoint as other software loads it, with its tokenizer and a model card",
         _add_export_options,
@@ -353,7 +350,7 @@ EXPORT_VERBS = (
 
 
 def declared_command(options: argparse.Namespace) -> int:
-    """Print the plan, and make the checkpoint unless it is a dry run."""
+    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
     from pipeline.checkpoints.assembly.declaration import read_assembly
     from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
 

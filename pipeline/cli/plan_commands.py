@@ -1,4 +1,4 @@
-"""Plans from the command line: run them, and look at them."""
+"""Run plans and show their status: ``mmnmt run`` and ``mmnmt status``."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import launched_size, say, say_once
-from pipeline.cli.parser import Verb, add_set_option, named_paths, whole_number
+from pipeline.cli.parser import Command, add_set_option, named_paths, whole_number
 from pipeline.config.overrides import parse_overrides
 from pipeline.distributed.world import is_launched
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -31,7 +31,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say_who_runs_it() -> None:
-    """Say that a plan needs no launcher, where one started several ranks of it."""
+    """Say that a plan needs no launcher, if one started several ranks of it."""
     started = launched_size(os.environ) if is_launched(os.environ) else None
     if started is not None and started > 1:
         say_once(
@@ -106,9 +106,9 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-PLAN_VERBS = (
-    Verb("run", "run what is not up to date of a plan", _add_run_options, _run),
-    Verb(
+PLAN_COMMANDS = (
+    Command("run", "run what is not up to date of a plan", _add_run_options, _run),
+    Command(
         "status",
         "show which stages of a plan are done, stale or missing, and why",
         _add_plan_options,
@@ -118,7 +118,7 @@ PLAN_VERBS = (
 
 
 def _given(pairs: list[str]) -> dict[str, RawInput]:
-    """Input of a plan → what is named for it; several paths are named one by one."""
+    """Map each input of a plan to its path or paths."""
     values: dict[str, list[str]] = {}
     for pair in pairs:
         for name, path in named_paths([pair], "--input").items():

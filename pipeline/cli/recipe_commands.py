@@ -1,4 +1,4 @@
-"""Recipes from the command line: which there are, and what a model of one takes."""
+"""Describe recipes, and estimate the memory and time of their models."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from pipeline.artifacts.settings import MAX_VOCABULARY
 from pipeline.cli.parser import (
-    Verb,
+    Command,
     add_ds_config_option,
     add_set_option,
     chosen_recipe,
@@ -21,7 +21,7 @@ from pipeline.errors import ConfigError
 from pipeline.terminal import text_table
 
 MAX_RANKS = 10**5
-"""Ranks of an estimate, which run elsewhere."""
+"""Most ranks of an estimate, which run elsewhere."""
 
 
 def _describe(options: argparse.Namespace) -> int:
@@ -55,13 +55,13 @@ def _describe(options: argparse.Namespace) -> int:
 
 
 def recipe_toml(recipe: Recipe) -> str:
-    """Return a recipe with all its settings as TOML, which is a recipe without a parent."""
+    """Return a recipe with all its settings as TOML, itself a recipe without a parent."""
     settings = recipe.model_dump(mode="json", exclude={"name"})
     return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
 
 
 def _num_groups(recipe: Recipe, asked: int | None) -> int:
-    """Language groups of the model's router, as asked for or the recipe's; 0 where it has none.
+    """Return the number of language groups, from the option or the recipe; 0 without groups.
 
     Raises:
         ConfigError: the recipe has none and some were asked for, or leaves the number to the
@@ -85,7 +85,7 @@ def _num_groups(recipe: Recipe, asked: int | None) -> int:
 
 
 def _num_languages(recipe: Recipe, asked: int | None) -> int:
-    """Languages with modules, as asked for or the recipe's; 1 of a model without modules.
+    """Return the number of languages with modules, from the option or recipe; 1 without modules.
 
     Raises:
         ConfigError: the recipe has none and some were asked for, or leaves them to the tokenizer
@@ -243,21 +243,21 @@ def _add_no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
 
-RECIPE_VERBS = (
-    Verb(
+RECIPE_COMMANDS = (
+    Command(
         "describe",
         "show a recipe's resolved settings and its number of parameters",
         _add_size_options,
         _describe,
     ),
-    Verb("recipes", "list the recipes that ship", _add_no_options, _list),
-    Verb(
+    Command("recipes", "list the recipes that ship", _add_no_options, _list),
+    Command(
         "memory",
         "estimate the memory of a training rank, part by part",
         _add_memory_options,
         _estimate_memory,
     ),
-    Verb(
+    Command(
         "estimate",
         "count what a training or decoding step launches on a GPU, and how long it takes at least",
         _add_estimate_options,

@@ -1,11 +1,11 @@
-"""A page about a corpus, from the command line."""
+"""Write a page about a corpus: ``mmnmt survey``."""
 
 import argparse
 from pathlib import Path
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.places import refuse_inputs
-from pipeline.cli.parser import Verb
+from pipeline.cli.parser import Command
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted
@@ -38,7 +38,7 @@ def _survey(options: argparse.Namespace) -> int:
 
 
 def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
-    """Raises ArtifactError where there is something else than a page of an earlier survey."""
+    """Raise ArtifactError if the path holds anything but an earlier survey."""
     from pipeline.survey.page import PAGE_START
 
     if out.is_dir():
@@ -64,8 +64,8 @@ def _add_survey_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, HTML")
 
 
-SURVEY_VERBS = (
-    Verb(
+SURVEY_COMMANDS = (
+    Command(
         "survey",
         "a page about a corpus: sizes, lengths, ratios, fertility, epochs, what was dropped",
         _add_survey_options,

@@ -1,7 +1,8 @@
-"""Documents: TOML and JSON files, bounded in size and depth before they are believed.
+"""Read and write TOML and JSON, with bounds on size and depth.
 
 A recipe, a plan, a model's shape or a manifest may come from anywhere. A small file can make a
-parser take gigabytes, minutes, or the whole of Python's stack; each of that is one sentence here.
+parser take gigabytes, minutes, or the whole of Python's stack; each case ends in one error message
+here.
 """
 
 import json
@@ -16,14 +17,14 @@ from typing import Any, NoReturn
 from pipeline.errors import ArtifactError, ConfigError, UserError
 
 MAX_TOML_BYTES = 2**20
-"""A recipe or plan of a hundred languages has a few KiB."""
+"""Largest recipe or plan; one of a hundred languages has a few KiB."""
 MAX_TOML_DOTS = 32
-"""Dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
-parts of a dotted key, a key of 16 KiB takes 7 seconds."""
+"""Most dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
+parts of a dotted key, and a key of 16 KiB takes 7 seconds."""
 MAX_JSON_BYTES = 2**24
-"""The largest documents of ours are routing statistics: 5 MB with 200 languages, 128 experts."""
+"""Largest JSON file or line; routing statistics of 200 languages and 128 experts have 5 MB."""
 MAX_DEPTH = 64
-"""Tables within tables: settings nest 4 deep."""
+"""Most levels of nested tables; settings nest 4 deep."""
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 RESTORE = "restore it from a copy or run its stage again"
 
@@ -63,7 +64,7 @@ def read_json(path: Path, *, error: type[UserError] = ArtifactError, remedy: str
 
 
 def read_json_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
-    """The objects of a file that has one in every line.
+    """Yield the objects of a file with one JSON object per line.
 
     Raises:
         ArtifactError: names the first line that is none.
@@ -87,7 +88,7 @@ def read_bytes(
     error: type[UserError] = ArtifactError,
     remedy: str = RESTORE,
 ) -> bytes:
-    """A whole file that is no longer than ``limit`` bytes.
+    """Return the content of a file that has at most ``limit`` bytes.
 
     Raises:
         UserError: of the given type: it cannot be read, or is longer.
@@ -103,7 +104,7 @@ def read_bytes(
 
 
 def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str) -> Any:
-    """Parse JSON; NaN and infinities, which it cannot hold, are refused.
+    """Parse JSON; refuse NaN and infinities, which JSON does not have.
 
     Raises:
         UserError: of the given type: too deep, or broken; ``what`` begins the sentence.
@@ -121,12 +122,12 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where the next contents of a file or folder stand until they are complete."""
+    """Return the path at which a file or directory is written until it is complete."""
     return path.parent / f".{path.name}.unfinished"
 
 
 def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
-    """Lines of bounded length, each with the ``\\n`` that ends it.
+    r"""Yield lines of bounded length, each with the ``\n`` that ends it.
 
     Raises:
         ArtifactError: the file cannot be read, or a line is longer.
@@ -144,7 +145,7 @@ def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
 
 
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
-    """Yield the lines of a document as TOML; what is None is left out, since TOML has no null.
+    """Yield the lines of a document as TOML; leave out None, since TOML has no null.
 
     Args:
         document: text, numbers, truth values, lists and tables.
@@ -166,7 +167,7 @@ def toml_key(name: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML on one line; entries of a table that are None are left out."""
+    """Return a value as TOML on one line; leave out entries of a table that are None."""
     match value:
         case Mapping():
             entries = {name: entry for name, entry in value.items() if entry is not None}
@@ -183,7 +184,7 @@ def toml_value(value: Any) -> str:
 
 
 def merge(base: dict[str, Any], difference: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay ``difference`` over ``base``, table by table; lists and values replace."""
+    """Merge ``difference`` into ``base``, table by table; lists and values replace."""
     merged = dict(base)
     for key, value in difference.items():
         old = merged.get(key)
@@ -199,7 +200,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def check_depth(document: object, *, path: Path | str, error: type[UserError]) -> None:
     """Refuse a document that nests too deep.
 
-    It walks level by level: what is checked for its depth must not be walked by recursion.
+    It walks level by level, because recursion would fail on exactly these documents.
     """
     level = [document]
     for _ in range(MAX_DEPTH):

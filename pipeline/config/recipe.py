@@ -1,10 +1,9 @@
-"""Recipes: every setting of the science once, typed, documented, with its default.
+"""Compose, load and check recipes: all settings of a model and its training.
 
-A recipe is a TOML file. It may name a ``parent`` and then states only what differs. A name can be
-followed by overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose
-settings are laid over what stands before it. Where files lie, how many processes run and which
-machine they run on are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``,
-``slurm/``).
+A recipe is a TOML file. With a ``parent`` it states only what differs. A name can be followed by
+overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose settings are
+laid over what stands before it. Paths, numbers of processes and machines are not settings of a
+recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -91,7 +90,10 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
-        """Of what is to be trained; a stored model of such a shape can still be used."""
+        """Check the experts of a model to be trained.
+
+        A stored model of such a shape can still be used.
+        """
         model, moe = self.model, self.model.moe
         if moe is None:
             return self
@@ -125,7 +127,7 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _check_routes(self) -> Self:
-        """Of what is to be trained: every module learns something."""
+        """Check that every module of a model to be trained learns something."""
         modules = self.model.language_modules
         has_shared = not isinstance(modules, ClsrConfig | None) and modules.shared
         if self.loss.objective == "fuse_distillation" and not has_shared:
@@ -142,7 +144,7 @@ class Recipe(Settings):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sentence in shards: ``shards.max_tokens``, or what the model takes.
+        """Longest sentence in shards, in tokens: ``shards.max_tokens``, or what the model takes.
 
         A model takes a sentence that has a position for each token, tag and end-of-sentence, and
         fits into a micro-batch.
@@ -152,9 +154,9 @@ class Recipe(Settings):
         return max(1, min(self.model.max_positions, self.batches.tokens) - EXTRA_TOKENS)
 
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """The named sections, and settings of others (``training.seed``), as plain JSON.
+        """Return the named sections, and settings of others (``training.seed``), as plain JSON.
 
-        ``shards.max_tokens`` is resolved, so that a manifest says how long sentences could be.
+        ``shards.max_tokens`` is resolved, so that a manifest records the length limit.
         """
         shards = self.shards.model_copy(update={"max_tokens": self.max_tokens})
         resolved = self.model_copy(update={"shards": shards})
@@ -162,7 +164,7 @@ class Recipe(Settings):
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Of nested settings, the sections (``loss``) and settings (``training.seed``) named."""
+    """Select sections (``loss``) and single settings (``training.seed``) from a settings tree."""
     found: dict[str, Any] = {}
     for name in names:
         section, _, setting = name.partition(".")
@@ -175,7 +177,7 @@ def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the package, overlays included."""
+    """Return the names of the recipes that ship with the package, overlays included."""
     folder = resources.files("pipeline") / "recipes"
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
@@ -244,8 +246,8 @@ def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, A
 def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a recipe inherits: all of its parent, but no thresholds of another corpus.
 
-    ``training.resource_thresholds`` are numbers of lines of the parent's corpus: by those of the
-    demo every pair of a corpus of ordinary size would be high-resource.
+    ``training.resource_thresholds`` count training lines of the parent's corpus: by the demo's
+    thresholds every pair of a corpus of ordinary size would be high-resource.
     """
     source = CorpusConfig().source
     own, its = (

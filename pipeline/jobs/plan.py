@@ -1,4 +1,4 @@
-"""Plans: a graph of stages, read, checked, and laid out in a folder.
+"""Read and check plans, graphs of stages, and lay them out in a directory.
 
 A plan is a TOML file. ``[inputs]`` names the raw data that it wants. ``[stages]`` says which stage
 to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``::
@@ -78,25 +78,26 @@ from pipeline.terminal import with_article
 
 
 class PlanStage(Settings):
-    """``[stages.NAME]``."""
+    """The table ``[stages.NAME]`` of a plan."""
 
     run: str
-    """Verb of the command line, ``pretrain``."""
+    """Name of the stage to run, for example ``pretrain``."""
     recipe: str = ""
-    """Not for stages that read no settings."""
+    """Recipe; empty for stages that read no settings."""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Sections and settings that are laid over the recipe and its overlays."""
+    """Sections and settings laid over the recipe and its overlays."""
     inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
-    """Input → stage name, or ``$`` and the name of one of the plan's inputs; where the stage takes
-    many, a table of name → stage name."""
+    """Input → stage name, or ``$`` and the name of one of the plan's inputs; for inputs that take
+    several artifacts, a table of name → stage name."""
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
+    """Number of processes."""
     threads: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """OMP_NUM_THREADS of each process."""
     ds_config: str = AUTO
-    """For stages that train."""
+    """The ds_config of stages that train."""
 
     def sources(self) -> dict[str, str]:
-        """Input, or ``input/name`` where there are many, → stage name or ``$name``."""
+        """Return input, or ``input/name`` for several artifacts, → stage name or ``$name``."""
         flat: dict[str, str] = {}
         for name, source in self.inputs.items():
             if isinstance(source, str):
@@ -106,7 +107,7 @@ class PlanStage(Settings):
         return flat
 
     def dependencies(self) -> list[str]:
-        """Names of the stages it reads from."""
+        """Return the names of the stages it reads from."""
         return [source for source in self.sources().values() if not source.startswith("$")]
 
 
@@ -116,7 +117,7 @@ class Plan(Settings):
     name: str
     description: str = ""
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Data from outside, name → what it should be; given as ``--input NAME=PATH``."""
+    """Data from outside: name → description; given as ``--input NAME=PATH``."""
     stages: dict[str, PlanStage]
 
 
@@ -124,7 +125,7 @@ class Plan(Settings):
 
 
 def plan_names() -> list[str]:
-    """Names of the plans that ship with the package."""
+    """Return the names of the plans that ship with the package."""
     folder = resources.files("pipeline") / "plans"
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
@@ -160,7 +161,7 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
 
 
 def stage_order(plan: Plan) -> list[str]:
-    """Stages in an order in which they can run: as written, as far as the graph allows.
+    """Sort the stages into an order in which they can run, as written where possible.
 
     Raises:
         ConfigError: the stages form a circle.
@@ -263,42 +264,42 @@ class Task:
     out_dir: Path
     config: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """What is laid over the recipe: ``set`` of the plan and of the command."""
+    """Settings laid over the recipe: ``set`` of the plan and of the command."""
 
     @property
     def is_made(self) -> bool:
-        """Whether its artifact is there, of whatever settings and inputs."""
+        """Whether its artifact exists, with any settings and inputs."""
         return (self.out_dir / MANIFEST_NAME).is_file()
 
 
 @dataclass
 class PlacedPlan:
-    """A plan, the folder of its outputs and the data it is given."""
+    """A plan, the directory of its outputs, and the data it is given."""
 
     plan: Plan
     out_dir: Path
     given: Mapping[str, RawInput]
     """Plan input → data from outside."""
     tasks: list[Task]
-    """The stages that are to be run or looked at: all of the plan, or those chosen."""
+    """The stages to be run or looked at: all of the plan, or those chosen."""
     others: list[Task] = field(default_factory=list)
-    """The stages that are left out: what they made is read as it is."""
+    """The stages that are left out: their artifacts are read as they are."""
     _raw_digests: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
     def path(self, source: str) -> Path:
-        """Where a source (``stage`` or ``$name``) lies."""
+        """Return the path of a source (``stage`` or ``$name``)."""
         if source.startswith("$"):
             return self.given[source[1:]].only_path()
         return self.out_dir / source
 
     def values(self, source: str) -> tuple[str, ...]:
-        """A source as the command line of a stage names it."""
+        """Return a source as the command line of a stage names it."""
         if source.startswith("$"):
             return self.given[source[1:]].values
         return (str(self.path(source)),)
 
     def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "PlacedPlan":
-        """The plan with some of its stages: all of them where none is named.
+        """Return the plan with some of its stages, or with all if none is named.
 
         Args:
             only: these, whatever they read from.
@@ -320,7 +321,7 @@ class PlacedPlan:
         )
 
     def require_stage(self, name: str, option: str) -> None:
-        """Raises ConfigError where the plan has no stage that an option names."""
+        """Raise ConfigError if the plan has no stage that an option names."""
         if name not in self.plan.stages:
             raise ConfigError(
                 f"{option} {name}: plan {self.plan.name!r} has no such stage"
@@ -328,12 +329,12 @@ class PlacedPlan:
             )
 
     def left_out(self, task: Task) -> list[Task]:
-        """The stages that a task reads from and that are left out."""
+        """Return the stages that a task reads from and that are left out."""
         needed = task.planned.dependencies()
         return [other for other in self.others if other.name in needed]
 
     def require_inputs(self) -> None:
-        """Raises ConfigError where an input of the plan, or of the chosen stages, is not given."""
+        """Raise ConfigError if an input of the plan, or of the chosen stages, is missing."""
         sources = {source for task in self.tasks for source in task.planned.sources().values()}
         for name, meaning in self.plan.inputs.items():
             if name not in self.given and (not self.others or f"${name}" in sources):
@@ -342,14 +343,14 @@ class PlacedPlan:
                 )
 
     def digests(self, task: Task) -> dict[str, str]:
-        """Input → digest as it is now; raw data is read once, and unchanged where not given."""
+        """Return input → current digest; raw data that is not given counts as unchanged."""
         found: dict[str, str] = {}
         for key, source in task.planned.sources().items():
             found |= self._digests(task, key, source)
         return found
 
     def _digests(self, task: Task, key: str, source: str) -> dict[str, str]:
-        """Of one source: several where it is raw text of several paths."""
+        """Return the digests of one source: several if it is raw text of several paths."""
         wanted = task.stage.inputs[key.partition("/")[0]]
         kind = wanted.kind
         if source.startswith("$") and source[1:] not in self.given:
@@ -365,7 +366,7 @@ class PlacedPlan:
 
 
 def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
-    """Names of stages and of all that they read from, near or far."""
+    """Return stages and all that they depend on, directly or not."""
     found: set[str] = set()
     left = list(names)
     while left:
@@ -377,7 +378,7 @@ def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
 
 
 def _manifest(out_dir: Path) -> Manifest | None:
-    """Of what a stage made, where it can be read."""
+    """Return the manifest of an artifact; None if there is none that can be read."""
     try:
         return read_manifest(out_dir)
     except ArtifactError:
@@ -387,9 +388,9 @@ def _manifest(out_dir: Path) -> Manifest | None:
 def splits_to_compare(
     manifest: Manifest | None, name: str, splits: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The splits of an input of which to compare the digest with a manifest's.
+    """Return the splits of an input whose digest is to be compared with a manifest's.
 
-    All of the corpus, where the manifest has the digest of that: as earlier versions wrote it.
+    They are all of the corpus if the manifest has its digest, as earlier versions wrote it.
     """
     record = manifest.inputs.get(name) if manifest else None
     return () if record is not None and not record.splits else splits

@@ -1,9 +1,10 @@
-"""translate: the test sets of a corpus, over all ranks.
+"""Translate the test sets of a corpus over all ranks: the stage ``translate``.
 
-Reads a checkpoint and a corpus; makes translations of all directions whose two languages the model
-knows, and lists the others. Batches are cut from all sentences of all directions sorted by length
-and dealt out to the ranks, which meet again when all are done; what is done is kept in ``OUT.run``
-and not done again after an interruption. (Lines of standard input: ``line_filter.py``.)
+It reads a checkpoint and a corpus, makes translations of all directions whose two languages the
+model knows, and lists the others. Batches are cut from all sentences of all directions sorted by
+length and dealt out to the ranks, which meet again when all are done. Finished batches are kept in
+``OUT.run`` and not repeated after an interruption. ``decoding/line_filter.py`` translates standard
+input.
 """
 
 import json
@@ -52,7 +53,7 @@ OWN_FILES = (
     *("identity.json", "seconds.json", ".seconds.json.unfinished"),
     *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
 )
-"""What this stage writes into its run folder."""
+"""Files that this stage writes into its run directory."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def run(call: StageCall) -> None:
 def select_directions(
     corpus: Artifact, *, checkpoint: Artifact, targets: Sequence[str] = ()
 ) -> Selection:
-    """Both directions of every pair that has test lines, by whether the model knows them.
+    """Split the directions of all pairs with test lines by whether the model knows them.
 
-    ``targets``: the only languages that are translated into, where there are any.
+    ``targets``: the only languages that are translated into, if there are any.
 
     Raises:
         ArtifactError: the corpus has no test lines.
@@ -139,7 +140,7 @@ def select_directions(
 
 
 def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
-    """Tokens of every line, of which each rank encodes its share."""
+    """Return the tokens of every line; each rank encodes its share."""
     shares = gather_objects(translator.lengths(jobs[world.rank :: world.size]))
     lengths = [0] * len(jobs)
     for rank, share in enumerate(shares):
@@ -148,7 +149,7 @@ def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World
 
 
 def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
-    """Every test line of the directions taken, in a fixed order."""
+    """Return every test line of the selected directions, in a fixed order."""
     return [
         Job(direction, line, text)
         for direction in selection.taken
@@ -157,7 +158,7 @@ def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
 
 
 class DoneLines:
-    """What the ranks have translated so far, one file per rank, kept over interruptions."""
+    """The translations of all ranks so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
         self.directory = run_dir(call.out_dir)
@@ -178,6 +179,7 @@ class DoneLines:
         self._lines.truncate_after(0)
 
     def write(self, jobs: Sequence[Job], hypotheses: Sequence[Hypothesis]) -> None:
+        """Append the translations of a batch to this rank's file."""
         for job, hypothesis in zip(jobs, hypotheses, strict=True):
             record = {"direction": str(job.direction), "line": job.line}
             record |= without_details(hypothesis)
@@ -186,7 +188,7 @@ class DoneLines:
             self._lines.write(record)
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
-        """All that is on disk, after every rank has finished."""
+        """Return all translations on disk, after every rank has finished."""
         found: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
@@ -195,7 +197,7 @@ class DoneLines:
         return found
 
     def _begin(self, call: StageCall) -> None:
-        """Go on with what is there, if it was translated with the same settings and inputs."""
+        """Keep what is there if it was translated with the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
         identity = _identity_of(text, sections=call.config)
@@ -215,7 +217,7 @@ class DoneLines:
         path.write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
-        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        """Remove what this stage wrote, and the directory if nothing else is in it."""
         remove_files(self.directory, OWN_FILES)
 
     def _read(self) -> Iterator[dict[str, Any]]:
@@ -229,7 +231,7 @@ class DoneLines:
 
 
 class WorkingTime:
-    """Seconds of work, those of interrupted attempts included, which a file keeps.
+    """Seconds of work, including interrupted attempts, kept in a file.
 
     ``since`` is ``time.monotonic()`` when this attempt began. What an attempt did after it last
     saved is forgotten, as are lines that it had not yet written.
@@ -241,17 +243,18 @@ class WorkingTime:
 
     @property
     def seconds(self) -> float:
-        """So far, to the millisecond."""
+        """Seconds so far, to the millisecond."""
         return round(self._earlier + time.monotonic() - self._since, 3)
 
     def save(self) -> None:
+        """Write the seconds so far to the file."""
         temporary = unfinished_path(self._path)
         temporary.write_text(json.dumps(self.seconds), encoding="utf-8")
         temporary.replace(self._path)
 
 
 def _read_seconds(path: Path) -> float:
-    """What an earlier attempt saved; 0 where there is none, or nothing that is a duration."""
+    """Read what an earlier attempt saved; 0 if there is no valid duration."""
     try:
         seconds = float(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -289,7 +292,7 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
 
 
 def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
-    """Direction → sequences of bytes that were no UTF-8 and were dropped, where there were any."""
+    """Count, by direction, byte sequences that were dropped because they were no UTF-8."""
     counts = {
         str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
         for direction, hypotheses in translated.items()
@@ -298,7 +301,7 @@ def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> d
 
 
 def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
-    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    """Parse the settings and inputs that a run noted in its directory; empty if cut short."""
     try:
         settings, inputs = json.loads(noted)
     except (ValueError, TypeError, RecursionError):
@@ -309,7 +312,7 @@ def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, ob
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:
-    """Say in the summary what the statistics count."""
+    """Describe the statistics in the summary."""
     counts = writer.statistics
     writer.summary.append(
         f"{counted(counts['lines'], 'line')} in {counted(len(selection.taken), 'direction')} "

@@ -1,4 +1,4 @@
-"""Translation as a task of the training loop: its data, its checks and its validation summary.
+"""Train translation: data, checks and validation summary of the training loop's main task.
 
 Languages whose words white space does not part, where the model's front parts words by it.
 """
@@ -192,10 +192,10 @@ class Translation:
 def unspaced_lines(
     spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
 ) -> dict[str, int]:
-    """Language → training lines of its pairs, where word structure is of no help to it.
+    """Return language → training lines of its pairs, for languages that Byte-WSF cannot split.
 
-    Of Byte-WSF alone: to it what stands between white space is one word, the whole line where there
-    is none. ``segmented``: the languages whose words a segmenter finds.
+    Byte-WSF takes everything between two white spaces for one word: the whole line in a language
+    without spaces. ``segmented``: the languages whose words a segmenter finds.
     """
     if not isinstance(spec.model.front, WsfConfig):
         return {}
@@ -210,7 +210,7 @@ def unspaced_lines(
 def unspaced_notes(
     spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """One sentence about them, without a full stop; none where there are none."""
+    """Return a sentence about these languages, without a full stop; empty if there are none."""
     lines = unspaced_lines(spec, train_lines, segmented=segmented)
     if not lines:
         return ()

@@ -24,7 +24,7 @@ from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir,
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.training_states import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig

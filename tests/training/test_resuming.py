@@ -23,8 +23,7 @@ from pipeline.errors import CheckpointError
 from pipeline.kernels.cpu_choice import by_processor
 from pipeline.training import resuming
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import MeanOfLastStates
-from pipeline.training.resuming import Resuming
+from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)
