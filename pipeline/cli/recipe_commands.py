@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from pipeline.artifacts.settings import MAX_VOCABULARY
@@ -12,10 +13,10 @@ from pipeline.cli.parser import (
     chosen_recipe,
     whole_number,
 )
-from pipeline.config.documents import toml_lines
+from pipeline.config.documents import toml_lines, toml_value
 from pipeline.config.ds_config import load_ds_config
-from pipeline.config.overrides import override_texts, parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
 from pipeline.errors import ConfigError
 from pipeline.terminal import text_table
@@ -26,6 +27,9 @@ MAX_RANKS = 10**5
 
 def _describe(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
+    if options.settings:
+        _print_settings(recipe, options)
+        return 0
     vocabulary_size = options.vocabulary or recipe.tokenizer.ids
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
@@ -52,6 +56,30 @@ def _describe(options: argparse.Namespace) -> int:
         print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
         print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
     return 0
+
+
+def _print_settings(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Print the value of every setting and the layer that decides it."""
+    origins = setting_origins(options.recipe, parse_overrides(options.overrides))
+    resolved = recipe.model_dump(mode="json", exclude={"name", "description"})
+    settings = [(name, value, _origin(name, origins)) for name, value in leaf_settings(resolved)]
+    if options.json:
+        described = {name: {"value": value, "from": origin} for name, value, origin in settings}
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+        return
+    rows = [["setting", "from", "value"]]
+    for name, value, origin in settings:
+        rows.append([name, origin, "not set" if value is None else toml_value(value)])
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for name, origin, text in rows:  # values come last, since lists of languages are long
+        print(f"{name:{first}}  {origin:{second}}  {text}")
+
+
+def _origin(setting: str, origins: Mapping[str, str]) -> str:
+    """Return the layer that decides a setting, or a table that contains it as one value."""
+    while setting not in origins and "." in setting:
+        setting = setting.rpartition(".")[0]
+    return origins.get(setting, "default")
 
 
 def recipe_toml(recipe: Recipe) -> str:
@@ -211,6 +239,15 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
 
+def _add_describe_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--settings",
+        action="store_true",
+        help="instead: list every setting with its value and where that comes from",
+    )
+
+
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument(
@@ -247,7 +284,7 @@ RECIPE_COMMANDS = (
     Command(
         "describe",
         "show a recipe's resolved settings and its number of parameters",
-        _add_size_options,
+        _add_describe_options,
         _describe,
     ),
     Command("recipes", "list the recipes that ship", _add_no_options, _list),

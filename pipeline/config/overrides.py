@@ -30,14 +30,20 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def override_texts(overrides: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
-    """Yield ``SECTION.SETTING=VALUE`` for each setting of a nested table."""
-    for key, value in overrides.items():
+def leaf_settings(tree: Mapping[str, Any], *, table: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each setting of a nested table."""
+    for key, value in tree.items():
         path = f"{table}.{toml_key(key)}".removeprefix(".")
         if isinstance(value, Mapping) and value:
-            yield from override_texts(value, table=path)
+            yield from leaf_settings(value, table=path)
         else:
-            yield f"{path}={toml_value(value)}"
+            yield path, value
+
+
+def override_texts(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ``SECTION.SETTING=VALUE`` for each setting of a nested table."""
+    for path, value in leaf_settings(overrides):
+        yield f"{path}={toml_value(value)}"
 
 
 def without_stated(overrides: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ laid over what stands before it. Paths, numbers of processes and machines are no
 recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Self
@@ -26,7 +26,7 @@ from pipeline.artifacts.settings import (
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import merge, read_toml
-from pipeline.config.overrides import override_texts
+from pipeline.config.overrides import leaf_settings, override_texts
 from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError, hint
@@ -192,11 +192,10 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         ConfigError: no such recipe, a circle of parents, or a setting that does not exist or fit.
     """
-    base, *overlays = (None,) if name is None else name.split("+")
-    merged = {} if base is None else _with_parents(base, seen=())
-    for overlay in overlays:
-        merged = _laid_over(merged, read_overlay(overlay, base=base))
     sections = overrides or {}
+    merged: dict[str, Any] = {}
+    for _, document in _layers(name, sections):
+        merged = _laid_over(merged, document)
     where = "The default settings" if name is None else f"Recipe {name!r}"
     if sections:
         where += f" with {', '.join(map(shown, override_texts(sections)))}"
@@ -204,8 +203,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
         if key in sections:
             raise ConfigError(f"{where}: {key!r} is not a section. Set SECTION.SETTING.")
     try:
-        resolved = {**_laid_over(merged, sections), "name": "defaults" if name is None else name}
-        return Recipe.model_validate(resolved)
+        return Recipe.model_validate({**merged, "name": "defaults" if name is None else name})
     except ValidationError as error:
         said = describe_validation(error, Recipe, also=("parent",))
         raise ConfigError(f"{where}: {said}") from error
@@ -226,16 +224,54 @@ def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
     return document
 
 
-def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
+def setting_origins(name: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Map each setting that is not at its default to the layer that decides it.
+
+    Args:
+        name: the recipe; None: all settings at their defaults.
+        overrides: sections and settings, as ``--set`` of a command states them.
+
+    Returns:
+        Dotted name → ``parent recipe NAME``, ``recipe NAME``, ``overlay NAME`` or ``--set``.
+
+    Raises:
+        ConfigError: no such recipe, or a circle of parents.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, document in _layers(name, overrides or {}):
+        merged = _laid_over(merged, document)
+        origins |= {setting: origin for setting, _ in leaf_settings(document)}
+        left = dict(leaf_settings(merged))  # a layer may remove what an earlier one states
+        origins = {setting: found for setting, found in origins.items() if setting in left}
+    return origins
+
+
+def _layers(
+    name: str | None, overrides: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the documents that a recipe is composed of, in order, each with its origin."""
+    if name is not None:
+        base, *overlays = name.split("+")
+        yield from _with_parents(base, origin="recipe", seen=())
+        for overlay in overlays:
+            yield f"overlay {overlay}", read_overlay(overlay, base=base)
+    yield "--set", overrides
+
+
+def _with_parents(
+    name: str, *, origin: str, seen: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a recipe's ancestors, the farthest first, and the recipe itself."""
     if name in seen:
         raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle: remove one parent.")
     document = _read_recipe(name)
     parent = document.pop("parent", None)
-    if parent is None:
-        return document
-    if not isinstance(parent, str):
-        raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
-    return _laid_over(_with_parents(parent, seen=(*seen, name)), document)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
+        yield from _with_parents(parent, origin="parent recipe", seen=(*seen, name))
+    yield f"{origin} {name}", document
 
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
