@@ -1181,7 +1181,8 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
 
 DRIVER = """
 import sys
-from pipeline import cli, stages
+from pipeline import cli
+from pipeline.stages import registry as stages
 from pipeline.stages.registry import Input, Stage
 
 stages.STAGES.clear()
