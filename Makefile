@@ -1,6 +1,7 @@
 # make demo — the whole story on this machine.
 # make check — linters, types, the fast tests: what to run after every change.
 # make test — linters, types, all tests.
+# make pictures — the pictures of the documentation; needs graphviz, chromium and a finished demo.
 # make docs — the generated pages, and the documentation site in build/site.
 # PIP_ARGS is passed to pip, e.g. to point it at an index with CPU-only builds of torch.
 
@@ -9,10 +10,10 @@ PIP_ARGS ?=
 VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo check test test-faults lint docs bench clean
+.PHONY: demo check test test-faults lint docs pictures bench clean
 
 demo: $(VENV)/installed
-	$(VENV)/bin/mmnmt run pipeline/plans/demo.toml
+	$(VENV)/bin/mmnmt run demo
 
 check: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
@@ -32,6 +33,12 @@ lint: $(VENV)/installed-dev
 docs: $(VENV)/installed-docs
 	$(VENV)/bin/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
+pictures:
+	for name in pipeline update moe_layer; do \
+		dot -Tsvg docs/pictures/$$name.dot -o docs/pictures/$$name.svg || exit 1; done
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1600 \
+		--screenshot=docs/pictures/report.png file://$(CURDIR)/runs/demo/evaluation/report.html
 
 bench: $(VENV)/installed-dev
 	for script in $$(grep -l '__main__' tests/bench/*.py); do \

@@ -22,6 +22,10 @@ from pipeline.artifacts.corpus import aligned_lines
 from pipeline.artifacts.settings import CleanConfig
 
 BLOCK_LINES = 2048
+LANGUAGE_MIN_CHARACTERS = 40
+"""Shorter sides are not judged by their language."""
+NEAR_DUPLICATE_SIMILARITY = 0.8
+"""The Jaccard similarity of character 5-grams from which on lines are near-duplicates."""
 
 Lines = list[tuple[str, str]]
 
@@ -105,13 +109,13 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
     if identifier is not None:
         first, second = task.pair.split("-")
         judge.language_rule = LanguageRule(
-            identifier, (first, second), min_characters=task.config.language_min_characters
+            identifier, (first, second), min_characters=LANGUAGE_MIN_CHARACTERS
         )
     if task.config.drop_near_duplicates:
         streams = [stack.enter_context(path.open("rb")) for path in task.sources]
         judge.near_duplicates = NearDuplicates(
             [sketches(block) for block in _blocks(task)],
-            threshold=task.config.near_duplicate_similarity,
+            threshold=NEAR_DUPLICATE_SIMILARITY,
             line_at=StoredLines(streams[0], streams[1]).line_at,
         )
     return judge

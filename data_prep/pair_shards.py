@@ -29,6 +29,8 @@ from pipeline.config.documents import unfinished_path
 from pipeline.errors import DataError
 from pipeline.seeds import derive_seed
 
+SEGMENTATION_NBEST = 64
+"""Unigram draws from so many best segmentations."""
 CHUNK_LINES = 512
 """SentencePiece is quickest with few lines at once: what it makes of them stays in the cache."""
 CHUNK_CHARACTERS = 2**22
@@ -229,7 +231,7 @@ def _encode(
     config = job.config
     return job.tokenizer.sample_batch(
         lines,
-        SampledSegmentation(config.segmentation_alpha, config.segmentation_nbest, seeds),
+        SampledSegmentation(config.segmentation_alpha, SEGMENTATION_NBEST, seeds),
         language=language,
     )
 

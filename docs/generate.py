@@ -27,9 +27,10 @@ from pydantic.fields import FieldInfo
 from pipeline import cli, errors
 from pipeline.artifacts.manifest import FILES, FORMAT_VERSION
 from pipeline.cli.stage_commands import stage_parser
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.documents import shipped
+from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.config.settings import Range, Settings
-from pipeline.jobs.plan import load_plan, plan_names
+from pipeline.jobs.plan import load_plan
 from pipeline.stages.registry import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -294,27 +295,53 @@ def _toml(value: Any) -> str:
 # ---------------------------------------------------------------- recipes and artifacts
 
 
+PAPERS = {
+    "demo": "The demo: every stage in minutes on a CPU.",
+    "mmnmt": "[MMNMT](../papers/mmnmt.md), Tables 2 and 3, and its systems in small.",
+    "mmnmt/opus100": "[MMNMT](../papers/mmnmt.md), Table 2: systems of OPUS-100.",
+    "mmnmt/pc32": "[MMNMT](../papers/mmnmt.md), Table 3: systems of PC32.",
+    "mmnmt/bible24": "The systems of [MMNMT](../papers/mmnmt.md) in small, on Bible verses.",
+    "bytes": "Byte-level models and other vocabularies for them, of MoCE and LOBEF.",
+    "moce": "[MoCE](../papers/moce.md): convolutions over bytes.",
+    "lobef": "[LOBEF](../papers/lobef.md): n-grams and words of bytes.",
+    "lms_fd": "[LMS and FD](../papers/lms_fd.md): weights that belong to one language.",
+    "lms_fd/xlmr": "[LMS and FD](../papers/lms_fd.md) on XLM-R: named entities and questions.",
+}
+"""Folder of recipes or plans → a sentence about what is in it."""
+
+
 def recipes_page() -> str:
-    """Return the page of the recipes and plans that ship."""
+    """Return the page of the recipes and plans that ship, by folder."""
     introduction = (
         "`mmnmt run PLAN` runs a plan. `--recipe NAME` names a recipe, with overlays as "
-        "`NAME+OVERLAY`; `mmnmt describe --recipe NAME` prints its settings."
+        "`NAME+OVERLAY`; `mmnmt describe --recipe NAME` prints its settings. The sections are "
+        "the folders of `pipeline/plans` and `pipeline/recipes`. A name never includes its folder."
     )
-    plans = []
-    for name in plan_names():
-        plan = load_plan(name)
-        inputs = "; ".join(f"{code(key)}: {prose(about)}" for key, about in plan.inputs.items())
-        row = [code(name), prose(plan.description), str(len(plan.stages)), inputs]
-        plans.append(row)
-    recipes = [[code(name), prose(load_recipe(name).description)] for name in recipe_names()]
-    return page(
-        "Recipes and plans",
-        introduction,
-        "## Plans\n",
-        table(["plan", "description", "stages", "inputs"], plans),
-        "## Recipes\n",
-        table(["recipe", "description"], recipes),
-    )
+    parts = ["## Plans\n"]
+    for folder, names in _by_folder("plans"):
+        parts += [f"### Plans: {folder}\n", f"{PAPERS[folder]}\n"]
+        parts.append(table(["plan", "description", "stages", "inputs"], map(_plan_row, names)))
+    parts.append("## Recipes\n")
+    for folder, names in _by_folder("recipes"):
+        rows = [[code(name), prose(load_recipe(name).description)] for name in names]
+        parts += [f"### Recipes: {folder}\n", f"{PAPERS[folder]}\n"]
+        parts.append(table(["recipe", "description"], rows))
+    return page("Recipes and plans", introduction, *parts)
+
+
+def _by_folder(kind: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the folders of recipes or plans in the order of ``PAPERS``, and the names in each."""
+    folders: dict[str, list[str]] = {}
+    for name, path in shipped(kind).items():
+        folder = path.parent.relative_to(ROOT / "pipeline" / kind).as_posix()
+        folders.setdefault(folder, []).append(name)
+    yield from sorted(folders.items(), key=lambda item: [*PAPERS].index(item[0]))
+
+
+def _plan_row(name: str) -> list[str]:
+    plan = load_plan(name)
+    inputs = "; ".join(f"{code(key)}: {prose(about)}" for key, about in plan.inputs.items())
+    return [code(name), prose(plan.description), str(len(plan.stages)), inputs]
 
 
 OTHER_MAKERS = {
@@ -441,7 +468,7 @@ def benchmarks_page(results: Path) -> str:
     introduction = (
         "Every table is one result file of `tests/bench/results`. `ratio` compares this project "
         "with the peer that the case names; the result holds when the ratio reaches `target`. "
-        "`memory` and `estimate` compare a prediction with a measurement instead. "
+        "`memory` compares a prediction with a measurement instead. "
         "`make bench` measures anew; `python tests/bench/decode.py --json FILE`, for example, "
         "writes a result file."
     )

@@ -15,10 +15,13 @@ from pipeline.config.documents import (
     read_json,
     read_json_lines,
     read_toml,
+    shipped,
 )
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.jobs.plan import load_plan
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -117,6 +120,14 @@ def test_broken_toml_is_refused_with_its_line(path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(path)
+
+
+@pytest.mark.parametrize("folder", ["recipes", "plans", "assemblies"])
+def test_a_shipped_file_is_found_by_its_name_alone_in_any_folder(folder: str) -> None:
+    files = [*(ROOT / "pipeline" / folder).rglob("*.toml")]
+    assert files
+    assert shipped(folder) == {path.stem: path for path in files}
+    assert len(shipped(folder)) == len(files), "two files have one name"
 
 
 def test_recipes_and_plans_are_read_that_way(tmp_path: Path) -> None:

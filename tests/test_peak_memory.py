@@ -7,7 +7,7 @@ import pytest
 
 MEASURED = """
 import random, sys
-from pipeline.peak_memory import peak_memory
+from pipeline.machine import peak_memory
 with peak_memory() as taken:
     block = b"x" * (200 * 2**20)
     del block

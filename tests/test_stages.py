@@ -60,7 +60,6 @@ DECIDING: dict[str, dict[str, set[str]]] = {
             *("drop_control_characters", "drop_copies", "drop_duplicates", "drop_swapped"),
             *("drop_held_out_overlap", "max_bytes", "max_characters", "max_length_ratio"),
             *("drop_near_duplicates", "held_out_scope", "identify_languages", "language_model"),
-            *("language_min_characters", "near_duplicate_similarity"),
         }
     },
     "train_tokenizer": {
@@ -73,8 +72,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     },
     "make_shards": {
         "shards": {
-            *("max_tokens", "seed", "segmentation_alpha", "segmentation_nbest"),
-            "segmentations",
+            *("max_tokens", "seed", "segmentation_alpha", "segmentations"),
         }
     },
     "mix": {
@@ -114,7 +112,7 @@ DECIDING: dict[str, dict[str, set[str]]] = {
     "evaluate": {
         "evaluation": {
             *("baseline", "bleu_tokenizer", "language_accuracy", "language_sets", "scores", "seed"),
-            *("resamples", "word_accuracy", "word_lines", "word_side"),
+            *("resamples", "word_accuracy", "word_side"),
         },
         "training": {"resource_thresholds"},
     },
@@ -133,7 +131,7 @@ BESIDE: dict[str, dict[str, set[str]]] = {
     stage: {
         "training": {
             *("checkpoint_every", "expert_parallel_size", "keep_last", "recompute_layers"),
-            *("cpu_kernels", "resource_thresholds", "skip_nonfinite_after"),
+            *("resource_thresholds", "skip_nonfinite_after"),
         }
     }
     for stage in ("pretrain", "finetune", "finetune_tagger", "finetune_reader")

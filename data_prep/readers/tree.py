@@ -149,7 +149,7 @@ def _roots(raw: RawInput | None) -> tuple[Path, ...]:
         case HubDataset():
             raise ConfigError(
                 f"corpus.source is 'tree', but {raw} is a data set of the hub: set corpus.source "
-                "to 'hub', for instance with the overlay RECIPE+hub, or pass --raw DIR."
+                "to 'hub', for example with --set corpus.source=hub, or pass --raw DIR."
             )
     for root in raw.paths:
         if root.is_file():

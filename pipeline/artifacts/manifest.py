@@ -296,7 +296,6 @@ def fold_name(name: str) -> str:
 
 DECIDE_NOTHING = (
     "training.checkpoint_every",
-    "training.cpu_kernels",
     "training.expert_parallel_size",
     "training.keep_last",
     "training.recompute_layers",
@@ -304,10 +303,19 @@ DECIDE_NOTHING = (
     "training.skip_nonfinite_after",
 )
 """Settings of training stages that change neither an update nor which weights are kept: how often
-and how many states are written in the run's folder, by which kernels the same is computed (save
-rounding), on which ranks experts lie, what is computed twice to save memory, how the curves sum up
-validation, and whether a run that cannot go on without leaving micro-batches out ends there.
+and how many states are written in the run's folder, on which ranks experts lie, what is computed
+twice to save memory, how the curves sum up validation, and whether a run that cannot go on without
+leaving micro-batches out ends there.
 ([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
+
+REMOVED: dict[str, tuple[Any, ...]] = {
+    "clean.language_min_characters": (40,),
+    "clean.near_duplicate_similarity": (0.8,),
+    "evaluation.word_lines": (100_000,),
+    "shards.segmentation_nbest": (64,),
+    "training.cpu_kernels": ("processor", "measured"),
+}
+"""Settings of earlier versions, which manifests still note, → values with the result of today."""
 
 THRESHOLDS = "training.resource_thresholds"
 STATES_SAVED = "training.checkpoint_every"
@@ -376,12 +384,14 @@ def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
-    """What an artifact notes of a recipe's sections, with the settings there were not yet.
+    """Return what an artifact notes of a recipe's sections, as this version would note it.
 
     Those are at their defaults, since a new setting does by default what was done before. As noted
     where a section cannot be read any more. Names that are no sections of a recipe are passed over;
-    of a setting (``training.seed``) the whole section is filled in.
+    of a setting (``training.seed``) the whole section is filled in. Settings that were removed do
+    not count where they had the effect of today.
     """
+    noted = without_settings(noted, [name for name in REMOVED if _is_as_today(noted, name)])
     kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
     try:
         read = {
@@ -390,8 +400,14 @@ def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[
             if name in kinds
         }
     except ValidationError:
-        return dict(noted)
+        return noted
     return {**noted, **{name: section.model_dump(mode="json") for name, section in read.items()}}
+
+
+def _is_as_today(noted: Mapping[str, Any], name: str) -> bool:
+    section, _, setting = name.partition(".")
+    table = noted.get(section)
+    return isinstance(table, Mapping) and table.get(setting) in REMOVED[name]
 
 
 OTHER_LANGUAGES = "other_languages"

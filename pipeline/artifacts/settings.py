@@ -127,19 +127,15 @@ class CleanConfig(Settings):
     """Drop lines each side of which is in the script of the other side's language."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
     """Language identifier. Lines with a side in another language than its own are dropped. Sides in
-    languages that the identifier does not know are never judged."""
+    languages that the identifier does not know, and sides of fewer than 40 characters, are never
+    judged."""
     language_model: str = ""
     """Local model file of identifier ``fasttext``: lid.176.bin or GlotLID's model.bin."""
-    language_min_characters: Annotated[int, whole(1, 10**9)] = 40
-    """Shortest side, in characters, whose language is judged."""
     drop_duplicates: bool = True
     """Drop lines that repeat an earlier line of their pair."""
     drop_near_duplicates: bool = False
     """Drop lines that nearly repeat an earlier line of their pair, ignoring digits, case and
-    punctuation."""
-    near_duplicate_similarity: Annotated[float, number(above=0, most=1)] = 0.8
-    """Jaccard similarity of the character 5-grams of both sides from which lines are
-    near-duplicates."""
+    punctuation: the character 5-grams of both sides have a Jaccard similarity of 0.8 or more."""
     drop_held_out_overlap: bool = True
     """Drop training lines one side of which is a validation or test line, after folding letters and
     digits."""
@@ -238,10 +234,8 @@ class ShardsConfig(Settings):
     times, each time segmented anew at random (subword regularization); one epoch of the shards then
     is as many epochs of the text, and disk space and time grow accordingly."""
     segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
-    """Randomness of segmentations. Unigram: exponent of their probabilities; BPE: share of merges
-    that are left out."""
-    segmentation_nbest: Annotated[int, whole(2, 1000)] = 64
-    """Best segmentations that Unigram draws from."""
+    """Randomness of segmentations. Unigram: draws from the 64 best segmentations, by their
+    probabilities to this power; BPE: share of merges that are left out."""
     seed: Seed = 1
     """Seed of the segmentations."""
 

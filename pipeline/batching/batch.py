@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config.settings import EXTRA_TOKENS
-from pipeline.kernels.scaled_dot_product import attention_mask
+from pipeline.kernels.attention import attention_mask
 
 Ids = Sequence[int] | npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -348,11 +348,11 @@ def _source_begins(sentences: Sentences) -> Tensor | None:
 
 def _joined(*parts: Ragged) -> Ragged:
     """Concatenate three parts of every sentence."""
-    from pipeline.kernels import batch_loops
+    from pipeline.kernels import sentence_loops
 
     length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
     ids_N = np.empty(int(length_B.sum()), dtype=np.int64)
-    batch_loops.join(*parts[0], *parts[1], *parts[2], ids_N)
+    sentence_loops.join(*parts[0], *parts[1], *parts[2], ids_N)
     return Ragged(ids_N, length_B)
 
 

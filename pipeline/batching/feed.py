@@ -31,7 +31,7 @@ from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.kernels.batch_loops import gather, gather_flags, locate
+from pipeline.kernels.sentence_loops import gather, gather_flags, locate
 
 Integers = npt.NDArray[np.int64]
 

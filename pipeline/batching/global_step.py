@@ -30,7 +30,7 @@ from pipeline.artifacts.mixture import Mixture, Phase
 from pipeline.batching.batch import SOURCE_EXTRA, TARGET_EXTRA
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.batch_loops import (
+from pipeline.kernels.sentence_loops import (
     make_keys,
     mark_cuts,
     mark_key_cuts,

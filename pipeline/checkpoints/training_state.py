@@ -18,7 +18,6 @@ from pipeline.artifacts.artifact import Artifact, FileRecord
 from pipeline.checkpoints.weights import TensorFiles, write_weights
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
-from pipeline.kernels.cpu_choice import CpuKernels
 
 PROGRESS_FILE = "progress.json"
 MAX_DIGITS = 19
@@ -144,8 +143,6 @@ class Position:
     """Tries of updates that fp16's loss scale was too large for: made again at a smaller one."""
     loss_scale: LossScale | None = None
     """None: the run has no dynamic loss scale."""
-    cpu_kernels: CpuKernels | None = None
-    """Those measured when the run began, where ``training.cpu_kernels`` says so."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -172,17 +172,15 @@ def _estimate_time(options: argparse.Namespace) -> int:
     }
     import torch  # once the recipe is known to be good
 
-    from pipeline.estimates import exchanges, operators, step_time, this_cpu
+    from pipeline.estimates import operators, step_time
 
-    on_cpu = options.device == "cpu"
-    device = this_cpu.measured_cpu() if on_cpu else step_time.DEVICES[options.device]
-    precision = torch.float32 if on_cpu else torch.bfloat16
+    device = step_time.DEVICES[options.device]
     steps = {
-        "training micro-batch": operators.count_training(recipe, dtype=precision, **sizes),
+        "training micro-batch": operators.count_training(recipe, dtype=torch.bfloat16, **sizes),
         "decoding step": operators.count_decoding_step(recipe, **sizes),
     }
     times = {name: step_time.least_time(counted, device) for name, counted in steps.items()}
-    exchanged = exchanges.expert_exchanges(recipe)
+    exchanged = step_time.expert_exchanges(recipe)
     if options.json:
         found = {name: time.to_json() for name, time in times.items()}
         document = {"device": options.device, **found, "expert exchanges": asdict(exchanged)}
@@ -200,18 +198,13 @@ def _estimate_time(options: argparse.Namespace) -> int:
             f"the others per micro-batch, and waits {exchanged.host_copies} times for numbers of "
             f"rows, in {exchanged.layers} layers. Both come on top of the table.\n"
         )
-    per_launch = f"{1e6 * device.launch_seconds:.3g} µs per launch" + (
-        "" if on_cpu else ", assumed"
-    )
     print(
-        f"Counted on the meta device, not measured. Training in {str(precision)[6:]} on one rank, "
-        f"decoding in {recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} "
-        f"tokens; {per_launch}; memory and arithmetic as in: "
-        f"{device.source}. Residual, dropout and norm are operators of their own, as without "
+        "Counted on the meta device, not measured. Training in bfloat16 on one rank, decoding in "
+        f"{recipe.decoding.precision}; sentences of {operators.SENTENCE_LENGTH} tokens; "
+        f"{1e6 * step_time.LAUNCH_SECONDS:.3g} µs per launch, assumed; memory and arithmetic as "
+        f"in: {device.source}. Residual, dropout and norm are operators of their own, as without "
         "compiled_regions in the ds_config. Without optimizer, gradient reduction and other ranks."
     )
-    if on_cpu:
-        print(this_cpu.AGAINST_STEPS)
     return 0
 
 
@@ -267,9 +260,9 @@ def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument(
         "--device",
-        choices=("h100", "h200", "a100", "cpu"),
+        choices=("h100", "h200", "a100"),
         default="h100",
-        help="the card, or the CPU at hand, as measured (h100)",
+        help="the card (h100)",
     )
     parser.add_argument(
         "--by-place", action="store_true", help="one more row for every module of the model"

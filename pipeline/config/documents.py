@@ -11,10 +11,12 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import date, time
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import ArtifactError, ConfigError, UserError
+from pipeline.errors import ArtifactError, ConfigError, UserError, hint
 
 MAX_TOML_BYTES = 2**20
 """Largest recipe or plan; one of a hundred languages has a few KiB."""
@@ -51,6 +53,38 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
     check_depth(document, path=path, error=ConfigError)
     return document
+
+
+@cache
+def shipped(folder: str) -> dict[str, Path]:
+    """Return the TOML files of a folder of this package and of its subfolders, sorted by name.
+
+    A name has no folder: files can move without a change for those who name them. A test holds
+    that no two files of a folder have one name.
+    """
+    found = Path(str(resources.files("pipeline") / folder)).rglob("*.toml")
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
+
+
+def toml_path(name: str, *, folder: str, what: str) -> Path:
+    """Return the file of ``NAME`` (one that ships in ``folder``) or ``PATH.toml``.
+
+    Args:
+        name: the name or path.
+        folder: the folder of this package, ``recipes``.
+        what: one of its files in words, ``recipe``.
+
+    Raises:
+        ConfigError: no such file ships.
+    """
+    if name.endswith(".toml"):
+        return Path(name)
+    if name in shipped(folder):
+        return shipped(folder)[name]
+    if Path(f"{name}.toml").is_file():
+        raise ConfigError(f"There is no {what} {name!r}: did you mean '{name}.toml'?")
+    choices = hint(name, [*shipped(folder)], otherwise="or give the path of a .toml file")
+    raise ConfigError(f"There is no {what} {name!r}{choices}")
 
 
 def read_json(path: Path, *, error: type[UserError] = ArtifactError, remedy: str = RESTORE) -> Any:

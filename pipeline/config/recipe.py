@@ -7,8 +7,6 @@ recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
@@ -25,11 +23,11 @@ from pipeline.artifacts.settings import (
 )
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.config.documents import merge, read_toml
+from pipeline.config.documents import merge, read_toml, shipped, toml_path
 from pipeline.config.overrides import leaf_settings, override_texts
 from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.extensions.tasks.settings import TasksConfig
@@ -178,8 +176,7 @@ def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that ship with the package, overlays included."""
-    folder = resources.files("pipeline") / "recipes"
-    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return [*shipped("recipes")]
 
 
 def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) -> Recipe:
@@ -298,11 +295,4 @@ def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str,
 
 
 def _read_recipe(name: str) -> dict[str, Any]:
-    if name.endswith(".toml"):
-        return read_toml(Path(name))
-    if name not in recipe_names():
-        if Path(f"{name}.toml").is_file():
-            raise ConfigError(f"There is no recipe {name!r}: did you mean '{name}.toml'?")
-        choices = hint(name, recipe_names(), otherwise="or give the path of a .toml file")
-        raise ConfigError(f"There is no recipe {name!r}{choices}")
-    return read_toml(Path(str(resources.files("pipeline") / "recipes" / f"{name}.toml")))
+    return read_toml(toml_path(name, folder="recipes", what="recipe"))

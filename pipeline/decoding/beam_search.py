@@ -30,7 +30,7 @@ from pipeline.decoding.hypotheses import (
     stopping_rule,
 )
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.kernels.beam_steps import best_tokens, log_normalizer
+from pipeline.kernels.logits import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
 
 

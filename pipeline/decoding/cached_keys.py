@@ -25,9 +25,8 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, source_begins
-from pipeline.kernels.beam_steps import RowEntries, attend_entries
-from pipeline.kernels.loop_arrays import can_loop
-from pipeline.kernels.scaled_dot_product import attend
+from pipeline.kernels.attention import RowEntries, attend, attend_entries
+from pipeline.kernels.cpu import can_loop
 from pipeline.model.attention import Attention
 from pipeline.model.language_modules.low_rank import project
 from pipeline.model.layers import DecoderLayer, LayerCache

@@ -2,7 +2,7 @@
 
 Line n of the output is the translation of line n of the input, whatever is in it: a line that
 cannot be read is named on standard error and stands as an empty one. Where more than a text is
-asked for, it is a JSON object with ``text``, ``score`` and the details (``artifacts/details.py``).
+asked for, it is a JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
 """
 
 import json

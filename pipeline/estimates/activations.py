@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its gradients, part by part, found by walking the model.
+"""Estimate what a forward pass keeps for its gradients, part by part, by walking the model.
 
 Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Any
 other feed-forward, and an encoder with and without its front, is run on the meta device, and what
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.cpu_choice import cpu_kernels
+from pipeline.kernels.cpu import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.model.attention import Attention
 from pipeline.model.feed_forward import FeedForward
@@ -53,15 +53,15 @@ class MicroBatchShape:
     device: Device
     regularization: Regularization
     is_spread: bool = False
-    """Experts are on several ranks."""
+    """Whether experts are on several ranks."""
     recomputes: bool = False
-    """Of every layer only its input is kept, and one layer at a time is computed again."""
+    """Whether only inputs of layers are kept, and one layer at a time is computed again."""
 
     def score_bytes(self, *, head_width: int) -> int:
-        """Kept per query, key and head: probabilities, dropout's factors and its output.
+        """Return the bytes kept per query, key and head: probabilities, dropout's factors, output.
 
         Fused kernels keep none. CUDA's are always taken; the CPU's without dropout, where they are
-        those of the process: this processor's, whatever a run may come to measure.
+        those of this processor.
         """
         if self.device == "cuda":
             return 0
@@ -71,7 +71,7 @@ class MicroBatchShape:
         return 0 if is_fused else self.value
 
     def dropout_bytes(self, rate: float) -> int:
-        """Kept per hidden value: a Boolean on CUDA, a factor in the model's dtype on CPU."""
+        """Return the bytes kept per hidden value: a Boolean on CUDA, a value on CPU."""
         if rate == 0:
             return 0
         return 1 if self.device == "cuda" else self.value
@@ -82,7 +82,7 @@ class MicroBatchShape:
 
 
 def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, int]:
-    """What the forward pass of a micro-batch keeps for its gradients, by part; logits left out.
+    """Return the bytes that a forward pass keeps for its gradients, by part, without the logits.
 
     The model may be one of the meta device.
     """
@@ -110,7 +110,7 @@ def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, in
 def _layer_bytes(
     layer: EncoderLayer | DecoderLayer, batch: MicroBatchShape, *, width: int
 ) -> dict[str, int]:
-    """What one layer keeps, by part."""
+    """Return the bytes that one layer keeps, by part."""
     attentions = [module for module in layer.children() if isinstance(module, Attention)]
     part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
     gates = [module for module in layer.children() if isinstance(module, ConditionalRouting)]
@@ -203,7 +203,7 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
 
 
 def _routes(moe: MoEConfig, tokens: int) -> int:
-    """R: top_k per token, or as many as the experts' capacity takes."""
+    """Return R: top_k per token, or as many as the experts' capacity takes."""
     if moe.dispatch == "dropless":
         return moe.top_k * tokens
     capacity = expert_capacity(
@@ -216,7 +216,7 @@ def _routes(moe: MoEConfig, tokens: int) -> int:
 
 
 def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:
-    """What going through the encoder's layers keeps with the front beyond what it does without."""
+    """Return what the encoder keeps with its front beyond what it keeps without."""
     if isinstance(spec.model.front, SubwordsConfig):
         return 0
     dense = spec.model.model_copy(update={"moe": None, "feed_forward": DenseConfig()})
@@ -249,7 +249,7 @@ def _saved_bytes(
     *,
     width: int,
 ) -> int:
-    """Memory behind what autograd saves of a module, each storage once; weights and input not."""
+    """Return the memory of tensors that autograd saves, without weights and input."""
     meta = torch.device("meta")
     module = copy.deepcopy(module).to(batch.dtype).to(meta)
     packing = Packing.from_lengths([batch.length] * max(batch.tokens // batch.length, 1)).to(meta)

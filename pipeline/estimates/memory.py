@@ -1,4 +1,4 @@
-"""How much memory training takes per rank, by part, without running it.
+"""Estimate the memory of a training rank, by part, without running it.
 
 :func:`estimate` follows what the model's layers keep for their gradients and what DeepSpeed 0.19's
 ZeRO 1 and 2 allocate. Not everything lives at once, so it goes through the phases of an update:
@@ -23,7 +23,7 @@ from pipeline.config.ds_config import precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
-from pipeline.kernels.cross_entropy import rows_at_a_time
+from pipeline.kernels.logits import rows_at_a_time
 from pipeline.model.language_modules.language_experts import FeedForwardStack
 from pipeline.model.moe.experts import Experts
 from pipeline.model.regularization import Regularization
@@ -52,11 +52,11 @@ CPU_KEPT_FREE_ALONE, CPU_KEPT_FREE_AMONG_RANKS = 0.22, 0.4
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the worst rank.
+    """Bytes on the rank that needs the most.
 
     Attributes:
-        phases: what is on the device in each phase of training, by part.
-        host: what offload keeps in the memory of the machine instead, by part.
+        phases: bytes on the device in each phase of training, by part.
+        host: bytes that offload keeps in the memory of the machine instead, by part.
         device: where the model is; on ``cpu`` both are the same memory.
     """
 
@@ -66,12 +66,12 @@ class MemoryEstimate:
 
     @property
     def peak_phase(self) -> Phase:
-        """The phase that needs the most."""
+        """Return the phase that needs the most."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def device_bytes(self) -> int:
-        """Peak on the device, without the host's share."""
+        """Return the peak on the device, without the host's share."""
         return sum(self.phases[self.peak_phase].values())
 
     @property
@@ -80,11 +80,11 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Device and host together: what a rank on CPU needs."""
+        """Return device and host together, which is what a rank on CPU needs."""
         return self.device_bytes + self.host_bytes
 
     def table(self) -> list[tuple[str, int]]:
-        """(part, bytes) of the peak phase and their sum, then of the host and theirs."""
+        """Return (part, bytes) of the peak phase and their sum, then of the host and their sum."""
         peak = self.phases[self.peak_phase]
         rows = [(part, size) for part, size in peak.items() if size]
         rows.append((f"{self.device}, at its peak ({self.peak_phase})", self.device_bytes))
@@ -115,7 +115,7 @@ def estimate(
     sentence_length: int | None = None,
     num_languages: int = 1,
 ) -> MemoryEstimate:
-    """Memory of a training run, per rank.
+    """Estimate the memory of a training run per rank.
 
     Args:
         vocabulary_size: tokens of the tokenizer, language tokens included.
@@ -167,13 +167,13 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Zero:
-    """What merged recipe and ds_config say about memory; sizes of values in bytes."""
+    """The settings of recipe and ds_config that decide memory; sizes of values in bytes."""
 
     stage: int
     value: int
-    """Of a parameter."""
+    """Size of a parameter."""
     accumulated: int
-    """Of an accumulated gradient."""
+    """Size of an accumulated gradient."""
     bucket: int
     """Values per reduce bucket."""
     buckets: int
@@ -201,14 +201,14 @@ class _Zero:
 
     @property
     def accumulates_wider(self) -> bool:
-        """Gradients are accumulated in float32 beside parameters in 16 bits."""
+        """Return whether gradients are accumulated in float32 beside parameters in 16 bits."""
         return self.accumulated > self.value
 
 
 def _micro_batch(
     recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
 ) -> MicroBatchShape:
-    """As full as the recipe allows, of sentences of which most is kept unless told how long."""
+    """Return a full micro-batch; without a length, of the length at which most is kept."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens,
@@ -243,18 +243,18 @@ class _Group:
 
     @property
     def values(self) -> int:
-        """With the padding that makes all ranks' shares equal."""
+        """Return the number of values, with the padding that makes all ranks' shares equal."""
         unit = ALIGNMENT * self.ranks
         return math.ceil(sum(self.sizes) / unit) * unit
 
     @property
     def share(self) -> int:
-        """Values whose optimizer state a rank has."""
+        """Return the number of values whose optimizer state a rank has."""
         return self.values // self.ranks
 
     @property
     def covering(self) -> int:
-        """Values of all tensors a share touches, on the rank where they are most."""
+        """Return the values of all tensors a share touches, on the rank where they are most."""
         spans = list(pairwise(accumulate(self.sizes, initial=0)))
         return max(
             sum(stop - start for start, stop in spans if start < low + self.share and stop > low)
@@ -263,7 +263,7 @@ class _Group:
 
 
 def _largest_embedding(model: Transformer) -> int:
-    """Values of the largest table of embeddings that has a gradient."""
+    """Return the values of the largest embedding table that has a gradient."""
     tables = [p.numel() for p in model.embedding.parameters() if p.requires_grad]
     return max(tables, default=0)
 
@@ -299,7 +299,7 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
 
 
 def _split(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """DeepSpeed's cut of experts into optimizer groups of bounded size."""
+    """Cut experts into optimizer groups of bounded size, as DeepSpeed does."""
     groups: list[list[int]] = []
     for size in sizes:
         if not groups or sum(groups[-1]) + size > MAX_EXPERT_GROUP:
@@ -309,7 +309,7 @@ def _split(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class _HeldByZero:
-    """What parameters, gradients and optimizer take in each phase."""
+    """The memory of parameters, gradients and optimizer in each phase."""
 
     def __init__(
         self,
@@ -328,14 +328,20 @@ class _HeldByZero:
         self.largest = max(size for group in groups for size in group.sizes)
 
     def start(self) -> dict[str, int]:
-        """Built in float32; then one group after the other is copied into a flat buffer."""
+        """Return the parts at the start.
+
+        The model is built in float32; then one group after the other is copied into a flat buffer.
+        """
         value = self.zero.value
         copied = value * max(group.values for group in self.groups) + self._state(FLOAT32)
         as_built = (FLOAT32 - value) * self.values
         return {"parameters": value * (self.values + self.frozen), "copies": max(copied, as_built)}
 
     def backward(self) -> dict[str, int]:
-        """Gradients of earlier micro-batches; ZeRO's buckets exist from the first new one on."""
+        """Return the parts in the last backward pass.
+
+        Gradients are those of earlier micro-batches; ZeRO's buckets exist after the first new one.
+        """
         return {
             **self._always(),
             "gradients": self._accumulated(),
@@ -343,11 +349,17 @@ class _HeldByZero:
         }
 
     def reduce(self) -> dict[str, int]:
-        """Every new gradient exists, or has gone through a bucket into this rank's share."""
+        """Return the parts when gradients are reduced.
+
+        Every new gradient exists, or has gone through a bucket into this rank's share.
+        """
         return {**self._always(), "gradients": self._reduced(), "buckets": self._buckets()}
 
     def step(self) -> dict[str, int]:
-        """The norm takes a tensor in float64; then each group's gradients become one tensor."""
+        """Return the parts in the optimizer's step.
+
+        The norm takes a tensor in float64; then each group's gradients become one tensor.
+        """
         zero = self.zero
         norm = FLOAT64 * self.largest
         share = max(group.share for group in self.groups)
@@ -365,7 +377,10 @@ class _HeldByZero:
         }
 
     def host(self) -> dict[str, int]:
-        """With offload: optimizer, float32 gradients and new parameters of this rank's share."""
+        """Return the parts on the host, with offload.
+
+        They are the optimizer, float32 gradients and new parameters of this rank's share.
+        """
         zero = self.zero
         if not zero.offloads:
             return {}
@@ -389,11 +404,11 @@ class _HeldByZero:
         }
 
     def _state(self, size: int) -> int:
-        """Bytes of this rank's share of an optimizer state that stays on the device."""
+        """Return the bytes of this rank's share of an optimizer state that stays on the device."""
         return 0 if self.zero.offloads else size * self.share
 
     def _accumulated(self) -> int:
-        """Gradients held between two micro-batches of an update."""
+        """Return the gradients held between two micro-batches of an update."""
         zero = self.zero
         if not zero.accumulates:
             return 0
@@ -404,7 +419,7 @@ class _HeldByZero:
         return zero.accumulated * (self.share if zero.accumulates_wider else self.covering)
 
     def _reduced(self) -> int:
-        """Gradients at the end of the last backward pass of an update."""
+        """Return the gradients at the end of the last backward pass of an update."""
         zero = self.zero
         if zero.stage == 1:
             whole = zero.accumulated * self.values
@@ -420,7 +435,7 @@ class _HeldByZero:
         return self._accumulated() + new
 
     def _buckets(self) -> int:
-        """Reduce buckets, and the copy of one that is sent where several ranks share it.
+        """Return the reduce buckets, and the copy of one that is sent to ranks that share it.
 
         On CPU only what is written of a buffer becomes resident. A tensor larger than a bucket is
         reduced in place.
@@ -435,13 +450,13 @@ class _HeldByZero:
         return size * (zero.buckets * reserved + (filled if copied else 0))
 
     def _gathered(self) -> int:
-        """gloo gathers new parameters into a buffer of its own."""
+        """Return the buffer into which gloo gathers new parameters."""
         shared = [group.values for group in self.groups if group.ranks > 1]
         return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
 
 
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
-    """What the backward pass works with while nearly all activations are kept.
+    """Return the working memory of the backward pass while nearly all activations are kept.
 
     First the loss; then the logits' gradient and, from it, that of the tied embedding; then the
     latter, which waits for the look-up's, beside the gradients inside a layer.
@@ -458,12 +473,12 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
 
 
 def _passes(recipe: Recipe) -> int:
-    """Of a micro-batch through the model, before the backward pass."""
+    """Return the forward passes of a micro-batch before its backward pass."""
     return 2 if recipe.loss.objective == "fuse_distillation" else 1
 
 
 def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
-    """Peak of the loss and its gradient: N V logits and as many gradients, and some rows' float32.
+    """Return the peak of the loss: N V logits, as many gradients, and some rows in float32.
 
     On CPU there are a few rows of those, on CUDA the largest of a few chunks.
     """
@@ -473,7 +488,7 @@ def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
 
 
 def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -> int:
-    """Of fuse distillation: the gradient of each route's logits, where it learns from it."""
+    """Return the gradients of the logits of both passes that fuse distillation makes."""
     if recipe.loss.objective != "fuse_distillation":
         return 0
     gradients = 2 if recipe.loss.distillation == "symmetric" else 1
@@ -481,7 +496,7 @@ def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
-    """Gradients inside one layer while all is still kept: of hidden values, or of scores."""
+    """Return the gradients inside one layer, of hidden values or of scores, at the peak."""
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value

@@ -1,12 +1,12 @@
-"""What a step launches on a GPU, counted without one.
+"""Count what a step launches on a GPU, without one.
 
-PyTorch's meta device has shapes and no values, and the kernels take the branches there that they
-take on CUDA. A training micro-batch or a decoding step is run on it and every operator noted.
+PyTorch's meta device has shapes and no values, and kernels take the same branches there as on CUDA.
+A training micro-batch or a decoding step runs on it, and every operator is recorded.
 
 A *launch* is one call of an operator, as PyTorch dispatches it below autograd, that has work on the
-device. What has none is in :data:`LAUNCHES_NOTHING`, and views. Operators that CUDA has fused
-(attention, dropout, norms, grouped products) are one launch, also where several kernels follow each
-other inside. Not counted: what DeepSpeed and the optimizer do with gradients, and collectives.
+device: all but views and :data:`LAUNCHES_NOTHING`. Operators that CUDA has fused (attention,
+dropout, norms, grouped products) are one launch, even where several kernels follow each other
+inside. The work of DeepSpeed and the optimizer on gradients, and collectives, are not counted.
 """
 
 import sys
@@ -25,6 +25,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config.recipe import Recipe
@@ -50,7 +51,7 @@ from pipeline.training.losses import training_loss
 
 META = torch.device("meta")
 SENTENCE_LENGTH = 32
-"""Tokens of a sentence with its tags, as long as those of OPUS-100 are on the whole."""
+"""Tokens of a sentence with its tags, about the mean of OPUS-100."""
 
 LAUNCHES_NOTHING = {
     "empty": "allocates",
@@ -62,7 +63,7 @@ LAUNCHES_NOTHING = {
     "_reshape_alias": "a view",
     "lift_fresh": "marks a tensor as new",
 }
-"""Operators without work on the device, and why; views are known by their schema."""
+"""Operators without work on the device, and why; views are recognized by their schema."""
 
 KINDS = {
     "matrix product": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm"),
@@ -92,10 +93,10 @@ KINDS = {
     "sum or extreme": ("sum", "mean", "amax", "cumsum", "max"),
     "sort": ("sort", "topk", "argsort", "searchsorted", "repeat_interleave"),
 }
-"""Kinds of operators; all others go element by element."""
+"""Kinds of operators; all others are elementwise."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
-"""They read no more of their first tensor than they write."""
+"""Operators that read as much of their first tensor as they write."""
 
 PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
@@ -120,11 +121,11 @@ class Launch:
     """One call of an operator.
 
     Attributes:
-        part: of the model, the loss or the search.
-        place: the module's name in the model; that of the part where it has none.
-        bytes: of what it reads and writes.
-        multiply_adds: of products; 0 of anything else.
-        dtype: in which it multiplies.
+        part: the part of the model, the loss or the search that calls it.
+        place: the name of the module in the model; the part where there is none.
+        bytes: size of what it reads and writes.
+        multiply_adds: arithmetic of products and attention; 0 of anything else.
+        dtype: the type in which it multiplies.
     """
 
     operator: str
@@ -150,14 +151,14 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a step launches, in order, and what it copies to the host."""
+    """The launches of a step, in order, and its copies to the host."""
 
     launches: tuple[Launch, ...]
     host_copies: tuple[HostCopy, ...]
 
     @property
     def parts(self) -> dict[str, list[Launch]]:
-        """The launches of every part, those with most of them first."""
+        """Return the launches of every part, the part with the most first."""
         sizes = Counter(launch.part for launch in self.launches)
         return {
             part: [launch for launch in self.launches if launch.part == part]
@@ -166,7 +167,7 @@ class Counted:
 
     @property
     def places(self) -> dict[str, list[Launch]]:
-        """The launches of every place, in the order in which places come."""
+        """Return the launches of every place, in the order in which places come."""
         found: dict[str, list[Launch]] = {}
         for launch in self.launches:
             found.setdefault(launch.place, []).append(launch)
@@ -185,7 +186,7 @@ def count_training(
     num_languages: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Counted:
-    """Forward pass, loss and backward pass of a full micro-batch.
+    """Count the forward pass, loss and backward pass of a full micro-batch.
 
     All experts are on one rank. Half of the sentences are one token shorter than the others, so
     that there is padding.
@@ -207,7 +208,7 @@ def count_training(
 def count_decoding_step(
     recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
 ) -> Counted:
-    """From the decoder's states to those of the next token, in the precision of the recipe.
+    """Count a step from the decoder's states to those of the next token, as the recipe decodes.
 
     The batch is full, no sentence ends, and the cache need not grow.
     """
@@ -255,7 +256,7 @@ def _model(
 
 
 def micro_batch(tokens: int) -> Batch:
-    """As many sentences as the budget takes, of two lengths, all of ids 0."""
+    """Return as many sentences as the budget takes, of two lengths, all of ids 0."""
     length = min(SENTENCE_LENGTH, tokens)
     packing = Packing.from_lengths(
         [length - index % 2 for index in range(max(tokens // length, 1))]
@@ -278,17 +279,17 @@ def micro_batch(tokens: int) -> Batch:
 
 
 def _routes_per_expert(model: ModelConfig, tokens: int) -> int:
-    """Spread evenly."""
+    """Return the routes per expert if they are spread evenly."""
     return 0 if model.moe is None else tokens * model.moe.top_k // model.moe.num_experts
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts what is run on the meta device while it is entered.
+    """Count what runs on the meta device inside the context.
 
     Args:
-        host_number: what every whole number is that is copied to the host; others are 0, nothing
-            is found to be true, and Boolean indices take all.
-        model: whose modules are places.
+        host_number: the value of every integer that is copied to the host. Other numbers are 0,
+            conditions are false, and Boolean indices take all.
+        model: its modules are the places.
     """
 
     def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
@@ -349,7 +350,7 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
     def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a copy to the host says, which has no values to tell; None of any other operator."""
+        """Return made-up values for a copy to the host; None for any other operator."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device != META:
             is_to_host = name == "copy_" and first is not None and args[1].device == META
@@ -371,7 +372,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 class _FusedAsOnCuda(TorchFunctionMode):
-    """Attention and dropout by CUDA's operators, which the meta device would take apart."""
+    """Call CUDA's operators for attention and dropout, which the meta device would take apart."""
 
     def __torch_function__(
         self,
@@ -396,9 +397,9 @@ def _fused_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> Tensor:
-    """Flash attention in half precision without a mask, else the memory-efficient one.
+    """Call flash attention in half precision without a mask, else the memory-efficient one.
 
-    The latter wants masks as numbers to be added.
+    The latter takes masks as numbers to add.
     """
     aten = torch.ops.aten
     if attn_mask is None and query.dtype == torch.bfloat16:
@@ -429,10 +430,10 @@ def _fused_dropout(
 
 
 class _PartsOfNodes:
-    """Which part is running: forward by who called, backward by who made the node of autograd.
+    """Tell which part runs: forward by the calling module, backward by the node of autograd.
 
-    Nodes are numbered as they are made, just before their operator runs, so that the first operator
-    after a new number is by whom it was made.
+    Nodes are numbered as they are made, just before their operator runs: the first operator after a
+    new number belongs to the part that made the node.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -443,7 +444,7 @@ class _PartsOfNodes:
         self._parts: list[tuple[str, str]] = []
 
     def part(self) -> tuple[tuple[str, str], bool]:
-        """The part and its place, and whether it goes backward."""
+        """Return the part and its place, and whether it goes backward."""
         node = torch._C._current_autograd_node()
         if node is not None:
             place = bisect_right(self._first_numbers, node._sequence_nr()) - 1
@@ -457,7 +458,7 @@ class _PartsOfNodes:
         return part, False
 
     def _part_of_caller(self, frame: FrameType | None) -> tuple[str, str]:
-        """Of the innermost module in :data:`PARTS`, or function of the loss, that is being run."""
+        """Return the part of the innermost module in :data:`PARTS` or loss function that runs."""
         while frame is not None:
             caller = frame.f_locals.get("self")
             for kind, part in PARTS:
@@ -478,22 +479,23 @@ def _is_boolean(index: Tensor | None) -> bool:
 
 
 def _all_of(index: Tensor | None) -> Tensor | None:
-    """In place of a Boolean index, which is as long as the host learns."""
+    """Replace a Boolean index, whose length only the host would learn, by one that takes all."""
     if index is None or not _is_boolean(index):
         return index
     return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of a tensor, what is repeated by a stride of 0 once."""
+    """Return the bytes of a tensor; values repeated by a stride of 0 count once."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * prod(length for length, stride in pairs if stride)
 
 
 def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Read and written; a gather reads of a table what it writes, and a filled tensor not at all.
+    """Return the bytes that an operator reads and writes.
 
-    A scatter into a tensor that is there touches as much of it as it brings, twice.
+    A gather reads as much of a table as it writes; a fill reads nothing. A scatter into an existing
+    tensor reads and writes as much of it as it brings.
     """
     written = sum(map(_size, made))
     if name in READ_BY_INDEX:
@@ -509,16 +511,18 @@ def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
-    """Of a product or of attention, of which a causal mask leaves half.
+    """Return the multiply-adds of a product or of attention; 0 of any other operator.
 
-    Of packed sentences attention is counted as if all were as long as the longest one.
+    PyTorch's formulas count plain products, a multiply-add being two operations. It has none for
+    grouped products. Those for attention count what a causal mask leaves out, and packed sentences
+    with padding; here a causal mask leaves half, and keys are as many as the longest sentence has.
     """
     kind = KIND_OF.get(name)
+    if name == "_grouped_mm":
+        rows, weights = args[:2]
+        return int(rows.numel() * weights.shape[-1])
     if kind == "matrix product":
-        left, right = [arg for arg in args if isinstance(arg, Tensor)][-2:]
-        if name == "_grouped_mm":
-            left, right = args[:2]
-        return left.numel() * right.shape[-1]
+        return int(flop_registry[func.overloadpacket](*args) // 2)
     if kind != "attention":
         return 0
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))

@@ -1,8 +1,13 @@
-"""How long a step takes on a GPU at least, by what was counted and what its vendor says of it.
+"""The least time of a step on a GPU, from counted operators and the vendor's data sheet.
 
-Every part of a step has launches, bytes and arithmetic; it takes as long as the one of them that
-takes longest, were the other two free. Real kernels reach neither the full bandwidth nor the peak,
-so that this is a bound, not a forecast: not yet compared with a GPU.
+Every part of a step has launches, bytes and arithmetic. It takes at least as long as the slowest of
+the three. Real kernels reach neither the full bandwidth nor the peak, so this is a lower bound, not
+a forecast. It has not yet been compared with a GPU.
+
+:func:`expert_exchanges` counts what expert parallelism sends: rows of tokens go to the ranks of
+their experts and back, and so do their gradients. These are four exchanges per MoE layer
+(:mod:`pipeline.model.moe.expert_parallel`), and four per layer of language experts, to which a row
+goes once. The numbers of rows, as many as there are experts, are not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,34 +16,32 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pipeline.estimates.operators import Counted, Launch
+from pipeline.config.recipe import Recipe
+from pipeline.estimates.operators import Counted, Launch, micro_batch
+from pipeline.model.feed_forward import has_experts, has_language_experts
+from pipeline.model.settings import ModelConfig
 
 DeviceName = Literal["h100", "h200", "a100"]
 DEVICE_NAMES: tuple[DeviceName, ...] = get_args(DeviceName)
 
 LAUNCH_SECONDS = 5e-6
-"""Host time of one operator: an assumption for PyTorch without graphs; no data sheet has it."""
+"""Host time of one operator: an assumption for PyTorch without CUDA graphs."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A card as its data sheet describes it; arithmetic without sparsity.
+    """A GPU as its data sheet describes it, without sparsity.
 
     Attributes:
         bandwidth: bytes per second of its memory.
         bfloat16, float32: operations per second, a multiply-add being two.
         source: where the numbers are from.
-        launch_seconds: of one operator.
-        overlaps: whether launches, transfers and arithmetic go on side by side; else they are
-            added up.
     """
 
     bandwidth: float
     bfloat16: float
     float32: float
     source: str
-    launch_seconds: float = LAUNCH_SECONDS
-    overlaps: bool = True
 
 
 DEVICES: dict[DeviceName, Device] = {
@@ -50,7 +53,7 @@ DEVICES: dict[DeviceName, Device] = {
 
 @dataclass(frozen=True)
 class PartTime:
-    """What a part of a step takes, and how long each of it takes alone, in seconds."""
+    """The work of a part of a step, and the seconds that each kind of work takes alone."""
 
     launches: int
     bytes: int
@@ -58,16 +61,14 @@ class PartTime:
     launch_seconds: float
     byte_seconds: float
     arithmetic_seconds: float
-    overlaps: bool = True
 
     @property
     def seconds(self) -> float:
-        each = self.launch_seconds, self.byte_seconds, self.arithmetic_seconds
-        return max(each) if self.overlaps else sum(each)
+        return max(self.launch_seconds, self.byte_seconds, self.arithmetic_seconds)
 
     @property
     def bound(self) -> str:
-        """What decides."""
+        """Return the kind of work that takes longest."""
         by = {
             "launches": self.launch_seconds,
             "bandwidth": self.byte_seconds,
@@ -78,9 +79,9 @@ class PartTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, part by part, those with most launches first, and place by place in their order.
+    """The least time of a step by part, most launches first, and by place, in order.
 
-    The sum over places is larger: one that has little to compute is bound by launches even where
+    The sum over places is larger: a place with little to compute is bound by launches even where
     its part is not.
     """
 
@@ -93,7 +94,7 @@ class StepTime:
         return sum(part.seconds for part in self.parts.values())
 
     def table(self) -> list[list[str]]:
-        """Part, launches, GB, multiply-adds in 10¹², least milliseconds, what decides."""
+        """Return rows of part, launches, GB, 10¹² multiply-adds, least milliseconds and bound."""
         times = self.parts.values()
         whole = _numbers(
             sum(time.launches for time in times),
@@ -104,7 +105,7 @@ class StepTime:
         return [*_rows(self.parts), ["in all", *whole, ""]]
 
     def table_by_place(self) -> list[list[str]]:
-        """The same of every place of the model."""
+        """Return the same rows for every place of the model."""
         return _rows(self.places)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class StepTime:
 
 
 def least_time(counted: Counted, device: Device) -> StepTime:
-    """The bound of every part and place of a step."""
+    """Return the least time of every part and place of a step."""
     parts, places = (
         {name: _part_time(launches, device) for name, launches in group.items()}
         for group in (counted.parts, counted.places)
@@ -146,11 +147,10 @@ def _part_time(launches: Sequence[Launch], device: Device) -> PartTime:
         launches=len(launches),
         bytes=transferred,
         multiply_adds=sum(by_dtype.values()),
-        launch_seconds=len(launches) * device.launch_seconds,
+        launch_seconds=len(launches) * LAUNCH_SECONDS,
         byte_seconds=transferred / device.bandwidth,
         arithmetic_seconds=2 * by_dtype[torch.bfloat16] / device.bfloat16
         + 2 * by_dtype[torch.float32] / device.float32,
-        overlaps=device.overlaps,
     )
 
 
@@ -168,3 +168,61 @@ def _numbers(launches: int, transferred: int, multiply_adds: int, seconds: float
         f"{multiply_adds / 1e12:.3f}",
         f"{1000 * seconds:.2f}",
     ]
+
+
+ROW_EXCHANGES = 4
+"""To the experts and back, in the forward and in the backward pass."""
+BYTES_PER_VALUE = 2
+"""Size of a bfloat16."""
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The exchanges of one rank in a micro-batch.
+
+    Attributes:
+        size: ranks that share the experts.
+        layers: MoE layers and layers of language experts.
+        bytes: size of the exchanged rows if no route is dropped. Rows for the rank itself count
+            too: with even routing, one in ``size`` stays.
+        host_copies: number of times that the host waits for numbers of rows.
+    """
+
+    size: int
+    layers: int
+    bytes: int
+    host_copies: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that go to other ranks with even routing."""
+        return self.bytes * (self.size - 1) // self.size
+
+
+def expert_exchanges(recipe: Recipe) -> Exchanges:
+    """Count the exchanges of a recipe with its expert-parallel size; none where that is 1."""
+    model, size = recipe.model, recipe.training.expert_parallel_size
+    batch = micro_batch(recipe.batches.tokens)
+    tokens = {"encoder": len(batch.source_N), "decoder": len(batch.target_N)}
+    depth = {"encoder": model.encoder_layers, "decoder": model.decoder_layers}
+    routes = {
+        side: [found for layer in range(count) if (found := _routes_per_token(model, layer))]
+        for side, count in depth.items()
+    }
+    layers = sum(map(len, routes.values()))
+    if not layers or size == 1:
+        return Exchanges(size=1, layers=0, bytes=0, host_copies=0)
+    rows = sum(sum(routes[side]) * tokens[side] for side in depth)
+    return Exchanges(
+        size=size,
+        layers=layers,
+        bytes=ROW_EXCHANGES * rows * model.width * BYTES_PER_VALUE,
+        host_copies=layers,
+    )
+
+
+def _routes_per_token(model: ModelConfig, layer: int) -> int:
+    """Return how many experts a token is sent to in a layer; 0 where it stays."""
+    if model.moe is not None and has_experts(model, layer):
+        return model.moe.top_k
+    return int(has_language_experts(model, layer))

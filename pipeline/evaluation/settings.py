@@ -36,13 +36,12 @@ class EvaluationConfig(Settings):
     """Languages whose directions are averaged under a name of their own, ``Long = ["my", "ta"]``:
     the language that is not the pivot decides, and it may be in several."""
     word_accuracy: bool = False
-    """Whether words are scored by how often they were trained on, by their length and, where
-    evaluate is given a tokenizer, by the number of their subwords."""
+    """Whether words are scored by how often they were trained on (in the first 100,000 lines of a
+    pair), by their length and, where evaluate is given a tokenizer, by the number of their
+    subwords."""
     word_side: Literal["target", "source"] = "target"
     """Which words are grouped: those of references and translations, or the source words that these
     are aligned to (LOBEF, Figures 3 and 4)."""
-    word_lines: Annotated[int, whole(1, 10**12)] = 100_000
-    """Training lines of a pair that are read for it at most, the first ones."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
     """Resamples of the test lines, for intervals and for the two tests against the baseline.
     Corrected for their number, m tests need 20 m resamples: where these leave a difference open, it

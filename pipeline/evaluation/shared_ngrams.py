@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.kernels.ngram_loops import Integers, count_shared_ngrams
+from pipeline.kernels.sentence_loops import Integers, count_shared_ngrams
 
 
 def shared_characters(

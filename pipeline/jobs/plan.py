@@ -56,7 +56,6 @@ stages that result.
 import graphlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +64,7 @@ from pydantic import Field, ValidationError
 from pipeline.artifacts.artifact import MANIFEST_NAME, Manifest, open_artifact, read_manifest
 from pipeline.artifacts.places import refuse_inputs
 from pipeline.artifacts.raw_input import RawInput
-from pipeline.config.documents import merge, read_toml
+from pipeline.config.documents import merge, read_toml, shipped, toml_path
 from pipeline.config.ds_config import AUTO
 from pipeline.config.overrides import without_stated
 from pipeline.config.recipe import load_recipe, read_overlay
@@ -126,8 +125,7 @@ class Plan(Settings):
 
 def plan_names() -> list[str]:
     """Return the names of the plans that ship with the package."""
-    folder = resources.files("pipeline") / "plans"
-    return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return [*shipped("plans")]
 
 
 def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan:
@@ -136,17 +134,7 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
     Raises:
         ConfigError: no such plan, or the graph does not fit together.
     """
-    if name_or_path.endswith(".toml"):
-        path = Path(name_or_path)
-    else:
-        path = Path(str(resources.files("pipeline") / "plans" / f"{name_or_path}.toml"))
-        if name_or_path not in plan_names():
-            if Path(f"{name_or_path}.toml").is_file():
-                raise ConfigError(
-                    f"There is no plan {name_or_path!r}: did you mean '{name_or_path}.toml'?"
-                )
-            choices = hint(name_or_path, plan_names(), otherwise="or give the path of a .toml file")
-            raise ConfigError(f"There is no plan {name_or_path!r}{choices}")
+    path = toml_path(name_or_path, folder="plans", what="plan")
     where = f"Plan {name_or_path!r}"
     document = expand(read_toml(path), where=where, table=table)
     try:

@@ -1,9 +1,9 @@
-"""What the C library does with this process's memory, on Linux.
+"""Tell the C library to keep the memory that this process frees, on Linux.
 
 glibc gives freed memory back to the system as soon as it can, and a training step frees as much as
 it takes: the system then maps, and zeroes, the same pages at every update (``GLIBC_TUNABLES= python
-tests/bench/moe_step.py`` shows the time without us). So memory is kept once it was used, save in
-large blocks, which rarely fit where a block of another size was.
+tests/bench/moe_step.py`` shows the time without this module). So memory is kept once it was used,
+except for large blocks, which rarely fit where a block of another size was.
 """
 
 import ctypes
@@ -13,10 +13,10 @@ import sys
 from functools import cache
 
 OWN_MAPPING = 2**26
-"""Bytes from which a block is mapped for itself and returned when freed, unless said otherwise."""
+"""Bytes from which a block has a mapping of its own and is returned when freed, by default."""
 
 LARGEST_KEPT = 2**28
-"""Bytes from which no block is kept: in place of such blocks too much would be left in pieces."""
+"""Bytes from which no block is kept: too much memory would be left in pieces."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _TRIM_AT = 2**31 - 1  # free bytes at the end of the heap: the largest number mallopt takes
@@ -24,9 +24,9 @@ _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 
 
 def keep_freed_memory(*, block: int = 0) -> None:
-    """Keep what is freed for the next step, blocks of ``block`` bytes included if not too large.
+    """Keep freed memory for the next step, including blocks of ``block`` bytes if not too large.
 
-    Without effect where the environment says what malloc shall do, and where that is not glibc's.
+    Has no effect where the environment configures malloc, or where malloc is not glibc's.
     """
     if any(name in os.environ for name in _ENVIRONMENT):
         return
@@ -38,7 +38,7 @@ def keep_freed_memory(*, block: int = 0) -> None:
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Have a block that is mapped for itself mapped in large pages, where the system has them."""
+    """Map a block that has a mapping of its own in large pages, where the system has them."""
     if size >= OWN_MAPPING and sys.platform == "linux":
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         length = ctypes.c_size_t(address + size - start)

@@ -1,6 +1,6 @@
-"""Residual, dropout and norm in one kernel each way, as torch.compile makes it.
+"""Residual, dropout and norm in one kernel each way, compiled by torch.compile.
 
-Off unless asked for: a compiler has to be loaded and run, and results differ. Sums are not rounded
+Off by default: a compiler has to be loaded and run, and results differ. Sums are not rounded
 between the operators of a region, and dropout draws other masks (at the same rate, seeded by the
 process). On CPU it takes a C++ compiler, on a GPU Triton; tested on CPU, not yet run on a GPU.
 
@@ -21,28 +21,23 @@ from pipeline.errors import ConfigError
 
 
 def add_dropped(x_ND: Tensor, y_ND: Tensor, *, rate: float) -> Tensor:
-    """x + dropout(y)."""
-    sum_ND: Tensor = _compiled(_add_dropped)(*_of_any_length(x_ND, y_ND), rate, rate > 0)
+    """Return x + dropout(y)."""
+    sum_ND: Tensor = _run(_add_dropped, x_ND, y_ND, rate)
     return sum_ND
 
 
 def norm_of_sum(x_ND: Tensor, y_ND: Tensor, norm: nn.LayerNorm, *, rate: float) -> Tensor:
-    """norm(x + dropout(y))."""
-    values = norm.weight, norm.bias, norm.eps
-    normed_ND: Tensor = _compiled(_norm_of_sum)(
-        *_of_any_length(x_ND, y_ND), rate, rate > 0, *values
-    )
+    """Return norm(x + dropout(y))."""
+    normed_ND: Tensor = _run(_norm_of_sum, x_ND, y_ND, rate, norm.weight, norm.bias, norm.eps)
     return normed_ND
 
 
 def sum_and_norm(
     x_ND: Tensor, y_ND: Tensor, norm: nn.LayerNorm, *, rate: float
 ) -> tuple[Tensor, Tensor]:
-    """x + dropout(y), and its norm."""
+    """Return x + dropout(y), and its norm."""
     values = norm.weight, norm.bias, norm.eps
-    both: tuple[Tensor, Tensor] = _compiled(_sum_and_norm)(
-        *_of_any_length(x_ND, y_ND), rate, rate > 0, *values
-    )
+    both: tuple[Tensor, Tensor] = _run(_sum_and_norm, x_ND, y_ND, rate, *values)
     return both
 
 
@@ -50,7 +45,7 @@ def check_compiler(device: torch.device) -> None:
     """Refuse a device for which nothing can be compiled here.
 
     Raises:
-        ConfigError: says what is missing.
+        ConfigError: there is no compiler.
     """
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -74,7 +69,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def _add_dropped(x_ND: Tensor, y_ND: Tensor, rate: float, drops: bool) -> Tensor:
-    """``drops`` is an argument because a rate is a symbol to the compiler that has seen another."""
+    # ``drops`` is an argument because a rate is a symbol to a compiler that has seen another one
     return x_ND + F.dropout(y_ND, rate, training=drops)
 
 
@@ -103,16 +98,19 @@ def _sum_and_norm(
     return x_ND, F.layer_norm(x_ND, weight_D.shape, weight_D, bias_D, epsilon)
 
 
+def _run(
+    region: Callable[..., Any], x_ND: Tensor, y_ND: Tensor, rate: float, *values: Tensor | float
+) -> Any:
+    """Run a region as compiled, for any number of tokens."""
+    for states_ND in (x_ND, y_ND):
+        torch._dynamo.maybe_mark_dynamic(states_ND, 0)
+    return _compiled(region)(x_ND, y_ND, rate, rate > 0, *values)
+
+
 @cache
 def _compiled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """By this process alone: regions are too few for a pool of compiling processes.
+    """Compile in this process alone: regions are too few for a pool of compiling processes.
 
     A region of which too many forms are asked for is left to its plain operators, with a warning.
     """
     return torch.compile(region, options={"compile_threads": 1})
-
-
-def _of_any_length(*states_ND: Tensor) -> tuple[Tensor, ...]:
-    for x_ND in states_ND:
-        torch._dynamo.maybe_mark_dynamic(x_ND, 0)
-    return states_ND

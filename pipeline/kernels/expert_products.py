@@ -19,31 +19,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.activations import (
+from pipeline.kernels.allocator import prefer_large_pages
+from pipeline.kernels.cpu import can_loop, numbers, over_rows, side_by_side
+from pipeline.kernels.placement import Placement, RowSlices, combine, gather
+from pipeline.kernels.products import (
+    GROUPED_CAPABILITY,
+    GROUPED_MULTIPLE,
     Activation,
     activate,
-    activate_product,
-    activation_backward_,
+    has_grouped_products,
+    product,
+    product_into,
 )
-from pipeline.kernels.allocator import prefer_large_pages
-from pipeline.kernels.expert_rows import combine, gather
-from pipeline.kernels.loop_arrays import can_loop, numbers
-from pipeline.kernels.placement import Placement, RowSlices
-from pipeline.kernels.products import product, product_into
-from pipeline.kernels.threads import WORTH_OTHER_THREADS, side_by_side
 
 LOOP_COST = 16
 """Multiply-adds of a product in the time of one of a loop, as measured."""
 
-GROUPED_CAPABILITY = (9, 0)
-"""Older cards get PyTorch's substitute for a grouped product: a loop on the host."""
-
-GROUPED_MULTIPLE = 8
-"""``torch.nn.functional.grouped_mm`` wants rows of a multiple of 16 bytes, 8 values of bfloat16."""
-
 
 class ExpertWeights(NamedTuple):
-    """The two projections of every expert, stacked."""
+    """The two projections of all experts, stacked."""
 
     up_EFD: Tensor
     up_bias_EF: Tensor
@@ -74,7 +68,7 @@ def serve_tokens(
     *,
     activation: Activation,
 ) -> Tensor:
-    """Gather, apply and combine: every token's experts, weighted and summed, (N, D)."""
+    """Gather, apply experts and combine: the weighted sum of every token's experts, (N, D)."""
     if not can_loop(x_ND):
         x_RD = gather(x_ND, placement)
         if placement.slices is not None and has_grouped_products(x_RD):
@@ -96,7 +90,7 @@ def serve_rows(
     *,
     activation: Activation,
 ) -> Tensor:
-    """Each expert on its slice of rows, (R, D)."""
+    """Apply each expert to its slice of rows, (R, D)."""
     if x_RD.device.type != "cpu":
         count_E = torch.as_tensor(rows_E, device=x_RD.device)
         serve = grouped_feed_forward if has_grouped_products(x_RD) else padded_feed_forward
@@ -108,22 +102,10 @@ def serve_rows(
     return output
 
 
-def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Whether PyTorch has a fast grouped product for such rows: bfloat16, on cards from Hopper on.
-
-    In float32 its own check of shapes refuses. ``capability`` is by default that of the device; of
-    the meta device, on which operators are counted, it is Hopper's.
-    """
-    if capability is None:
-        is_cuda = x.device.type == "cuda"
-        capability = torch.cuda.get_device_capability(x.device) if is_cuda else GROUPED_CAPABILITY
-    return x.dtype == torch.bfloat16 and capability >= GROUPED_CAPABILITY
-
-
 def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Whether a grouped product may leave anything but 0 to experts without rows.
+    """Return whether a grouped product may give experts without rows a gradient that is not 0.
 
-    It did on Blackwell, and left 0 on Hopper (pytorch#172439). ``capability`` as in
+    It did on Blackwell, and gave 0 on Hopper (pytorch#172439). ``capability`` as in
     :func:`has_grouped_products`.
     """
     if capability is None:
@@ -137,9 +119,9 @@ def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = 
 def padded_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
-    """Two batched products over E · L rows, padding included; for any dtype and any card.
+    """Apply experts by two batched products over E · L rows with padding; any dtype, any card.
 
-    Costs one copy to the host per call: how many rows an expert has at most decides the shape.
+    Costs one copy to the host per call: the shape follows from the rows of the largest expert.
     """
     (num_rows, width), num_experts = x_RD.shape, len(count_E)
     longest = int(count_E.max())
@@ -158,7 +140,7 @@ def padded_feed_forward(
 def grouped_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
-    """Two grouped matrix products; slice sizes stay on the device."""
+    """Apply experts by two grouped matrix products; slice sizes stay on the device."""
     slices = RowSlices.of(count_E, num_rows=len(x_RD))
     return grouped_products(x_RD, weights, slices, activation)
 
@@ -166,7 +148,7 @@ def grouped_feed_forward(
 def grouped_products(
     x_RD: Tensor, weights: ExpertWeights, slices: RowSlices, activation: Activation
 ) -> Tensor:
-    """:func:`grouped_feed_forward` of rows whose slices are known."""
+    """Apply experts as :func:`grouped_feed_forward` does, with slices that are known."""
     hidden_RF = _grouped_linear(x_RD, weights.up_EFD, weights.up_bias_EF, slices)
     return _grouped_linear(
         activate(hidden_RF, activation), weights.down_EDF, weights.down_bias_ED, slices
@@ -181,11 +163,11 @@ def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: R
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """x Wᵀ + b of every expert, on its slice of rows.
+    """Compute x Wᵀ + b of every expert on its slice of rows.
 
-    PyTorch's gradients would do, but for two things: weights of experts without rows got one that
-    was not zero on some cards (:func:`may_leave_idle_gradients`), and those of biases were added up
-    in bfloat16, in any order.
+    Two things are wrong with PyTorch's own gradients: on some cards those of experts without rows
+    are not zero (:func:`may_leave_idle_gradients`), and those of biases are added up in bfloat16,
+    in any order.
     """
 
     @staticmethod
@@ -211,7 +193,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """Products per expert, the gradients of all experts written straight into stacked tensors.
+    """Multiply expert by expert, and write the gradients of all experts into stacked tensors.
 
     The input is rows sorted by expert, or tokens with a placement: then every expert gathers its
     rows where it needs them, and the rows are combined. Plain autograd over slices of stacked
@@ -240,7 +222,7 @@ class _ExpertByExpert(torch.autograd.Function):
             x_rows = _rows(x, slices[e], placement)
             hidden = product(x_rows, up_EFD[e], up_bias_EF[e], relu=activation == "relu")
             y_RD[slices[e]] = product(
-                activate_product(hidden, activation), down_EDF[e], down_bias_ED[e]
+                _activate_product(hidden, activation), down_EDF[e], down_bias_ED[e]
             )
             hiddens[e] = hidden
 
@@ -276,9 +258,9 @@ class _ExpertByExpert(torch.autograd.Function):
                     gradient[e].zero_()
                 return
             dy = row_gradient(rows, d_down_bias_ED[e])
-            product_into(d_down_EDF[e], dy.t(), activate_product(hidden, activation))
+            product_into(d_down_EDF[e], dy.t(), _activate_product(hidden, activation))
             d_hidden = product(dy, down_EDF[e].t())
-            activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
+            _activation_backward_(d_hidden, hidden, d_up_bias_EF[e], activation)
             product_into(d_up_EFD[e], d_hidden.t(), _rows(x, rows, placement))
             product_into(dx_RD[rows], d_hidden, up_EFD[e])
 
@@ -290,42 +272,67 @@ class _ExpertByExpert(torch.autograd.Function):
         return dx_ND, d_weight_NC, *d_weights, None, None, None
 
 
+def _activate_product(product: Tensor, activation: Activation) -> Tensor:
+    """Activate the result of a product that has applied ReLU already."""
+    match activation:
+        case "relu":
+            return product
+        case "gelu":
+            return F.gelu(product)
+
+
+def _activation_backward_(
+    d_hidden_RF: Tensor, hidden_RF: Tensor, total_F: Tensor, activation: Activation
+) -> None:
+    """Overwrite the gradient of an activation's output by that of its input; fill in its sum.
+
+    ``hidden_RF`` is the argument of :func:`_activate_product`. The compiled loop runs on one
+    thread; on several, operators are faster.
+    """
+    given = d_hidden_RF, hidden_RF
+    match activation:
+        case "relu" if can_loop(hidden_RF) and torch.get_num_threads() == 1:
+            from pipeline.kernels import compiled_loops as loops
+
+            loops.relu_backward(numbers(hidden_RF), numbers(d_hidden_RF), numbers(total_F))
+            return
+        case "relu":
+            torch.ops.aten.threshold_backward.grad_input(*given, 0, grad_input=d_hidden_RF)
+        case "gelu":
+            torch.ops.aten.gelu_backward.grad_input(*given, grad_input=d_hidden_RF)
+    torch.sum(d_hidden_RF, 0, out=total_F)
+
+
 def _slices(rows_E: Sequence[int]) -> list[slice]:
-    """Where each expert's rows are."""
+    """Return the slice of each expert's rows."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(rows_E, initial=0))]
 
 
 def _rows(x: Tensor, rows: slice, placement: Placement | None) -> Tensor:
-    """An expert's rows, or the tokens they are made of."""
+    """Return an expert's rows, gathered from tokens if there is a placement."""
     return x[rows] if placement is None else x.index_select(0, placement.token_R[rows])
 
 
 def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> Tensor:
-    """(N, D): the rows of each token's kept routes, weighted if there are weights, and summed."""
-    from pipeline.kernels import routing_loops as loops
+    """Return the sum of the rows of each token's kept routes, weighted or not, (N, D)."""
+    from pipeline.kernels import compiled_loops as loops
 
     (num_tokens, num_choices), width = row_NC.shape, y_RD.shape[1]
     sum_ND = y_RD.new_empty(num_tokens, width)
     arrays = numbers(y_RD), numbers(row_NC), None if weight_NC is None else numbers(weight_NC)
-    cost = num_tokens * num_choices * width * LOOP_COST
-    parts = min(torch.get_num_threads(), 1 + cost // WORTH_OTHER_THREADS)
-    bounds = [num_tokens * part // parts for part in range(parts + 1)]
 
-    def sum_part(part: int) -> None:
-        loops.sum_over_routes(*arrays, bounds[part], bounds[part + 1], numbers(sum_ND))
+    def sum_part(first: int, last: int) -> None:
+        loops.sum_over_routes(*arrays, first, last, numbers(sum_ND))
 
-    if parts == 1:  # most models: not worth the planning
-        sum_part(0)
-    else:
-        side_by_side(sum_part, [cost / parts] * parts)
+    over_rows(sum_part, num_tokens, cost_of_row=num_choices * width * LOOP_COST)
     return sum_ND
 
 
 def _row_gradients(
     d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
 ) -> Callable[[slice, Tensor], Tensor]:
-    """:func:`_combine_by_loop` backwards, one expert at a time; fills ``d_weight_NC``."""
-    from pipeline.kernels import routing_loops as loops
+    """Return :func:`_combine_by_loop` backwards, expert by expert; it fills ``d_weight_NC``."""
+    from pipeline.kernels import compiled_loops as loops
 
     dy_RD = torch.empty_like(y_RD)
     d_sum, y, dy = numbers(d_sum_ND), numbers(y_RD), numbers(dy_RD)
@@ -343,13 +350,13 @@ def _row_gradients(
 
 
 def _sum_rows(dy_RD: Tensor, rows: slice, total_D: Tensor) -> Tensor:
-    """The gradients of rows as they came, and their sum."""
+    """Return the gradients of rows as they are, and fill in their sum."""
     torch.sum(dy_RD[rows], 0, out=total_D)
     return dy_RD[rows]
 
 
 def _empty_like(weights: Tensor) -> Tensor:
-    """Memory for a gradient."""
+    """Return memory for a gradient, in large pages where the system has them."""
     gradient = torch.empty_like(weights)
     prefer_large_pages(gradient.data_ptr(), gradient.nbytes)
     return gradient

@@ -1,4 +1,4 @@
-"""From chosen experts to contiguous work: which route goes into which row of which expert.
+"""From chosen experts to contiguous rows of tokens, and from rows back to tokens.
 
 A *route* is one (token, choice) pair, numbered token · C + choice. Rows are in the order of their
 experts. By a compiled loop on CPU, else by sorting.
@@ -12,22 +12,24 @@ sent away, dropped routes are listed behind them until the host knows how many t
 (:meth:`Placement.first_rows`). Counted on the meta device and tested on CPU; not yet run on a GPU.
 
 Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
-rows.
+rows,
+D model width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
 class RouteNumbers:
-    """What placing by sorting counts with: of shapes alone, so that layers can share it."""
+    """Constants that placing by sorting needs. They depend on shapes alone; layers share them."""
 
     num_tokens: int
     num_choices: int
@@ -36,41 +38,43 @@ class RouteNumbers:
 
     @cached_property
     def number_Q(self) -> Tensor:
-        """0, 1, 2 …"""
+        """Return the numbers of all routes, 0, 1, 2 …."""
         num_routes = self.num_tokens * self.num_choices
         return torch.arange(num_routes, dtype=torch.int32, device=self.device)
 
     @cached_property
     def token_Q(self) -> Tensor:
-        """The token of each route."""
+        """Return the token of each route."""
         return self.number_Q // self.num_choices
 
     @cached_property
     def first_N(self) -> Tensor:
-        """The first route of each token."""
+        """Return the first route of each token."""
         stop = self.num_tokens * self.num_choices
         return torch.arange(0, stop, self.num_choices, dtype=torch.int32, device=self.device)
 
     @cached_property
     def expert_bound_E(self) -> Tensor:
-        """(E + 1,): where experts start among their numbers."""
+        """Return the bounds of experts among their sorted numbers, (E + 1,)."""
         return torch.arange(self.num_experts + 1, dtype=torch.int32, device=self.device)
 
     @cached_property
     def choice_C(self) -> Tensor:
-        """The number of each choice, in the type of :meth:`Queue.keys`."""
+        """Return the number of each choice, in the type of :meth:`Queue.keys`."""
         return torch.arange(self.num_choices, dtype=torch.float64, device=self.device)
 
     @cached_property
     def key_bound_E(self) -> Tensor:
-        """(E + 1,): where experts start among the keys of a queue."""
+        """Return the bounds of experts among the sorted keys of a queue, (E + 1,)."""
         step, stop = self.num_choices, (self.num_experts + 1) * self.num_choices
         return torch.arange(-1, stop - 1, step, dtype=torch.float64, device=self.device)
 
 
 @dataclass(frozen=True)
 class Queue:
-    """First choices before second ones; within a choice by descending ``top_N``, or by position.
+    """The order in which routes claim rows: all first choices, then all second ones, and so on.
+
+    Within a choice routes go by descending ``top_N`` or, without it, by position.
 
     Attributes:
         top_N: the probability of each token's best expert; ties go by position.
@@ -79,7 +83,7 @@ class Queue:
     top_N: Tensor | None = None
 
     def routes(self, expert_NC: Tensor) -> Tensor:
-        """All routes in their order."""
+        """Return all routes in their order, (Q,)."""
         (num_tokens, num_choices), device = expert_NC.shape, expert_NC.device
         if self.top_N is None:
             token_N = torch.arange(num_tokens, device=device)
@@ -89,10 +93,10 @@ class Queue:
         return (token_N[None, :] * num_choices + choice_C[:, None]).flatten()
 
     def keys(self, expert_NC: Tensor, numbers: RouteNumbers) -> Tensor:
-        """Numbers by which a stable sort brings routes to their experts in this order, (Q,).
+        """Return keys by which a stable sort brings routes to their experts in this order, (Q,).
 
-        That of choice c of expert e lies from e · C + c - 1, included, up to e · C + c, without a
-        probability on that: float64 can tell probabilities of float32 from each other there.
+        The key of choice c of expert e is e · C + c without probabilities, and with them lies in
+        [e · C + c - 1, e · C + c): float64 keeps apart all probabilities of float32 there.
         """
         key_NC = torch.add(numbers.choice_C, expert_NC, alpha=numbers.num_choices)
         return (key_NC if self.top_N is None else key_NC - self.top_N[:, None]).flatten()
@@ -100,7 +104,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class RowSlices:
-    """Where the rows of experts are, on the device; int32.
+    """The slice of rows of each expert, on the device; int32.
 
     Attributes:
         bound_E: (E + 1,): where each expert's rows start, and where the last one's end.
@@ -114,7 +118,7 @@ class RowSlices:
 
     @classmethod
     def of(cls, count_E: Tensor, *, num_rows: int) -> "RowSlices":
-        """Of experts with so many rows each."""
+        """Return the slices of experts with so many rows each."""
         bound_E = F.pad(count_E, (1, 0)).cumsum(0, dtype=torch.int32)
         number_R = torch.arange(num_rows, dtype=torch.int32, device=count_E.device)
         return cls.between(bound_E, number_R=number_R)
@@ -133,7 +137,7 @@ class RowSlices:
         return self.bound_E[1:] - self.bound_E[:-1]
 
     def sums(self, rows: Tensor) -> Tensor:
-        """The rows of each expert summed up, in their order and in float32."""
+        """Sum the rows of each expert, in their order and in float32, (E, D)."""
         return F.embedding_bag(self.number_R, rows, self.bound_E[:-1], mode="sum")
 
 
@@ -146,7 +150,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every route is served.
+    """The row of every route, and the route of every row.
 
     Attributes:
         route_R: route of each row, rows in order of their expert: token · C + choice, or N · C
@@ -172,22 +176,22 @@ class Placement:
     numbers: RouteNumbers | None = None
 
     def first_rows(self, num_rows: int) -> Self:
-        """Without what follows them, where there are so many rows."""
+        """Return this placement without the dropped routes that follow ``num_rows`` rows."""
         return replace(self, route_R=self.route_R[:num_rows], token_R=self.token_R[:num_rows])
 
     @property
     def rows_E(self) -> Tensor:
-        """Rows per expert, spare ones included."""
+        """Return the rows per expert, spare ones included."""
         return self._counts.rows_E
 
     @property
     def routed_E(self) -> Tensor:
-        """Routes per expert before capacity."""
+        """Return the routes per expert before capacity."""
         return self._counts.routed_E
 
     @property
     def _counts(self) -> Counts:
-        """Counted where someone asks: every operator on a device costs a launch."""
+        """Count only when asked: every operator on a device costs a launch."""
         if self.counts is not None:
             return self.counts
         assert self.slices is not None, "counts, or slices to count"
@@ -196,7 +200,7 @@ class Placement:
 
     @property
     def count_E(self) -> Tensor:
-        """Kept routes per expert."""
+        """Return the kept routes per expert."""
         return self.routed_E if self.capacity is None else self.routed_E.clamp_max(self.capacity)
 
 
@@ -209,11 +213,16 @@ def place_routes(
     spare_rows: bool = False,
     numbers: RouteNumbers | None = None,
 ) -> Placement:
-    """Rows for the first ``capacity`` routes of each expert in a queue of all routes.
+    """Give rows to the first ``capacity`` routes of each expert in a queue of all routes.
 
-    Routes come by number where there is no queue. Where rows are not sent away before they are
-    served, ``spare_rows`` may be added: beside kept routes, or for dropped ones. ``numbers`` are
-    made where they are needed and not given.
+    Args:
+        expert_NC: the expert of each route.
+        num_experts: experts on all ranks.
+        capacity: routes that an expert keeps at most.
+        queue: the order of routes; None: by number.
+        spare_rows: rows are served on the spot, so that spare ones may be added: beside kept
+            routes, or for dropped ones.
+        numbers: shared by layers; None: made where they are needed.
     """
     if expert_NC.device.type == "cpu":
         order = None if queue is None else queue.routes(expert_NC)
@@ -231,8 +240,8 @@ def place_by_loop(
     *,
     spare_rows: bool,
 ) -> Placement:
-    """Route by route, on CPU."""
-    from pipeline.kernels import routing_loops as loops
+    """Place routes one by one, on CPU."""
+    from pipeline.kernels import compiled_loops as loops
 
     routed_E = expert_NC.new_empty(num_experts)
     loops.count_routes(expert_NC.numpy(), routed_E.numpy())
@@ -267,7 +276,7 @@ def place_by_sorting(
     spare_rows: bool,
     numbers: RouteNumbers | None = None,
 ) -> Placement:
-    """On any device, without a copy to the host."""
+    """Place routes on any device, without a copy to the host."""
     num_tokens, num_choices = expert_NC.shape
     if numbers is None:
         numbers = RouteNumbers(num_tokens, num_choices, num_experts, expert_NC.device)
@@ -297,7 +306,7 @@ def place_by_sorting(
 def _sorted_routes(
     expert_NC: Tensor, queue: Queue | None, numbers: RouteNumbers
 ) -> tuple[Tensor, RowSlices]:
-    """The routes in the order of experts and, within each, of the queue; and where experts are."""
+    """Return routes in the order of experts and, within each, of the queue; and the slices."""
     if queue is None:
         expert_Q = expert_NC.to(torch.int32, memory_format=torch.contiguous_format).flatten()
         expert_R, routes = expert_Q.sort(stable=True)
@@ -310,9 +319,9 @@ def _sorted_routes(
 
 
 def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNumbers) -> Placement:
-    """No rows for dropped routes, which are not sent to other ranks.
+    """Move dropped routes behind all others and take their rows: they are not sent to other ranks.
 
-    No row is beyond those that are counted, also where probabilities are not numbers.
+    No row is beyond those that are counted, even where probabilities are NaN.
     """
     count_E = placement.count_E
     is_dropped_R = is_dropped_NC.view(-1)[placement.route_R]
@@ -333,12 +342,12 @@ def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNum
 
 
 def slice_lengths(counts: Sequence[int], *, beside: Tensor) -> list[int]:
-    """Rows to give experts with so many routes, where their products meet those of ``beside``."""
+    """Return the rows to give experts with so many routes, on the device of ``beside``."""
     return [slice_length(n) for n in counts] if beside.device.type == "cpu" else list(counts)
 
 
 def slice_length(count: int) -> int:
-    """How many rows to give an expert with so many routes, on CPU.
+    """Return how many rows to give an expert with so many routes, on CPU.
 
     oneDNN generates code for every new shape, which takes as long as a small product, so that
     slices as long as experts happen to get would have it do so at every step. The next multiple of
@@ -349,5 +358,136 @@ def slice_length(count: int) -> int:
 
 
 def slice_step(count: int) -> int:
-    """8, or about a 48th of the count."""
+    """Return the step of slice lengths: 8, or about a 48th of the count."""
     return max(8, 1 << max(count.bit_length() - 6, 0))
+
+
+def gather(x_ND: Tensor, placement: Placement) -> Tensor:
+    """Return the token of every row, (R, D), in the order of experts."""
+    rows_RD: Tensor = _Gather.apply(x_ND, placement)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
+def combine(y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
+    """Return the weighted sum of each token's expert outputs, (N, D); dropped routes add 0."""
+    y_ND: Tensor = _Combine.apply(y_RD, weight_NC, placement)  # type: ignore[no-untyped-call]
+    return y_ND
+
+
+def beside_float32(x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return states for the experts, and the same in float32 for their router.
+
+    On devices other than the CPU both gradients are added in one operator, and in float32.
+    """
+    if x_ND.device.type == "cpu" or x_ND.dtype == torch.float32:
+        return x_ND, x_ND
+    both: tuple[Tensor, Tensor] = _BesideFloat32.apply(x_ND)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _BesideFloat32(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.dtype = x_ND.dtype
+        ctx.set_materialize_grads(False)
+        return x_ND.view_as(x_ND), x_ND.float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
+        d_x_ND, d_float_ND = gradients
+        if d_x_ND is None or d_float_ND is None:
+            return d_float_ND.to(ctx.dtype) if d_x_ND is None and d_float_ND is not None else d_x_ND
+        return torch.add(d_x_ND, d_float_ND, out=torch.empty_like(d_x_ND))
+
+
+class _Gather(torch.autograd.Function):
+    """Gather tokens; the gradient sums over a token's routes, not row by row into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, placement: Placement) -> Tensor:
+        ctx.placement = placement
+        return x_ND.index_select(0, placement.token_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_routes(gradients[0], ctx.placement, weight_NC=None), None
+
+
+class _Combine(torch.autograd.Function):
+    """Sum weighted rows; the gradient is gathered like the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
+        ctx.placement, ctx.weight_dtype = placement, weight_NC.dtype
+        weight_NC = weight_NC.to(y_RD.dtype)
+        ctx.save_for_backward(y_RD, weight_NC)
+        return _sum_over_routes(y_RD, placement, weight_NC=weight_NC)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        y_RD, weight_NC = ctx.saved_tensors
+        backward = _combine_backward if ctx.placement.numbers is None else _combine_backward_all
+        d_rows_RD, d_weight_NC = backward(
+            gradients[0], y_RD, weight_NC, ctx.placement, weight_dtype=ctx.weight_dtype
+        )
+        return d_rows_RD, d_weight_NC, None
+
+
+def _combine_backward(
+    d_y_ND: Tensor,
+    y_RD: Tensor,
+    weight_NC: Tensor,
+    placement: Placement,
+    *,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and of weights."""
+    route_R = placement.route_R
+    d_rows_RD = d_y_ND.index_select(0, placement.token_R)
+    d_weight_R = (d_rows_RD * y_RD).sum(-1, dtype=weight_dtype)
+    if len(route_R) == weight_NC.numel() and not placement.lacks_rows:
+        weight_R = weight_NC.flatten()[route_R]
+        d_weight_NC = d_weight_R[placement.row_NC]
+    else:  # one place more than there are routes, where all spare rows meet
+        weight_R = F.pad(weight_NC.flatten(), (0, 1))[route_R]
+        d_weight_Q = d_weight_R.new_zeros(weight_NC.numel() + 1)
+        d_weight_Q[route_R] = d_weight_R
+        d_weight_NC = d_weight_Q[:-1].view_as(weight_NC)
+    d_rows_RD *= weight_R[:, None]
+    return d_rows_RD, d_weight_NC
+
+
+def _combine_backward_all(
+    d_y_ND: Tensor,
+    y_RD: Tensor,
+    weight_NC: Tensor,
+    placement: Placement,
+    *,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """:func:`_combine_backward` where all routes have a row, in few operators."""
+    numbers, weight_R = placement.numbers, weight_NC.view(-1).index_select(0, placement.route_R)
+    assert numbers is not None, "of a placement by sorting"
+    d_rows_RD = F.embedding_bag(  # one row each
+        placement.token_R, d_y_ND, numbers.number_Q, mode="sum", per_sample_weights=weight_R
+    )
+    # of every route the dot product of its token's gradient and its row
+    row_Q = placement.row_NC.view(-1)
+    d_weight_Q: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        d_y_ND, y_RD, row_Q, numbers.first_N, numbers.token_Q, 0
+    )
+    return d_rows_RD, d_weight_Q.view_as(placement.row_NC).to(weight_dtype)
+
+
+def _sum_over_routes(y_RD: Tensor, placement: Placement, *, weight_NC: Tensor | None) -> Tensor:
+    """Return the rows of each token's kept routes, weighted and summed in one pass, (N, D)."""
+    row_NC, first_N = placement.row_NC, None
+    if placement.numbers is not None:  # bounds that layers share
+        row_NC, first_N = row_NC.view(-1), placement.numbers.first_N
+        weight_NC = None if weight_NC is None else weight_NC.view(-1)
+    if placement.lacks_rows:
+        y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
+    return F.embedding_bag(row_NC, y_RD, first_N, mode="sum", per_sample_weights=weight_NC)

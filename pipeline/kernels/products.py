@@ -1,22 +1,33 @@
-"""Linear layers by the fastest matrix product that PyTorch has.
+"""Linear layers and other matrix products by the fastest kernel that PyTorch has.
 
 On CPU ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is up to half as
 fast as oneDNN with AVX-512, and a little faster without. The operator is the one that torch.compile
 emits. bfloat16 is oneDNN's where the processor has instructions for it; elsewhere PyTorch's product
-is a plain loop, and one in float32 takes a tenth of its time. Which of these is taken says
-:mod:`pipeline.kernels.cpu_choice`. On CUDA nothing is different from ``nn.Linear``.
+is a plain loop, and one in float32 takes a tenth of its time. :mod:`pipeline.kernels.cpu` chooses.
+On CUDA nothing differs from ``nn.Linear``.
+
+Some layers have one matrix per language, so that matrices differ between the sentences of a batch
+(:func:`row_products`, :func:`add_low_rank`). Rows of a sentence lie together. On CPU rows are taken
+run by run, adjacent sentences with the same matrices being one run, so that a batch of one
+direction is a single product. Whatever the batch, all of it is one autograd node, and gradients
+come in the same order. Where the device has grouped products, sentences are their groups and
+nothing is copied to the host; this path has been counted on the meta device and has not yet run on
+a GPU.
+
+Legend: N rows, B sentences, S slots (matrices), R rank, I inputs, O outputs.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeline.kernels.cpu_choice import cpu_kernels, has_bfloat16_products
+from pipeline.kernels.cpu import cpu_kernels, has_bfloat16_products
 
 WORTH_A_KERNEL = 2**22
 """Multiply-adds from which oneDNN is the faster: it generates code for every shape."""
@@ -24,12 +35,18 @@ WORTH_A_KERNEL = 2**22
 WIDE_BLOCK = 2000
 """Outputs of a very wide matrix that BLAS is given at a time."""
 
+GROUPED_CAPABILITY = (9, 0)
+"""Older cards get PyTorch's substitute for a grouped product: a loop on the host."""
+
+GROUPED_MULTIPLE = 8
+"""``torch.nn.functional.grouped_mm`` wants rows of a multiple of 16 bytes, 8 values of bfloat16."""
+
 
 class Linear(nn.Linear):
     """x Wᵀ + b, with the parameters of ``nn.Linear``."""
 
     def reset_parameters(self) -> None:
-        """Values as PyTorch has them, which a layer without memory for them does without."""
+        """Initialize as PyTorch does, except on the meta device, which has no values."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -38,7 +55,7 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b over the last dimension, differentiable.
+    """Return x Wᵀ + b over the last dimension, differentiable.
 
     Which kernel is faster depends on the number of rows, which differs between ranks and
     micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
@@ -73,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 
 def batched_product(x: Tensor, y: Tensor) -> Tensor:
-    """The matrix products of two equally large batches of matrices, differentiable."""
+    """Return the matrix products of two equally large batches of matrices, differentiable."""
     if x.device.type != "cpu" or not _in_float32(x.dtype):
         return x @ y
     z: Tensor = _BatchedProduct.apply(x, y)  # type: ignore[no-untyped-call]
@@ -81,7 +98,7 @@ def batched_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _BatchedProduct(torch.autograd.Function):
-    """In float32, of bfloat16; of float32 nothing is kept."""
+    """Multiply bfloat16 in float32, without keeping the float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +116,7 @@ class _BatchedProduct(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-    """x Wᵀ + b, rectified where asked, in one pass where oneDNN has one; without autograd.
+    """Return x Wᵀ + b, with ReLU if ``relu``, in one pass where oneDNN has one; without autograd.
 
     In bfloat16 without a bias there is no second pass to save, and PyTorch's own way is shorter.
     """
@@ -114,18 +131,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
     return y.relu_() if relu else y
 
 
-def faster_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b by the kernel that is worth it for so many rows; without autograd."""
-    y: Tensor = _faster_product(x, weight)(x, weight, bias)
-    return y
-
-
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x Wᵀ of a matrix with very many outputs, such as a vocabulary's; differentiable.
+    """Return x Wᵀ for a matrix with very many outputs, such as a vocabulary; differentiable.
 
     BLAS divides such a product among its threads by rows, of which a search has few, and reads all
-    of the matrix for each. By blocks of outputs, a block stays in the processor's cache; not where
-    a gradient is wanted.
+    of the matrix for each. A block of outputs stays in the processor's cache instead. Products that
+    want a gradient are not cut into blocks.
     """
     outputs = len(weight_OI)
     is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
@@ -141,12 +152,12 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which products of x are computed: what multiplies it often is cast once."""
+    """Return the type in which products of x are computed, to cast once before many of them."""
     return torch.float32 if x.device.type == "cpu" and _in_float32(x.dtype) else x.dtype
 
 
 def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """out ← out + x matrix, all of two dimensions; in one pass where that is not slower.
+    """Add x matrix to ``out``, all of two dimensions; in one pass where that is not slower.
 
     ``out`` may be of another type than the factors.
     """
@@ -159,7 +170,7 @@ def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """out ← x matrix, all of two dimensions; a copy costs less than a slower product."""
+    """Write x matrix into ``out``, all of two dimensions; a copy costs less than a slow product."""
     if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):
         out.copy_(product(x, matrix.t()))
     else:
@@ -167,20 +178,20 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
-    """:func:`product`, or what PyTorch takes, for products that are not worth a kernel."""
+    """Return :func:`product`, or PyTorch's own for products that are not worth a kernel."""
     is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
     return product if is_worth_it or _in_float32(x.dtype) else F.linear
 
 
 @cache
 def _linear_pointwise() -> Callable[..., Tensor]:
-    """The operator that torch.compile emits; looking it up takes as long as a small call."""
+    """Look up the operator that torch.compile emits, once: it takes as long as a small call."""
     found: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
     return found
 
 
 def _in_float32(dtype: torch.dtype) -> bool:
-    """Whether products of a type are computed in float32."""
+    """Return whether products of a type are computed in float32."""
     return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
 
 
@@ -190,3 +201,212 @@ def _is_float32_by_onednn(dtype: torch.dtype) -> bool:
 
 def _is_bfloat16_by_onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and has_bfloat16_products()
+
+
+Activation = Literal["relu", "gelu"]
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Apply ReLU, or the exact (erf) GELU."""
+    match activation:
+        case "relu":
+            return F.relu(x)
+        case "gelu":
+            return F.gelu(x)
+
+
+def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
+    """Return whether PyTorch has a fast grouped product: for bfloat16, on cards from Hopper on.
+
+    PyTorch's own check of shapes refuses float32. ``capability`` is by default that of the device;
+    the meta device, on which operators are counted, has Hopper's.
+    """
+    if capability is None:
+        is_cuda = x.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(x.device) if is_cuda else GROUPED_CAPABILITY
+    return x.dtype == torch.bfloat16 and capability >= GROUPED_CAPABILITY
+
+
+class Run(NamedTuple):
+    """Rows [start, stop) and the two slots that serve them."""
+
+    start: int
+    stop: int
+    first: int
+    second: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class SentenceSlots:
+    """The slots of two stacked tensors that serve each sentence of a batch.
+
+    Attributes:
+        sentence_N: sentence of each row, ascending.
+        first_B, second_B: slots of each sentence.
+    """
+
+    sentence_N: Tensor
+    first_B: Tensor
+    second_B: Tensor
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Return as few runs as possible; a single one on the meta device, which has no values."""
+        if self.sentence_N.device.type == "meta":
+            return (Run(0, len(self.sentence_N), 0, 0),)
+        pair_B2 = torch.stack([self.first_B, self.second_B], dim=1)
+        pair_N2, count = torch.unique_consecutive(
+            pair_B2[self.sentence_N], dim=0, return_counts=True
+        )
+        stops = count.cumsum(0).tolist()
+        starts = [0, *stops[:-1]]
+        return tuple(
+            Run(start, stop, first, second)
+            for start, stop, (first, second) in zip(starts, stops, pair_N2.tolist(), strict=True)
+        )
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the number of rows of each run."""
+        return [run.stop - run.start for run in self.runs]
+
+    @cached_property
+    def first_N(self) -> Tensor:
+        """Return the first slot of each row."""
+        return self.first_B[self.sentence_N]
+
+    @cached_property
+    def order_N(self) -> Tensor:
+        """Return rows sorted by their first slots; those of one slot stay in order."""
+        return self.first_N.argsort(stable=True)
+
+    @cached_property
+    def stop_B(self) -> Tensor:
+        """Return the row after the last one of each sentence, int32."""
+        following_B = torch.arange(1, len(self.first_B) + 1, device=self.sentence_N.device)
+        return torch.searchsorted(self.sentence_N, following_B, out_int32=True)
+
+
+def add_low_rank(
+    y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
+) -> Tensor:
+    """Return y + V_first (F_second x), row by row; may overwrite ``y_NO`` to save memory."""
+    if _is_grouped(x_NI, vertical_SOR):
+        flat_BRI = flat_SRI.index_select(0, slots.second_B)
+        vertical_BOR = vertical_SOR.index_select(0, slots.first_B)
+        low_NR = F.grouped_mm(x_NI, flat_BRI.mT, offs=slots.stop_B)
+        return y_NO + F.grouped_mm(low_NR, vertical_BOR.mT, offs=slots.stop_B)
+    if not torch.is_grad_enabled():
+        return _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)[0]
+    added: Tensor = _AddLowRank.apply(  # type: ignore[no-untyped-call]
+        y_NO, x_NI, vertical_SOR, flat_SRI, slots
+    )
+    return added
+
+
+def _is_grouped(x_NI: Tensor, vertical_SOR: Tensor) -> bool:
+    sizes = (x_NI.shape[1], *vertical_SOR.shape[1:])
+    fits = not any(size % GROUPED_MULTIPLE for size in sizes)
+    return x_NI.device.type != "cpu" and fits and has_grouped_products(x_NI)
+
+
+def _add_low_rank_(
+    y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
+) -> tuple[Tensor, list[Tensor]]:
+    """Add run by run into y; return it, and F x of every run in the type of the products."""
+    dtype, lengths = product_dtype(x_NI), slots.lengths
+    sum_NO, x_NI = y_NO.to(dtype), x_NI.to(dtype)
+    vertical_SRO, lows = vertical_SOR.mT, []
+    for run, y, x in zip(slots.runs, sum_NO.split(lengths), x_NI.split(lengths), strict=True):
+        low = times(x, flat_SRI[run.second].to(dtype))
+        add_product_(y, low, vertical_SRO[run.first].to(dtype))
+        lows.append(low)
+    if sum_NO is not y_NO:
+        y_NO.copy_(sum_NO)
+    return y_NO, lows
+
+
+class _AddLowRank(torch.autograd.Function):
+    """Add run by run into y; gradients of slots without rows are zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y_NO: Tensor,
+        x_NI: Tensor,
+        vertical_SOR: Tensor,
+        flat_SRI: Tensor,
+        slots: SentenceSlots,
+    ) -> Tensor:
+        y_NO, lows = _add_low_rank_(y_NO, x_NI, vertical_SOR, flat_SRI, slots)
+        ctx.mark_dirty(y_NO)
+        ctx.slots = slots
+        ctx.save_for_backward(x_NI, vertical_SOR, flat_SRI, *lows)
+        return y_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_NO = gradients[0]
+        x_NI, vertical_SOR, flat_SRI, *lows = ctx.saved_tensors
+        dtype, lengths = product_dtype(x_NI), ctx.slots.lengths
+        wants_dx = ctx.needs_input_grad[1]
+        dx_NI = torch.empty_like(x_NI) if wants_dx else None
+        d_vertical_SOR, d_flat_SRI = torch.zeros_like(vertical_SOR), torch.zeros_like(flat_SRI)
+        parts = dy_NO.to(dtype).split(lengths), x_NI.to(dtype).split(lengths)
+        for run, dy, x, low in zip(ctx.slots.runs, *parts, lows, strict=True):
+            d_low = times(dy, vertical_SOR[run.first].to(dtype).t())
+            add_product_(d_vertical_SOR[run.first], dy.t(), low)
+            add_product_(d_flat_SRI[run.second], d_low.t(), x)
+            if dx_NI is not None:
+                dx_NI[run.rows] = times(d_low, flat_SRI[run.second].to(dtype).t())
+        return dy_NO, dx_NI, d_vertical_SOR, d_flat_SRI, None
+
+
+def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x Wᵀ + b by the fastest kernel for so many rows, without autograd."""
+    multiply = _faster_product(x, weight) if x.device.type == "cpu" else F.linear
+    return multiply(x, weight, bias)
+
+
+def row_products(
+    x_NI: Tensor, weight_SOI: Tensor, slots: SentenceSlots, bias_SO: Tensor | None = None
+) -> Tensor:
+    """Return x Wᵀ + b with the matrix of each row's first slot, run by run."""
+    y_NO: Tensor = _RowProducts.apply(  # type: ignore[no-untyped-call]
+        x_NI, weight_SOI, bias_SO, slots
+    )
+    return y_NO
+
+
+class _RowProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_SOI: Tensor, bias_SO: Tensor | None, slots: SentenceSlots
+    ) -> Tensor:
+        y_NO = x_NI.new_empty(len(x_NI), weight_SOI.shape[1])
+        for run in slots.runs:
+            bias_O = None if bias_SO is None else bias_SO[run.first]
+            y_NO[run.rows] = times(x_NI[run.rows], weight_SOI[run.first], bias_O)
+        ctx.runs, ctx.has_bias = slots.runs, bias_SO is not None
+        ctx.save_for_backward(x_NI, weight_SOI)
+        return y_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dy_NO = gradients[0]
+        x_NI, weight_SOI = ctx.saved_tensors
+        dx_NI, d_weight_SOI = torch.empty_like(x_NI), torch.zeros_like(weight_SOI)
+        d_bias_SO = weight_SOI.new_zeros(weight_SOI.shape[:2]) if ctx.has_bias else None
+        for run in ctx.runs:
+            dy = dy_NO[run.rows]
+            dx_NI[run.rows] = times(dy, weight_SOI[run.first].t())
+            add_product_(d_weight_SOI[run.first], dy.t(), x_NI[run.rows])
+            if d_bias_SO is not None:
+                d_bias_SO[run.first] += dy.sum(0)
+        return dx_NI, d_weight_SOI, d_bias_SO, None

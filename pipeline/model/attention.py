@@ -10,9 +10,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
-from pipeline.kernels.packed_attention import Spans, attend_packed, can_attend_packed
+from pipeline.kernels.attention import Spans, attend, attend_packed, can_attend_packed
 from pipeline.kernels.products import Linear
-from pipeline.kernels.scaled_dot_product import attend
 from pipeline.model.language_modules.low_rank import project
 from pipeline.model.tokens import Tokens
 

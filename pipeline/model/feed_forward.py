@@ -7,8 +7,7 @@ type in ``config.FeedForwardConfig`` and a case of :func:`build_feed_forward`.
 
 from torch import Tensor, nn
 
-from pipeline.kernels.activations import Activation, activate
-from pipeline.kernels.products import Linear
+from pipeline.kernels.products import Activation, Linear, activate
 from pipeline.model.language_modules.language_experts import build_language_experts
 from pipeline.model.language_modules.low_rank import project
 from pipeline.model.moe.expert_parallel import ExpertParallel

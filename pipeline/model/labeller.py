@@ -2,7 +2,7 @@
 
 The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
 from ``POSITION_OFFSET`` on, a norm behind the embeddings. Its one token type is in the positions
-(``tasks/pretrained.py``). Layers are those of translation, with its low-rank modules of languages:
+(``extensions/tasks/xlmr.py``). Layers are those of translation, with its low-rank modules of languages:
 a sentence is in one language, its source and its target.
 
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.

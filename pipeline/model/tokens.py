@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
-from pipeline.kernels.low_rank_products import SentenceSlots
 from pipeline.kernels.placement import RouteNumbers
+from pipeline.kernels.products import SentenceSlots
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ from pipeline.seeds import derive_seed
 from pipeline.stages.registry import StageCall
 from pipeline.terminal import counted, track
 
+WORD_LINES = 100_000
+"""Training lines of a pair that word accuracy reads at most, the first ones."""
 MAX_NAME_BYTES = 200
 
 Task = TypeVar("Task")
@@ -406,7 +408,7 @@ def _word_accuracy(call: StageCall, *, profiles: Sequence[DirectionProfile]) -> 
         training=call.artifacts.get("training", corpus),
         tokenizer=call.artifacts.get("tokenizer"),
         tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
-        max_lines=settings.word_lines,
+        max_lines=WORD_LINES,
         side=settings.word_side,
     )
     found = in_parallel(words_of_language, tasks, processes=call.processes, label="words")

@@ -19,10 +19,11 @@ import torch
 
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.training_state import Position
+from pipeline.distributed.collectives import from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError, Interrupted
-from pipeline.kernels.cpu_choice import using_cpu_kernels
+from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
 from pipeline.stages.registry import StageCall
@@ -84,7 +85,7 @@ class TrainingRun:
         )
         self.saving = Saving(engine, task, recipe, directory, world=world)
         self.mean = MeanOfLastStates(recipe.training, engine, directory)
-        self.resuming = Resuming(call, engine, directory, self.mean, world=world)
+        self.resuming = Resuming(call, engine, directory, self.mean)
         self.publishing = Publishing(
             call, task, directory, self.quarantine, world=world, ds_config=engine.ds_config
         )
@@ -100,8 +101,8 @@ class TrainingRun:
         """
         with self.run_directory.locked():
             self._resume()
-            kernels, self.position = self.resuming.choose_kernels(self.position)
-            with using_cpu_kernels(kernels):
+            # One choice for all ranks: the order in which gradients arrive depends on the kernels.
+            with using_cpu_kernels(from_rank_zero(by_processor())):
                 self._rehearse()
                 self._train()
                 self.publishing.publish(self.position, self.resumed, averaged=self.averaged)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batching.labelled import AnyBatch
-from pipeline.kernels.cross_entropy import summed_cross_entropy
-from pipeline.kernels.divergence import summed_divergence
+from pipeline.kernels.logits import summed_cross_entropy, summed_divergence
 from pipeline.model.labeller import Trained
 from pipeline.model.moe.layer import RoutingRecord
 from pipeline.model.moe.router import z_loss

@@ -13,18 +13,11 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.training_states import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.checkpoints.training_state import PieceReader, Position, read_position
-from pipeline.distributed.collectives import from_rank_zero
-from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
-from pipeline.kernels.cpu_choice import CpuKernels, by_processor
-from pipeline.kernels.cpu_timing import Shape, measured_kernels
 from pipeline.stages.registry import StageCall
 from pipeline.training.engine import Engine
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.settings import TrainingConfig
-
-MEASURED_TOKENS = 512
-"""The most tokens of a micro-batch for measuring kernels: all threads work, for a few seconds."""
 
 
 class MeanOfLastStates:
@@ -101,10 +94,8 @@ class Resuming:
         engine: Engine,
         run_directory: RunDirectory,
         mean: MeanOfLastStates,
-        *,
-        world: World,
     ) -> None:
-        self._config, self._recipe, self._world = call.config, call.recipe, world
+        self._config, self._recipe = call.config, call.recipe
         self._engine, self._run_directory, self._mean = engine, run_directory, mean
 
     def resume(self) -> Resumed:
@@ -133,30 +124,6 @@ class Resuming:
         if not training.patience:  # otherwise the last update is not known yet
             self._mean.refuse_missing(end=training.updates, update=position.update)
         return Resumed(position, changes)
-
-    def choose_kernels(self, position: Position) -> tuple[CpuKernels, Position]:
-        """Return the run's CPU kernels and the position that records them; all ranks call this.
-
-        All ranks use those of rank 0, since the order in which gradients arrive depends on the
-        kernels (:mod:`pipeline.training.optim`). Measured kernels are stored in training
-        states, so that a resumed run does not measure again.
-        """
-        if self._recipe.training.cpu_kernels == "processor":
-            return from_rank_zero(by_processor()), position
-        kernels = position.cpu_kernels
-        if kernels is None:
-            kernels = from_rank_zero(self._measure_kernels() if self._world.rank == 0 else None)
-        return kernels or by_processor(), replace(position, cpu_kernels=kernels)
-
-    def _measure_kernels(self) -> CpuKernels:
-        model = self._engine.model.spec.model
-        shape = Shape(
-            tokens=min(self._recipe.batches.tokens, MEASURED_TOKENS),
-            width=model.width,
-            hidden_width=model.feed_forward_width,
-            num_heads=model.num_heads,
-        )
-        return measured_kernels(shape, dtype=next(self._engine.model.parameters()).dtype)
 
 
 def averaged_updates(training: TrainingConfig, *, end: int) -> list[int]:

@@ -108,11 +108,6 @@ class TrainingConfig(Settings):
     """Retries of an update whose gradient is not finite. After them, the micro-batches that cause
     it are left out and listed in the run's quarantine. 0: training stops instead. Overflows of fp16
     that a smaller loss scale resolves do not count as retries."""
-    cpu_kernels: Literal["processor", "measured"] = "processor"
-    """Choice of kernels on CPU. ``processor``: by the features of rank 0's processor, so that a
-    repeated run is equal to the last bit on the same processor; ``measured``: the kernels that rank
-    0 measures as fastest when the run begins. They differ in rounding, so that training states
-    record them and a resumed run keeps them."""
     validate_every: Updates = 1000
     """Updates between two validations."""
     best_by: Literal["all", "high", "medium", "low", "extremely_low"] = "all"
@@ -141,6 +136,17 @@ class TrainingConfig(Settings):
     between. With three numbers, pairs up to the first are extremely low. A recipe with another
     ``corpus.source`` than its parent does not inherit them, since they describe the parent's
     corpus."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_choice_of_kernels(cls, values: object) -> object:
+        """Refuse recipes of earlier versions that choose how CPU kernels are chosen."""
+        if isinstance(values, dict) and "cpu_kernels" in values:
+            raise ValueError(
+                "cpu_kernels is a setting of an earlier version: training now takes the kernels "
+                "that suit rank 0's processor. Remove it"
+            )
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -58,6 +58,19 @@ def test_settings_that_there_were_not_yet_are_at_their_defaults() -> None:
     assert with_defaults(filled, sections=sections) == filled
 
 
+def test_a_removed_setting_counts_where_its_effect_was_another_than_todays() -> None:
+    """Manifests of earlier versions note settings that there are no more."""
+    today = Recipe(name="defaults").sections(("clean", "training"))
+    noted = {
+        "clean": {**today["clean"], "near_duplicate_similarity": 0.8},
+        "training": {**today["training"], "cpu_kernels": "measured"},
+    }
+    assert with_defaults(noted, sections=("clean", "training")) == today
+    noted["clean"]["near_duplicate_similarity"] = 0.7
+    found = with_defaults(noted, sections=("clean", "training"))
+    assert setting_changes(found, today) == ["clean.near_duplicate_similarity: 0.7 → unset"]
+
+
 @pytest.mark.parametrize("section", [{"up_dates": 10}, {"updates": "ten"}, ["updates"], None])
 def test_settings_that_cannot_be_read_any_more_stay_as_noted(section: object) -> None:
     noted = {"training": section}

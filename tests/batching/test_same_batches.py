@@ -29,7 +29,7 @@ from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import MicroBatch, _Draws, _KeyLayout
 from pipeline.batching.settings import BatchesConfig
 from pipeline.errors import ConfigError
-from pipeline.kernels.batch_loops import sort_by_bits
+from pipeline.kernels.sentence_loops import sort_by_bits
 
 SIZES = {
     "usual": {"de-en": 3000, "el-en": 40, "en-fr": 500},

@@ -118,7 +118,7 @@ class Upcycling:
         command = [
             sys.executable,
             "-m",
-            "pipeline.cli",
+            "pipeline",
             "upcycle",
             "assembly.toml",
             "--out",

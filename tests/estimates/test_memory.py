@@ -25,7 +25,7 @@ from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.memory import MemoryEstimate, estimate
-from pipeline.kernels.cross_entropy import summed_cross_entropy
+from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
@@ -104,7 +104,7 @@ def test_a_forward_pass_keeps_what_the_closed_forms_say(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_forward_pass_keeps_what_the_front_is_said_to_add(front: str, dtype: torch.dtype) -> None:
-    """What Ada-MSHA keeps on a GPU is meant: a CPU computes, and keeps, the chosen scales alone."""
+    """The estimate of Ada-MSHA is that of a GPU: a CPU keeps the chosen scales alone."""
     spec = fronted_spec(FRONTS[front], width=64, feed_forward_width=256)
     model = build_model(spec, regularization=NO_DROPOUT)
     initialize_weights(model, seed=1)

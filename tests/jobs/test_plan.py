@@ -1182,13 +1182,13 @@ def test_status_without_the_raw_data_takes_it_as_unchanged(setup: Setup) -> None
 DRIVER = """
 import sys
 from pipeline import cli
-from pipeline.stages import registry as stages
+from pipeline.stages import registry
 from pipeline.stages.registry import Input, Stage
 
-stages.STAGES.clear()
-stages.STAGES["read"] = Stage(
+registry.STAGES.clear()
+registry.STAGES["read"] = Stage(
     "read", "tiny_stage", "corpus", "reads", ("corpus",), {"raw": Input("raw", "folder")})
-stages.STAGES["count"] = Stage(
+registry.STAGES["count"] = Stage(
     "count", "tiny_stage", "shards", "counts", ("shards",), {"corpus": Input("corpus", "text")},
     parallel="ranks")
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="what is tested here is asked of glibc"
 )
 
-AS_AN_ENTRY_POINT = "from pipeline.entry import prepare_process; prepare_process()"
+AS_AN_ENTRY_POINT = "from pipeline.machine import prepare_process; prepare_process()"
 
 PAGES_TAKEN_AGAIN = """
 import ctypes, resource, sys
@@ -40,7 +40,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def share_taken_again(
     size: int, *, settings: str, environment: Mapping[str, str] | None = None
 ) -> float:
-    """Of the pages of a block that was freed, those the system maps anew for the next one."""
+    """Return the share of a freed block's pages that the system maps anew for the next block."""
     done = subprocess.run(
         [sys.executable, "-c", PAGES_TAKEN_AGAIN.format(settings=settings), str(size)],
         env=environment or {},
@@ -91,7 +91,7 @@ def test_large_pages_are_asked_for_where_a_block_has_a_mapping_of_its_own(
 
 
 def flags_of_mapping(address: int) -> list[str]:
-    """The kernel's flags of the mapping that an address lies in."""
+    """Return the kernel's flags of the mapping that an address lies in."""
     is_there = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()

@@ -34,7 +34,7 @@ RATE = 0.3
 
 
 def missing_compiler() -> str:
-    """Why nothing can be compiled here; empty where it can."""
+    """Return why nothing can be compiled here; empty where it can."""
     try:
         check_compiler(CPU)
     except ConfigError as error:
@@ -44,14 +44,14 @@ def missing_compiler() -> str:
 
 @pytest.fixture(scope="module")
 def compiler() -> None:
-    """Asked for by name, so that collecting tests loads no compiler."""
+    """Skip without a compiler; a fixture, so that collecting tests loads none."""
     if why := missing_compiler():
         pytest.skip(why)
 
 
 @pytest.fixture
 def forms() -> Iterator[dict[str, int]]:
-    """How many forms of regions were compiled since, in the end."""
+    """Yield the counter of compiled forms of regions."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -68,7 +68,7 @@ def values(num_rows: int, width: int = 64, *, seed: int) -> Tensor:
 
 
 def gradients(spec: ModelSpec, *, compiled: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The loss of a micro-batch and its gradients, in float64."""
+    """Return the loss of a micro-batch and its gradients, in float64."""
     model = build_model(spec)
     initialize_weights(model, seed=1)
     model = model.to(torch.bfloat16).to(dtype).train()  # weights that all types have
@@ -81,7 +81,7 @@ def gradients(spec: ModelSpec, *, compiled: bool, dtype: torch.dtype) -> dict[st
 
 
 def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Of all gradients together, relative."""
+    """Return the relative distance of all gradients together."""
     return math.sqrt(
         sum(float((found[name] - exact[name]).square().sum()) for name in exact)
         / sum(float(exact[name].square().sum()) for name in exact)
@@ -106,7 +106,7 @@ def test_without_dropout_a_compiled_model_has_the_loss_and_gradients_of_the_plai
 
 @cache
 def traced(region: Callable[..., Any]) -> Callable[..., Any]:
-    """Forms are found, and nothing is generated."""
+    """Trace a region without generating code."""
     return torch.compile(region, backend="eager")
 
 
@@ -158,10 +158,7 @@ def trained_model() -> Transformer:
 
 
 def test_a_model_that_is_not_being_trained_is_not_compiled() -> None:
-    model, batch = (
-        trained_model().eval(),
-        random_batch(tiny_spec(width=64), sentences=2, seed=1),
-    )
+    model, batch = trained_model().eval(), random_batch(tiny_spec(width=64), sentences=2, seed=1)
     with mock.patch.object(compiled_regions, "_compiled", side_effect=AssertionError):
         logits_LV = model(batch).logits_LV
     plain = build_model(tiny_spec(width=64)).eval()

@@ -1,4 +1,4 @@
-"""What the experts' kernels take, and what is refused before they fail."""
+"""The shapes, types and cards that the kernels of experts take, and refusals of others."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from support.tiny_models import tiny_spec
 from pipeline.errors import ConfigError
 from pipeline.kernels.expert_products import (
     check_widths,
-    has_grouped_products,
     may_leave_idle_gradients,
 )
+from pipeline.kernels.products import has_grouped_products
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import build_model
 

@@ -122,7 +122,7 @@ def test_a_forced_translation_is_scored_though_its_tags_cannot_be_predicted() ->
 
 
 def test_parameters_and_memory_are_those_of_the_output() -> None:
-    recipe = load_recipe("bytes_lobef+subwords_64k_to_8k")
+    recipe = load_recipe("bytes_lobef+subwords_64k+english_8k")
     counted = count_parameters(
         recipe.model,
         vocabulary_size=recipe.tokenizer.ids + 8,

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from pipeline.batching.batch import Example, Packing, collate
-from pipeline.kernels.activations import Activation
+from pipeline.kernels.products import Activation
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec

@@ -69,6 +69,6 @@ def without_launcher(command: str) -> list[str]:
         return words[words.index("slurm/stage.sbatch") + 1 :]
     for at, word in enumerate(words[:-1]):
         module = words[at + 1].rpartition(".")
-        if word in ("-m", "--module") and module[0] in ("pipeline", "data_prep"):
+        if word in ("-m", "--module") and module[0] in ("pipeline.stages", "data_prep"):
             return [module[2], *words[at + 2 :]]
     return []

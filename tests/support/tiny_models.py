@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.names import initialize_weights, named_slices
-from pipeline.kernels.activations import Activation
+from pipeline.kernels.products import Activation
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec

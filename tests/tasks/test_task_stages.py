@@ -28,6 +28,31 @@ from pipeline.stages.registry import STAGES, StageCall, stage_config
 pytestmark = pytest.mark.slow
 
 LOW_RANK = {"kind": "low_rank", "rank": 2, "synthesis": "language_wise"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ner": {
+        "tasks": {"max_tokens": 48},
+        "mixture": {"sampling_temperature": 1.0},
+        "batches": {
+            "micro_batches": 4,
+            "tokens": 128,
+            "window_steps": 2,
+            "evaluation_tokens": 256,
+        },
+        "optimizer": {
+            "learning_rate": 5e-3,
+            "final_learning_rate": 0.0,
+            "warmup_updates": 5,
+            "betas": [0.9, 0.999],
+            "clip_norm": 1.0,
+        },
+        "training": {"updates": 60, "dropout": 0.1, "validate_every": 20, "checkpoint_every": 20},
+    }
+}
+SETTINGS["qa"] = merge(
+    SETTINGS["ner"],
+    {"tasks": {"stride": 12, "max_question_tokens": 16}, "batches": {"tokens": 256}},
+)
+"""What fits an XLM-R of a few thousand parameters."""
 STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
 CPU = torch.device("cpu")
 
@@ -43,7 +68,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_recipe(task: str, **changes: Any) -> Recipe:
-    base = load_recipe(f"{task}_debug").model_dump()
+    base = load_recipe(None, SETTINGS[task]).model_dump()
     small = {
         "training": {"updates": 4, "validate_every": 2, "checkpoint_every": 2},
         "optimizer": {"warmup_updates": 1},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline.distributed.world import World
 from pipeline.errors import TrainingError
-from pipeline.kernels.cpu_choice import CpuKernels, using_cpu_kernels
+from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import linear
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.tokens import Tokens

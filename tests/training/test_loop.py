@@ -46,9 +46,8 @@ from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError
-from pipeline.kernels.cpu_choice import CpuKernels, by_processor
 from pipeline.stages.registry import STAGES
-from pipeline.training import loop, resuming
+from pipeline.training import loop
 from pipeline.training.engine import Engine, StepResult
 from pipeline.training.metrics import Interval
 from pipeline.training.optim import learning_rate
@@ -155,41 +154,6 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_same_run(
     assert_same_tensors(read_weights(out_dir), read_weights(straight))
     assert_same_tensors(read_state(out_dir, UPDATES), read_state(straight, UPDATES))
     assert read_metrics(out_dir / "metrics.jsonl") == read_metrics(straight / "metrics.jsonl")
-
-
-def pretrain_measuring(
-    world: World,
-    /,
-    inputs: Inputs,
-    out_dir: Path,
-    recipe: Recipe,
-    *,
-    fused_from: int,
-    **options: Any,
-) -> str:
-    """Pretrain where every rank measures something else."""
-    measured = replace(by_processor(), fused_attention_from=fused_from + world.rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(resuming, "measured_kernels", lambda *_, **__: measured)
-        return pretrain(world, inputs, out_dir, recipe, **options)
-
-
-def noted_kernels(states: Path) -> CpuKernels:
-    """Of the newest state."""
-    newest = max(states.glob("update-*"))
-    noted = json.loads((newest / "progress.json").read_text(encoding="utf-8"))
-    return CpuKernels(**noted["cpu_kernels"])
-
-
-def test_kernels_measured_by_rank_0_are_kept_when_a_run_goes_on(
-    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
-) -> None:
-    given = (inputs, tmp_path / "model", make_recipe(cpu_kernels="measured"))
-    pool2.run(pretrain_measuring, *given, fused_from=100, terminate_at=(0, 2))
-    states = tmp_path / "model.run" / "states"
-    assert noted_kernels(states) == replace(by_processor(), fused_attention_from=100)
-    assert pool2.run(pretrain_measuring, *given, fused_from=200) == ["done"] * 2
-    assert noted_kernels(states) == replace(by_processor(), fused_attention_from=100)
 
 
 def test_a_run_that_saves_in_the_background_is_the_same_run(

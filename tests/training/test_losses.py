@@ -9,7 +9,7 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 
 from pipeline.batching.batch import Example, collate
 from pipeline.batching.settings import TagScheme
-from pipeline.kernels.cross_entropy import summed_cross_entropy
+from pipeline.kernels.logits import summed_cross_entropy
 from pipeline.model.moe.router import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer

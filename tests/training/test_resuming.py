@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -20,8 +20,6 @@ from pipeline.checkpoints.training_state import (
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
-from pipeline.kernels.cpu_choice import by_processor
-from pipeline.training import resuming
 from pipeline.training.engine import Engine
 from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
@@ -69,7 +67,7 @@ def resuming_of(recipe: Recipe, tmp_path: Path, engine: NotedState) -> Resuming:
     directory = directory_of(recipe, tmp_path)
     engine_, call = cast(Engine, engine), make_call("pretrain", recipe, {}, tmp_path / "model")
     mean = MeanOfLastStates(recipe.training, engine_, directory)
-    return Resuming(call, engine_, directory, mean, world=ALONE)
+    return Resuming(call, engine_, directory, mean)
 
 
 def test_a_run_without_states_begins_and_loads_nothing(tmp_path: Path) -> None:
@@ -110,26 +108,3 @@ def test_a_run_that_lacks_a_state_of_its_mean_is_refused(tmp_path: Path) -> None
     save(recipe, tmp_path)
     with pytest.raises(CheckpointError, match=r"not there any more: 2; lower it to 2, "):
         resuming_of(recipe, tmp_path, NotedState()).resume()
-
-
-def test_measured_kernels_are_recorded_and_not_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = replace(by_processor(), fused_attention_from=7)
-    monkeypatch.setattr(Resuming, "_measure_kernels", lambda _: measured)
-    one = resuming_of(make_recipe(cpu_kernels="measured"), tmp_path, NotedState())
-    assert one.choose_kernels(Position()) == (measured, Position(cpu_kernels=measured))
-    noted = replace(measured, fused_attention_from=8)
-    position = Position(cpu_kernels=noted)
-    assert one.choose_kernels(position) == (noted, position)
-
-
-def test_the_processors_kernels_leave_the_position_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measure(*_: Any, **__: Any) -> None:
-        raise AssertionError("nothing is to be measured")
-
-    monkeypatch.setattr(resuming, "measured_kernels", measure)
-    one = resuming_of(make_recipe(), tmp_path, NotedState())
-    assert one.choose_kernels(SAVED) == (by_processor(), SAVED)

@@ -180,6 +180,24 @@ def test_the_command_line_loads_neither_stages_nor_torch_until_one_is_to_run() -
     assert not {"torch", "deepspeed", "numpy"} & loaded
 
 
+def test_every_recipe_plan_and_template_is_installed() -> None:
+    """A file that is left out is missed by nobody who works in a checkout."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    installed = {
+        path
+        for name, patterns in project["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / name.replace(".", "/")).glob(pattern)
+    }
+    files = {
+        path
+        for top in ("pipeline", "data_prep", "ds_configs")
+        for path in (ROOT / top).rglob("*.*")
+        if path.suffix in (".toml", ".json", ".css", ".j2")
+    }
+    assert files == installed
+
+
 @pytest.mark.slow
 def test_deepspeed_is_imported_by_the_engine_alone() -> None:
     importers = {

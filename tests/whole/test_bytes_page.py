@@ -91,7 +91,7 @@ def test_two_text_files_end_as_translations_both_ways(done: Path) -> None:
     translations = open_artifact(runs / "translations", kind="translations")
     assert translations.statistics["directions"] == {"de-en": 2, "en-de": 2}
     spec = read_spec(open_artifact(runs / "model", kind="checkpoint"))
-    assert spec.model.front == load_recipe("bytes+ada_msha_5").model.front
+    assert spec.model.front == load_recipe("bytes+ada_msha").model.front
     report = (runs / "evaluation" / "report.md").read_text(encoding="utf-8")
     assert "Ada-MSHA" in report
 

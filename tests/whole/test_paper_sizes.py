@@ -216,7 +216,8 @@ def model_of(plan: str, evaluation: str, system: str) -> ModelConfig:
     stages = load_plan(plan).stages
     systems = stages[evaluation].inputs["systems"]
     assert isinstance(systems, dict)
-    return load_recipe(stages[systems[system]].recipe).model
+    translated = stages[systems[system]]
+    return load_recipe(translated.recipe, translated.set).model
 
 
 def printed(parameters: int, like: str) -> str:

@@ -39,7 +39,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import ArtifactWriter, open_artifact
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.distributed.world import World
-from pipeline.kernels import cpu_choice, threads
+from pipeline.kernels import cpu
 from pipeline.kernels import products as linear
 from pipeline.model.spec import ModelSpec
 from pipeline.training.engine import Engine
@@ -83,17 +83,17 @@ class Joined:
 @contextmanager
 def thresholds_among_the_sizes(wanted: bool) -> Iterator[None]:
     """Choose kernels as if the sizes of these micro-batches were the ones that matter."""
-    before = linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES, threads.WORTH_OTHER_THREADS
+    before = linear.WORTH_A_KERNEL, cpu.FEW_QUERIES, cpu.WORTH_OTHER_THREADS
     if wanted:
-        linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES = 16 * 32 * 32, 8
-        cpu_choice.use_cpu_kernels(cpu_choice.CpuKernels("onednn", "bfloat16", 1))
-        threads.WORTH_OTHER_THREADS = 16 * 32 * 16
+        linear.WORTH_A_KERNEL, cpu.FEW_QUERIES = 16 * 32 * 32, 8
+        cpu.use_cpu_kernels(cpu.CpuKernels("onednn", "bfloat16", 1))
+        cpu.WORTH_OTHER_THREADS = 16 * 32 * 16
         torch.set_num_threads(2)
     try:
         yield
     finally:
-        linear.WORTH_A_KERNEL, cpu_choice.FEW_QUERIES, threads.WORTH_OTHER_THREADS = before
-        cpu_choice.use_cpu_kernels(None)
+        linear.WORTH_A_KERNEL, cpu.FEW_QUERIES, cpu.WORTH_OTHER_THREADS = before
+        cpu.use_cpu_kernels(None)
         torch.set_num_threads(1)
 
 

@@ -207,7 +207,7 @@ def loaded_after(program: str, *arguments: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("recipe", ["demo_moe", "mmnmt_opus100+hub"])
+@pytest.mark.parametrize("recipe", ["demo_moe", "mmnmt_opus100+smoke"])
 def test_describing_a_recipe_loads_neither_a_compiler_nor_deepspeed(recipe: str) -> None:
     loaded = loaded_after(COMMAND, "describe", "--recipe", recipe)
     assert "torch" in loaded

@@ -44,7 +44,7 @@ GATED_FEED_FORWARD = '''"""down(activation(up(x)) * gate(x))."""
 
 from torch import Tensor, nn
 
-from pipeline.kernels.activations import activate
+from pipeline.kernels.products import activate
 from pipeline.kernels.products import Linear
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens

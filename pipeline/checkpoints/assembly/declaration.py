@@ -19,17 +19,15 @@
 Paths are relative to the folder that the command is given in, as on a command line.
 """
 
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from pipeline.artifacts.settings import MAX_VOCABULARY
 from pipeline.checkpoints.settings import UpcyclingConfig
-from pipeline.config.documents import read_toml
+from pipeline.config.documents import read_toml, toml_path
 from pipeline.config.settings import MAX_GROUPS, Settings, describe_validation, whole
-from pipeline.errors import ConfigError, hint
+from pipeline.errors import ConfigError
 from pipeline.model.settings import MoEConfig
 
 FRESH = "fresh"
@@ -116,21 +114,7 @@ def read_assembly(name: str) -> Assembly:
         ConfigError: there is none, it cannot be read, or it says what cannot be.
     """
     try:
-        return Assembly.model_validate(read_toml(_path(name)))
+        path = toml_path(name, folder="assemblies", what="assembly")
+        return Assembly.model_validate(read_toml(path))
     except ValidationError as error:
         raise ConfigError(f"{name}: {describe_validation(error, Assembly)}") from error
-
-
-def assembly_names() -> list[str]:
-    """Declarations that come with the package."""
-    files = (resources.files("pipeline") / "assemblies").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
-
-
-def _path(name: str) -> Path:
-    if name.endswith(".toml"):
-        return Path(name)
-    if name not in assembly_names():
-        names = hint(name, assembly_names(), otherwise="or give the path of a .toml file")
-        raise ConfigError(f"There is no assembly {name!r}{names}")
-    return Path(str(resources.files("pipeline") / "assemblies" / f"{name}.toml"))

@@ -30,7 +30,7 @@ from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.torch_file import RESTORE, StateDict
 from pipeline.config.settings import DropRate, shown
 from pipeline.errors import CheckpointError
-from pipeline.kernels.activations import Activation
+from pipeline.kernels.products import Activation
 from pipeline.model.settings import EmbeddingConfig, ModelConfig, MoEConfig
 
 TABLE = NameTable.parse("""

@@ -13,7 +13,7 @@ from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
 from pipeline.checkpoints.foreign.tensors import NameTable, Row
 from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
-from pipeline.kernels.activations import Activation
+from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
 from pipeline.model.transformer import POSITION_OFFSET
 

@@ -9,7 +9,7 @@ from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.errors import CheckpointError
-from pipeline.kernels.activations import Activation
+from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
 
 FINAL_BIAS = "final_logits_bias"

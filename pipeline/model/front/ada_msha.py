@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.scale_mixture import Convolution, mix_scales
+from pipeline.kernels.convolutions import Convolution, mix_scales
 from pipeline.model.attention import Attention, Projected
 from pipeline.model.front.local import LocalConvolution, heads_of, projected_of
 from pipeline.model.front.passage import Passage, Source

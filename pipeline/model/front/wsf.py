@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.errors import ConfigError
-from pipeline.kernels.packed_attention import can_attend_packed
+from pipeline.kernels.attention import can_attend_packed
 from pipeline.model.front.passage import Passage, Source
 from pipeline.model.settings import WsfConfig
 from pipeline.model.spec import ModelSpec

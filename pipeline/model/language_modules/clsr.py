@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels.low_rank_products import SentenceSlots
-from pipeline.kernels.products import Linear
-from pipeline.kernels.row_products import row_products
+from pipeline.kernels.products import Linear, SentenceSlots, row_products
 from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.tokens import Tokens
 

@@ -14,11 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.activations import Activation, activate
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows
-from pipeline.kernels.low_rank_products import SentenceSlots
-from pipeline.kernels.products import Linear
-from pipeline.kernels.row_products import row_products
+from pipeline.kernels.products import Activation, Linear, SentenceSlots, activate, row_products
 from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import StackedLinear

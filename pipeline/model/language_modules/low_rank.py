@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.low_rank_products import SentenceSlots, add_low_rank
-from pipeline.kernels.products import linear
+from pipeline.kernels.products import SentenceSlots, add_low_rank, linear
 from pipeline.model.language_modules.stack import LanguageStack
 from pipeline.model.tokens import Tokens
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.low_rank_products import SentenceSlots
+from pipeline.kernels.products import SentenceSlots
 from pipeline.model.tokens import Tokens
 
 SHARED = "shared"

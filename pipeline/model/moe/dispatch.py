@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeline.kernels.kept_weights import kept_softmax, kept_weights
 from pipeline.kernels.placement import Placement, Queue, RouteNumbers, place_routes
+from pipeline.kernels.routing import kept_softmax, kept_weights
 from pipeline.model.moe.router import Routing
 
 

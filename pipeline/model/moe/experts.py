@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.kernels.activations import Activation
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows, serve_tokens
+from pipeline.kernels.products import Activation
 from pipeline.model.moe.dispatch import Dispatch
 
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.expert_rows import beside_float32, combine, gather
-from pipeline.kernels.placement import Placement
+from pipeline.kernels.placement import Placement, beside_float32, combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
     dispatch_dropless,

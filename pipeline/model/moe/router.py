@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.kernels.expert_choice import choose_experts
-from pipeline.kernels.group_logits import averaged_logits
 from pipeline.kernels.products import linear
+from pipeline.kernels.routing import averaged_logits, choose_experts
 from pipeline.model.settings import CombineWeights, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeline.kernels import placement
-from pipeline.kernels.expert_rows import combine, gather
+from pipeline.kernels.placement import combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
     dispatch_dropless,

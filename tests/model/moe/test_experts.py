@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipeline.kernels import threads
-from pipeline.kernels.activations import Activation
+from pipeline.kernels import cpu
 from pipeline.kernels.allocator import OWN_MAPPING
 from pipeline.kernels.expert_products import (
     ExpertWeights,
@@ -18,6 +17,7 @@ from pipeline.kernels.expert_products import (
     padded_feed_forward,
 )
 from pipeline.kernels.placement import slice_length
+from pipeline.kernels.products import Activation
 from pipeline.model.moe.experts import Experts
 
 WIDTH, HIDDEN = 8, 16
@@ -188,7 +188,7 @@ def test_experts_without_rows_get_a_gradient_of_zero(activation: Activation) -> 
 def test_experts_served_by_several_threads_give_what_they_give_on_one(
     counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "WORTH_OTHER_THREADS", 1)
+    monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 1)
     torch.manual_seed(1)
     experts = Experts(num_experts=4, first_expert=0, width=16, hidden_width=32, activation="relu")
     with torch.no_grad():

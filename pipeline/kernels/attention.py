@@ -1,0 +1,179 @@
+"""Compute attention, softmax(q kᵀ / sqrt(K)) v, by the fastest kernel for the device and the sizes.
+
+- :func:`attend`, of padded sentences: PyTorch's fused attention, or plain matrix products, which
+  are faster on CPU in bfloat16, for a few queries and with dropout.
+- :func:`attend_packed`, of sentences that lie one after the other without padding: PyTorch's
+  operator of flash attention for NVIDIA's cards. ``torch.nn.attention.varlen`` calls the same
+  operator, but with a dropout of 0 (PyTorch 2.13), so training calls it directly. The tests replace
+  the operator by a loop over sentences; it has not yet run on a GPU.
+- :func:`attend_entries`, of rows of a search to cached keys: a compiled loop on CPU.
+
+Legend: B batch, T query length, S key length, H heads, K head width; N packed query tokens, M
+packed key tokens; R rows of a search, P cached entries, T entries of a row, D model width.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.kernels.cpu import LOOP_COST, cpu_kernels, numbers, over_rows
+from pipeline.kernels.products import batched_product
+
+FLASH_CAPABILITY = (8, 0)
+FLASH_TYPES = (torch.bfloat16, torch.float16)
+WIDTH_MULTIPLE = 8
+MAX_HEAD_WIDTH = 128
+"""Up to here all cards can go backward with dropout; beyond 192 some cannot."""
+
+
+def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
+    """Return whether fused attention is the faster kernel, as measured.
+
+    PyTorch has none with dropout for CPUs: it computes plain products as we do, with more copies.
+    """
+    if query_BHTK.device.type != "cpu":
+        return True
+    queries, width = query_BHTK.shape[-2:]
+    kernels = cpu_kernels()
+    return not dropout and kernels.fuses_attention(query_BHTK.dtype, queries=queries, width=width)
+
+
+def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
+    """Return a mask in the form that :func:`attend` takes at the least cost on a device.
+
+    Devices other than the CPU add numbers to the scores: 0 where allowed, else -inf.
+    """
+    if beside.device.type == "cpu":
+        return is_allowed
+    bias = torch.zeros_like(is_allowed, dtype=beside.dtype)
+    return bias.masked_fill_(~is_allowed, -torch.inf)
+
+
+def attend(
+    query_BHTK: Tensor,
+    key_BHSK: Tensor,
+    value_BHSK: Tensor,
+    *,
+    mask: Tensor | None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the context of every query, (B, H, T, K).
+
+    ``mask`` broadcasts to (B, H, T, S) and is True where allowed, or has the form that
+    :func:`attention_mask` gives it on the device.
+    """
+    if fused_attention_pays(query_BHTK, dropout=dropout):
+        return F.scaled_dot_product_attention(
+            query_BHTK,
+            key_BHSK,
+            value_BHSK,
+            attn_mask=mask,
+            is_causal=is_causal,
+            dropout_p=dropout,
+        )
+    scale = 1.0 / math.sqrt(query_BHTK.shape[-1])
+    scores_BHTS = batched_product(query_BHTK * scale, key_BHSK.transpose(-1, -2))
+    if is_causal:
+        length = scores_BHTS.shape[-1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=scores_BHTS.device).tril()
+    if mask is not None:
+        minus_infinity = torch.finfo(scores_BHTS.dtype).min
+        scores_BHTS = scores_BHTS + scores_BHTS.new_zeros(()).where(mask, minus_infinity)
+    weights_BHTS = F.softmax(scores_BHTS, dim=-1)  # summed up in float32 whatever the dtype
+    weights_BHTS = F.dropout(weights_BHTS, dropout, training=dropout > 0)
+    return batched_product(weights_BHTS, value_BHSK)
+
+
+class Spans(NamedTuple):
+    """The bounds of sentences among packed tokens.
+
+    Attributes:
+        bound_B: (B + 1,) int32: where each sentence starts, and where the last one ends.
+        longest: tokens of the longest one, known to the host.
+    """
+
+    bound_B: Tensor
+    longest: int
+
+
+def can_attend_packed(
+    x: Tensor, *, head_width: int, capability: tuple[int, int] | None = None
+) -> bool:
+    """Return whether flash attention takes heads of this width, of states like ``x``.
+
+    ``capability`` is by default that of the device; the meta device, on which operators are
+    counted, has it.
+    """
+    if x.device.type == "cpu" or x.dtype not in FLASH_TYPES:
+        return False
+    if capability is None:
+        is_cuda = x.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(x.device) if is_cuda else FLASH_CAPABILITY
+    return (
+        capability >= FLASH_CAPABILITY
+        and head_width <= MAX_HEAD_WIDTH
+        and head_width % WIDTH_MULTIPLE == 0
+    )
+
+
+def attend_packed(
+    query_NHK: Tensor,
+    key_MHK: Tensor,
+    value_MHK: Tensor,
+    *,
+    queries: Spans,
+    keys: Spans,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the context of every query, (N, H, K); sentence i attends to the keys of i."""
+    bounds = queries.bound_B, keys.bound_B, queries.longest, keys.longest
+    return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, dropout, is_causal)[0]
+
+
+def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
+    """Call the operator, without the weights that it could return for debugging."""
+    results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*arguments, False)
+    return results
+
+
+@dataclass(frozen=True)
+class RowEntries:
+    """The entries that every row attends to: from start to stop, of its list if there is one."""
+
+    start_R: Tensor
+    stop_R: Tensor
+    most: int
+    """The most entries of a row."""
+    entry_RT: Tensor | None = None
+
+    def select(self, row_R: Tensor) -> "RowEntries":
+        """Return the entries of rows that are copies of these."""
+        listed = None if self.entry_RT is None else self.entry_RT[row_R]
+        return RowEntries(self.start_R[row_R], self.stop_R[row_R], self.most, listed)
+
+
+def attend_entries(
+    query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, entries: RowEntries, *, num_heads: int
+) -> Tensor:
+    """Return the context of every row, (R, D), from the entries that it attends to; on CPU."""
+    from pipeline.kernels import compiled_loops as loops
+
+    rows, width = query_RD.shape
+    context_RD = torch.empty_like(query_RD, memory_format=torch.contiguous_format)
+    heads = -1, num_heads, width // num_heads
+    given = query_RD.contiguous(), key_PD, value_PD, context_RD
+    query, key, value, context = (numbers(x.view(heads)) for x in given)
+    listed = None if entries.entry_RT is None else entries.entry_RT.numpy()
+    start, stop = entries.start_R.numpy(), entries.stop_R.numpy()
+
+    def attend(first: int, last: int) -> None:
+        loops.attend_entries(query, key, value, listed, start, stop, first, last, context)
+
+    over_rows(attend, rows, cost_of_row=2 * entries.most * width * LOOP_COST)
+    return context_RD

@@ -1,0 +1,411 @@
+"""Loops over tokens, routes and rows on CPU, compiled by numba: routing and steps of a search.
+
+Both are many operators on few numbers, each of which takes longer to call than to carry out, the
+more so after matrix products that leave nothing else in the cache. Other devices take the same
+steps in operators, which stand beside the call of each loop.
+
+numba has no bfloat16: states in it come as the 16-bit integers they are stored in
+(:func:`~pipeline.kernels.cpu.numbers`), and loops compute with them in float32.
+
+Legend: N tokens, E experts, C choices per token (top-k), R rows of experts, D model width; of a
+search R rows, H heads, K head width, P entries, T entries of a row, V vocabulary, C candidates.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import overload
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+Floats = npt.NDArray[np.floating[Any]]
+Integers = npt.NDArray[np.int64]
+States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""Hidden states: float32, or bfloat16 as integers."""
+
+
+def compiled(**options: Any) -> Callable[[Loop], Loop]:
+    """Compile at the first call, and cache the code on disk where a directory is writable."""
+
+    def decorate(loop: Loop) -> Loop:
+        try:
+            fast: Loop = numba.njit(cache=True, nogil=True, **options)(loop)
+        except RuntimeError:  # "cannot cache function": neither beside the source nor at home
+            fast = numba.njit(nogil=True, **options)(loop)
+        return fast
+
+    return decorate
+
+
+@compiled()
+def choose_experts(
+    logits_NE: Floats,
+    is_renormalized: bool,
+    probability_NE: Floats,
+    expert_NC: Integers,
+    weight_NC: Floats,
+    first_E: Floats,
+    balance_loss: Floats,
+) -> None:
+    """Fill in the softmax, the best experts of every token, their weights and the balance loss.
+
+    ``first_E`` is the share of tokens that choose an expert first. Of equal logits the first is
+    chosen. Experts exist even where logits are NaN.
+    """
+    num_tokens, num_experts = logits_NE.shape
+    top_k = expert_NC.shape[1]
+    one = logits_NE.dtype.type(1)
+    mass_E = np.zeros(num_experts)
+    first_E[:] = 0
+    for n in range(num_tokens):
+        logit_E, probability_E, expert_C = logits_NE[n], probability_NE[n], expert_NC[n]
+        peak = logit_E[0]
+        for e in range(1, num_experts):
+            peak = max(peak, logit_E[e])
+        normalizer = one - one
+        for e in range(num_experts):
+            probability_E[e] = np.exp(logit_E[e] - peak)
+            normalizer += probability_E[e]
+        scale = one / normalizer
+        for e in range(num_experts):
+            probability_E[e] *= scale
+            mass_E[e] += probability_E[e]
+        chosen = one - one
+        for c in range(top_k):
+            best = -1
+            for e in range(num_experts):
+                is_taken = False
+                for earlier in range(c):
+                    is_taken |= expert_C[earlier] == e
+                if not is_taken and (best < 0 or logit_E[e] > logit_E[best]):
+                    best = e
+            expert_C[c], weight_NC[n, c] = best, probability_E[best]
+            chosen += probability_E[best]
+        first_E[expert_C[0]] += 1
+        if is_renormalized:
+            for c in range(top_k):
+                weight_NC[n, c] /= chosen
+    first_E /= max(num_tokens, 1)
+    balance_loss[0] = num_experts * (mass_E * first_E).sum() / max(num_tokens, 1)
+
+
+@compiled()
+def choose_experts_backward(
+    probability_NE: Floats,
+    expert_NC: Integers,
+    weight_NC: Floats,
+    first_E: Floats,
+    is_renormalized: bool,
+    d_weight_NC: Floats,
+    d_balance_loss: float,
+    d_logits_NE: Floats,
+) -> None:
+    """Fill in the gradient of the logits from those of the weights and of the balance loss.
+
+    Renormalized weights are a softmax over the chosen logits, other weights one over all.
+    """
+    num_tokens, num_experts = probability_NE.shape
+    d_probability_E = first_E * (d_balance_loss * num_experts / max(num_tokens, 1))
+    for n in range(num_tokens):
+        probability_E, expert_C = probability_NE[n], expert_NC[n]
+        weight_C, d_weight_C, d_logit_E = weight_NC[n], d_weight_NC[n], d_logits_NE[n]
+        of_weights = 0.0
+        for c in range(len(weight_C)):
+            of_weights += weight_C[c] * d_weight_C[c]
+        of_all = 0.0 if is_renormalized else of_weights
+        of_chosen = of_weights - of_all
+        for e in range(num_experts):
+            of_all += probability_E[e] * d_probability_E[e]
+        for e in range(num_experts):
+            d_logit_E[e] = probability_E[e] * (d_probability_E[e] - of_all)
+        for c in range(len(weight_C)):
+            d_logit_E[expert_C[c]] += weight_C[c] * (d_weight_C[c] - of_chosen)
+
+
+@compiled()
+def count_routes(expert_NC: Integers, routed_E: Integers) -> None:
+    """Count routes per expert; refuse experts that do not exist, since later loops rely on it."""
+    routed_E[:] = 0
+    for expert_C in expert_NC:
+        for expert in expert_C:
+            if not 0 <= expert < len(routed_E):
+                raise IndexError("a token was routed to an expert that does not exist")
+            routed_E[expert] += 1
+
+
+@compiled()
+def place_routes(
+    queue: Integers | None,
+    expert_NC: Integers,
+    rows_E: Integers,
+    capacity: int,
+    route_R: Integers,
+    token_R: Integers,
+    row_NC: Integers,
+) -> None:
+    """Give the routes of a queue, numbers token · C + choice, the next free rows of their experts.
+
+    Without a queue they come by number. Experts have ``rows_E`` rows, of which they give away
+    ``capacity``. The last three arguments are filled in where a route has a row.
+    """
+    num_tokens, top_k = expert_NC.shape
+    next_E = np.zeros_like(rows_E)
+    next_E[1:] = np.cumsum(rows_E[:-1])
+    full_E = next_E + capacity
+    for place in range(num_tokens * top_k):
+        route = place if queue is None else queue[place]
+        token, choice = route // top_k, route % top_k
+        expert = expert_NC[token, choice]
+        row = next_E[expert]
+        if row < full_E[expert]:
+            next_E[expert] = row + 1
+            route_R[row], token_R[row], row_NC[token, choice] = route, token, row
+
+
+def widened(stored: Any) -> Any:
+    """Return a stored number as one to compute with."""
+    raise TypeError(f"only compiled loops can widen {stored!r}")
+
+
+def narrowed(number: Any, like: Any) -> Any:
+    """Return a float32 number in the type of a stored one."""
+    raise TypeError(f"only compiled loops can narrow {number!r} to {like!r}")
+
+
+@overload(widened, strict=False)
+def _widened(stored: Any) -> Callable[[Any], Any]:
+    if stored != types.uint16:
+        return lambda stored: stored
+    return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+
+
+@overload(narrowed, strict=False)
+def _narrowed(number: Any, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG001
+    def unchanged(number: Any, like: Any) -> Any:  # noqa: ARG001
+        return number
+
+    def to_bfloat16(number: Any, like: Any) -> Any:  # noqa: ARG001
+        bits = np.float32(number).view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        nearest = (bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+        is_number = (bits & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000)
+        return np.uint16(nearest) if is_number else np.uint16(0x7FC0)
+
+    return to_bfloat16 if like == types.uint16 else unchanged
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def sum_over_routes(
+    y_RD: States, row_NC: Integers, weight_NC: Floats | None, first: int, last: int, sum_ND: States
+) -> None:
+    """Sum the rows of each token from ``first`` up to ``last``, weighted if there are weights.
+
+    A row beyond the last of ``y_RD`` is 0.
+    """
+    num_rows, width = y_RD.shape
+    total_D = np.empty(width, np.float32)
+    for n in range(first, last):
+        total_D[:] = 0
+        for c in range(row_NC.shape[1]):
+            row = row_NC[n, c]
+            weight = np.float32(1) if weight_NC is None else weight_NC[n, c]
+            if row < num_rows:
+                for d in range(width):
+                    total_D[d] += weight * widened(y_RD[row, d])
+        for d in range(width):
+            sum_ND[n, d] = narrowed(total_D[d], sum_ND[n, d])
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def sum_over_routes_backward(
+    d_sum_ND: States,
+    y_RD: States,
+    token_R: Integers,
+    route_R: Integers,
+    weight_Q: Floats,
+    first: int,
+    last: int,
+    dy_RD: States,
+    d_weight_Q: Floats,
+    total_D: States,
+) -> None:
+    """Fill in gradients of rows from ``first`` up to ``last``, their sum, and those of weights.
+
+    Weights are numbered like routes; a row without one among them gets a gradient of 0.
+    """
+    num_routes, width = len(weight_Q), y_RD.shape[1]
+    sum_D = np.zeros(width, np.float32)
+    for r in range(first, last):
+        token, route, d_weight = token_R[r], route_R[r], np.float32(0)
+        weight = weight_Q[route] if route < num_routes else np.float32(0)
+        for d in range(width):
+            d_sum = widened(d_sum_ND[token, d])
+            d_weight += d_sum * widened(y_RD[r, d])
+            dy_RD[r, d] = narrowed(d_sum * weight, dy_RD[r, d])
+        if route < num_routes:
+            d_weight_Q[route] = d_weight
+            for d in range(width):
+                sum_D[d] += widened(dy_RD[r, d])
+    for d in range(width):
+        total_D[d] = narrowed(sum_D[d], total_D[d])
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def relu_backward(hidden_RF: States, d_hidden_RF: States, total_F: States) -> None:
+    """Overwrite the gradient of ReLU's output by that of its input; fill in its sum over rows."""
+    num_rows, width = hidden_RF.shape
+    sum_F = np.zeros(width, np.float32)
+    for r in range(num_rows):
+        for f in range(width):
+            is_off = widened(hidden_RF[r, f]) <= 0
+            d_hidden = np.float32(0) if is_off else widened(d_hidden_RF[r, f])
+            sum_F[f] += d_hidden
+            d_hidden_RF[r, f] = narrowed(d_hidden, d_hidden_RF[r, f])
+    for f in range(width):
+        total_F[f] = narrowed(sum_F[f], total_F[f])
+
+
+BLOCK = 32
+"""Logits whose maximum is taken together: most blocks have no candidate."""
+
+LOG2_E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOWEST = np.float32(-87.0)
+"""Smaller exponents count as this one."""
+
+
+@numba.njit(inline="always")
+def exponential(x: Any) -> Any:
+    """Return e^x for x ≤ 0, exact to two units in the last place, in a form that vectorizes.
+
+    Cephes' ``expf``: 2^n · e^r with |r| ≤ ln(2) / 2, e^r by a polynomial.
+    """
+    x = max(x, LOWEST)
+    n = np.floor(x * LOG2_E + np.float32(0.5))
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def attend_entries(
+    query_RHK: States,
+    key_PHK: States,
+    value_PHK: States,
+    entry_RT: Integers | None,
+    start_R: Integers,
+    stop_R: Integers,
+    first: int,
+    last: int,
+    context_RHK: States,
+) -> None:
+    """Compute softmax(q kᵀ / sqrt(K)) v of rows from ``first`` up to ``last``, head by head.
+
+    A row attends to the entries that a table lists from ``start_R`` up to ``stop_R`` or, without a
+    table, to entries ``start_R`` up to ``stop_R``. Queries may have keys and values behind them:
+    only their first H heads are read.
+    """
+    num_heads, width = key_PHK.shape[1:]
+    scale = np.float32(1) / np.sqrt(np.float32(width))
+    longest = 1
+    for row in range(first, last):
+        longest = max(longest, stop_R[row] - start_R[row])
+    weight_HT = np.empty((num_heads, longest), np.float32)
+    total_HK = np.empty((num_heads, width), np.float32)
+    for row in range(first, last):
+        start = start_R[row]
+        count = stop_R[row] - start
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                query_K, key_K, score = query_RHK[row, h], key_PHK[entry, h], np.float32(0)
+                for k in range(width):
+                    score += widened(query_K[k]) * widened(key_K[k])
+                weight_HT[h, t] = score * scale
+        for h in range(num_heads):
+            weight_T = weight_HT[h, :count]
+            peak = weight_T[0]
+            for t in range(1, count):
+                peak = max(peak, weight_T[t])
+            normalizer = np.float32(0)
+            for t in range(count):
+                weight_T[t] = exponential(weight_T[t] - peak)
+                normalizer += weight_T[t]
+            share = np.float32(1) / normalizer if peak - peak == 0 else np.float32(np.nan)
+            total_K = total_HK[h]
+            total_K[:] = 0
+            for t in range(count):
+                weight_T[t] *= share
+        for t in range(count):
+            entry = start + t if entry_RT is None else entry_RT[row, start + t]
+            for h in range(num_heads):
+                weight, total_K, value_K = weight_HT[h, t], total_HK[h], value_PHK[entry, h]
+                for k in range(width):
+                    total_K[k] += weight * widened(value_K[k])
+        for h in range(num_heads):
+            total_K, context_K = total_HK[h], context_RHK[row, h]
+            for k in range(width):
+                context_K[k] = narrowed(total_K[k], context_K[k])
+
+
+@compiled(fastmath={"reassoc", "contract"})
+def normalize(
+    logits_RV: Floats, peak_R: Floats, first: int, last: int, normalizer_R: Floats
+) -> None:
+    """Compute log Σ e^x of rows from ``first`` up to ``last``, given the largest logit of each."""
+    size = logits_RV.shape[1]
+    for row in range(first, last):
+        logit_V, peak, total = logits_RV[row], peak_R[row], np.float32(0)
+        for v in range(size):
+            total += exponential(logit_V[v] - peak)
+        normalizer_R[row] = peak + np.log(total) if peak - peak == 0 else np.float32(np.nan)
+
+
+@numba.njit(inline="always")
+def insert(value: Any, token: int, best_C: Floats, token_C: Integers) -> None:
+    """Insert a value above the last into values in descending order, after its equals."""
+    place = len(best_C) - 1
+    while place > 0 and value > best_C[place - 1]:
+        best_C[place], token_C[place] = best_C[place - 1], token_C[place - 1]
+        place -= 1
+    best_C[place], token_C[place] = value, token
+
+
+@compiled()
+def best_tokens(
+    logits_RV: Floats, first: int, last: int, best_RC: Floats, token_RC: Integers
+) -> None:
+    """Fill in the largest logits of rows from ``first`` up to ``last``, and their tokens.
+
+    The best comes first, and of equal ones the first token. NaN is left out; where no more logits
+    are above -inf, the rest is -inf and token 0. All are in the blocks of the C largest maxima.
+    """
+    size, lowest = logits_RV.shape[1], np.float32(-np.inf)
+    peak_B = np.empty(-(-size // BLOCK), np.float32)
+    for row in range(first, last):
+        logit_V, best_C, token_C = logits_RV[row], best_RC[row], token_RC[row]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            block, peak = logit_V[b * BLOCK : (b + 1) * BLOCK], lowest
+            for v in range(len(block)):
+                peak = block[v] if block[v] > peak else peak
+            peak_B[b] = peak
+            if peak > best_C[-1]:
+                insert(peak, 0, best_C, token_C)
+        bar = best_C[-1]
+        best_C[:], token_C[:] = lowest, 0
+        for b in range(len(peak_B)):
+            if peak_B[b] >= bar:
+                block = logit_V[b * BLOCK : (b + 1) * BLOCK]
+                for v in range(len(block)):
+                    if block[v] >= bar and block[v] > best_C[-1]:
+                        insert(block[v], b * BLOCK + v, best_C, token_C)

@@ -1,0 +1,200 @@
+"""Work on CPU: the choice of kernels, threads, and tensors as compiled loops read them.
+
+Processors differ in what they are fast at, and kernels in how they round. So the kernels are those
+of a table by what the processor has; training tells those of rank 0 to all ranks of a run.
+
+Many small matrix products take less time side by side than one after the other on all threads:
+threads need not meet after every product, and while one waits for weights from memory another
+computes (:func:`side_by_side`).
+
+Importing the compiled loops imports numba, which takes a third of a second. Kernels of the model
+import them where they run, so that a command that only counts parameters or operators does not wait
+for it; whatever reads training data imports them at once, long before the first update.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+FEW_QUERIES = 16
+"""Up to here (decoding: one per beam) attention by plain products is the faster kernel."""
+
+NO_AVX512 = ("DEFAULT", "AVX2")
+"""PyTorch's names of x86 processors on which MKL's float32 products are faster than oneDNN's."""
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """The kernel to take for every operation that has several on CPU.
+
+    Attributes:
+        float32_products: of matrices in float32: oneDNN's, or the library that PyTorch takes (MKL,
+            in its builds for x86).
+        bfloat16_products: computed on bfloat16, or, where the processor has no instructions for
+            that, on float32 and rounded (PyTorch adds up in float32, too).
+        fused_attention_from: queries times the width of a head from which fused attention is
+            faster in float32 without dropout (with dropout it is not fused on CPU).
+    """
+
+    float32_products: Literal["onednn", "blas"]
+    bfloat16_products: Literal["bfloat16", "float32"]
+    fused_attention_from: int
+
+    def fuses_attention(self, dtype: torch.dtype, *, queries: int, width: int) -> bool:
+        """Return whether attention without dropout is fused, for heads of a width."""
+        is_large = queries * width >= self.fused_attention_from
+        return dtype != torch.bfloat16 and queries > FEW_QUERIES and is_large
+
+
+@cache
+def by_processor() -> CpuKernels:
+    """Return the kernels for this processor, from a table: always the same on one machine."""
+    has_onednn = torch.backends.mkldnn.is_available()
+    has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
+    is_onednn_faster = has_avx512 or not torch.backends.mkl.is_available()
+    return CpuKernels(
+        float32_products="onednn" if has_onednn and is_onednn_faster else "blas",
+        bfloat16_products="bfloat16" if has_bfloat16_products() else "float32",
+        fused_attention_from=1536,
+    )
+
+
+@cache
+def has_bfloat16_products() -> bool:
+    """Return whether this build and processor have oneDNN's matrix product of bfloat16."""
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class _InUse:
+    """The kernels of this process, where they differ from those of its processor."""
+
+    kernels: CpuKernels | None = None
+
+
+def cpu_kernels() -> CpuKernels:
+    """Return the kernels that this process takes."""
+    return _InUse.kernels or by_processor()
+
+
+def use_cpu_kernels(kernels: CpuKernels | None) -> None:
+    """Take ``kernels`` from now on; None: those of the processor.
+
+    A build of PyTorch without oneDNN takes its own library instead.
+    """
+    if kernels is not None and not torch.backends.mkldnn.is_available():
+        kernels = replace(kernels, float32_products="blas")
+    _InUse.kernels = kernels
+
+
+@contextmanager
+def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
+    """Take ``kernels`` inside the context."""
+    before = _InUse.kernels
+    use_cpu_kernels(kernels)
+    try:
+        yield
+    finally:
+        _InUse.kernels = before
+
+
+WORTH_OTHER_THREADS = 2**25
+"""Multiply-adds from which waking other threads pays, as measured."""
+
+LOOP_COST = 8
+"""Multiply-adds of a product in the time of one of a search's loop."""
+
+
+def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
+    """Call ``work(i)`` for every i with a cost above 0, in no particular order, without autograd.
+
+    A piece that costs more than a thread's share of all runs before the others, on all threads.
+    Each of the others runs on one thread. The pieces must not write to the same memory. An
+    exception that a piece raises is raised here.
+
+    Args:
+        work: computes one piece.
+        costs: multiply-adds of each piece.
+    """
+    threads = torch.get_num_threads()
+    share = sum(costs) / threads
+    by_cost = sorted((i for i, cost in enumerate(costs) if cost > 0), key=lambda i: -costs[i])
+    small = [i for i in by_cost if threads > 1 and costs[i] <= share]
+    if sum(costs[i] for i in small) < WORTH_OTHER_THREADS:
+        small = []
+    pieces = iter(small)  # shared by the threads: a free one takes the next
+
+    def take_pieces() -> None:
+        for i in pieces:
+            work(i)
+
+    with torch.no_grad():
+        for i in by_cost[: len(by_cost) - len(small)]:
+            work(i)
+        if small:
+            _on_single_threads(take_pieces, threads)
+
+
+def over_rows(work: Callable[[int, int], None], rows: int, *, cost_of_row: float) -> None:
+    """Call ``work(first, last)`` for slices of the rows, on all threads where that pays."""
+    cost = rows * cost_of_row
+    parts = min(torch.get_num_threads(), 1 + int(cost) // WORTH_OTHER_THREADS)
+    if parts == 1:
+        work(0, rows)
+        return
+    bounds = [rows * part // parts for part in range(parts + 1)]
+    side_by_side(lambda part: work(bounds[part], bounds[part + 1]), [cost / parts] * parts)
+
+
+def _on_single_threads(work: Callable[[], None], threads: int) -> None:
+    """Call ``work()`` once per thread, this one included, its operators confined to that thread."""
+    is_inference = torch.is_inference_mode_enabled()
+
+    def helped() -> None:
+        # a thread has autograd on and inference mode off, whatever the modes of its caller are
+        with torch.no_grad(), torch.inference_mode() if is_inference else nullcontext():
+            work()
+
+    futures = [_helpers(threads).submit(helped) for _ in range(threads - 1)]
+    torch.set_num_threads(1)
+    try:
+        work()
+    finally:
+        torch.set_num_threads(threads)
+        wait(futures)  # also after an interruption: pieces write to memory of the caller
+    for future in futures:
+        future.result()
+
+
+@cache
+def _helpers(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(
+        threads - 1, "kernel", initializer=torch.set_num_threads, initargs=(1,)
+    )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_helpers.cache_clear)  # a fork takes no threads along
+
+
+def can_loop(x_ND: Tensor) -> bool:
+    """Return whether compiled loops can read a tensor: on CPU, in float32 or bfloat16."""
+    return x_ND.device.type == "cpu" and x_ND.dtype in (torch.float32, torch.bfloat16)
+
+
+def numbers(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return the memory of a contiguous tensor as an array, bfloat16 as 16-bit integers."""
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array

@@ -1,0 +1,191 @@
+"""Operations on rows of logits over a large vocabulary: losses, and a search's best tokens.
+
+- :func:`summed_cross_entropy` and :func:`summed_divergence` work on a chunk of rows at a time and
+  make their gradients on the way. Their operators for devices other than the CPU have been counted
+  on the meta device and tested on CPU; they have not yet run on a GPU.
+- :func:`log_normalizer` and :func:`best_tokens` are what a step of a search asks of its rows: a
+  compiled loop on CPU, else PyTorch's operators.
+
+Legend: L labels, V vocabulary, C rows of a chunk; R rows of a search, and there C candidates.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
+
+CACHED_ROWS = 16
+"""Rows of logits whose float32 copies exist at a time on CPU: they stay in the cache."""
+DEVICE_CHUNKS = 8
+"""Chunks on other devices, where every operator costs a launch, whatever its size."""
+
+
+def rows_at_a_time(num_rows: int, *, is_cpu: bool) -> int:
+    """Return C, the rows of logits whose float32 copies exist at a time."""
+    return CACHED_ROWS if is_cpu else max(-(-num_rows // DEVICE_CHUNKS), 1)
+
+
+def summed_cross_entropy(
+    logits_LV: Tensor, labels_L: Tensor, *, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return (smoothed, plain) cross entropy, summed over labels; smoothed is differentiable.
+
+    Both are in float32, or in float64 where the logits are. Smoothing mixes the plain one with its
+    mean over all V labels, as fairseq does.
+    """
+    smoothed, plain = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_LV,
+        labels_L,
+        smoothing,
+        rows_at_a_time(len(labels_L), is_cpu=logits_LV.device.type == "cpu"),
+    )
+    return smoothed, plain
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum cross entropy, and make its gradient on the way.
+
+    Rows are taken a chunk at a time, in float32 at least; of size (L, V) there are only the logits
+    and their gradient, both in the model's dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_LV: Tensor, labels_L: Tensor, smoothing: float, chunk_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(logits_LV.dtype, torch.float32)
+        plain = torch.zeros((), dtype=dtype, device=logits_LV.device)
+        uniform = torch.zeros_like(plain)
+        wants_gradient = ctx.needs_input_grad[0]
+        d_logits_LV = torch.empty_like(logits_LV) if wants_gradient else None
+        for start in range(0, len(labels_L), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            chunk_CV, labels_C1 = logits_LV[rows].to(dtype), labels_L[rows, None]
+            probability_CV = F.softmax(chunk_CV, dim=-1)
+            # the largest logit and its probability give the normalizer with one logarithm a row
+            normalizer_C1 = chunk_CV.amax(-1, keepdim=True)
+            normalizer_C1 -= probability_CV.amax(-1, keepdim=True).log_()
+            plain += (normalizer_C1 - chunk_CV.gather(1, labels_C1)).sum()
+            if smoothing:
+                uniform += (normalizer_C1 - chunk_CV.mean(-1, keepdim=True)).sum()
+            if d_logits_LV is not None:
+                d_logits_LV[rows] = _gradient_(probability_CV, labels_C1, smoothing)
+        ctx.save_for_backward(d_logits_LV)
+        ctx.mark_non_differentiable(plain)
+        smoothed = (1 - smoothing) * plain + smoothing * uniform if smoothing else plain.clone()
+        return smoothed, plain
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (d_logits_LV,) = ctx.saved_tensors
+        return d_logits_LV.mul_(gradients[0].to(d_logits_LV.dtype)), None, None, None
+
+
+def _gradient_(probability_CV: Tensor, labels_C1: Tensor, smoothing: float) -> Tensor:
+    """Return the gradient of the logits, written over their probabilities."""
+    of_label = probability_CV.new_full((1, 1), smoothing - 1.0).expand_as(labels_C1)
+    gradient_CV = probability_CV.scatter_add_(1, labels_C1, of_label)
+    return gradient_CV.sub_(smoothing / gradient_CV.shape[1]) if smoothing else gradient_CV
+
+
+def summed_divergence(first_LV: Tensor, second_LV: Tensor, *, is_symmetric: bool) -> Tensor:
+    """Return the Kullback–Leibler divergence of two passes' distributions p and q, in nats.
+
+    It is summed over labels, and computed from log-softmaxes: the logarithm of a probability is
+    never taken.
+
+    Args:
+        first_LV: logits of p.
+        second_LV: logits of q.
+        is_symmetric: (KL(p ‖ q) + KL(q ‖ p)) / 2, and both learn; else KL(p ‖ q), and p does not.
+    """
+    total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        first_LV,
+        second_LV,
+        is_symmetric,
+        rows_at_a_time(len(first_LV), is_cpu=first_LV.device.type == "cpu"),
+    )
+    return total
+
+
+class _Divergence(torch.autograd.Function):
+    """Sum divergences a chunk of rows at a time, in float32 at least, and make their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first_LV: Tensor, second_LV: Tensor, is_symmetric: bool, chunk_rows: int
+    ) -> Tensor:
+        dtype = torch.promote_types(first_LV.dtype, torch.float32)
+        total = torch.zeros((), dtype=dtype, device=first_LV.device)
+        wants_gradient = any(ctx.needs_input_grad[:2])
+        d_first_LV = torch.empty_like(first_LV) if wants_gradient and is_symmetric else None
+        d_second_LV = torch.empty_like(second_LV) if wants_gradient else None
+        for start in range(0, len(first_LV), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            log_p_CV = F.log_softmax(first_LV[rows].to(dtype), dim=-1)
+            log_q_CV = F.log_softmax(second_LV[rows].to(dtype), dim=-1)
+            p_CV, q_CV = log_p_CV.exp(), log_q_CV.exp()
+            apart_CV = log_p_CV - log_q_CV
+            p_to_q_C1 = (p_CV * apart_CV).sum(-1, keepdim=True)
+            q_to_p_C1 = -(q_CV * apart_CV).sum(-1, keepdim=True)
+            total += (p_to_q_C1 + q_to_p_C1).sum() / 2 if is_symmetric else p_to_q_C1.sum()
+            if d_second_LV is None:
+                continue
+            nearer_CV = q_CV - p_CV
+            if d_first_LV is None:
+                d_second_LV[rows] = nearer_CV
+                continue
+            d_first_LV[rows] = (p_CV * (apart_CV - p_to_q_C1) - nearer_CV) / 2
+            d_second_LV[rows] = (nearer_CV - q_CV * (apart_CV + q_to_p_C1)) / 2
+        ctx.save_for_backward(d_first_LV, d_second_LV)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        found = [
+            None if saved is None else saved * gradients[0].to(saved.dtype)
+            for saved in ctx.saved_tensors
+        ]
+        return (*found, None, None)
+
+
+def log_normalizer(logits_RV: Tensor) -> Tensor:
+    """Return log Σ e^x of every row, in float32; NaN where a logit is NaN or +inf."""
+    logits_RV = logits_RV.float()
+    if not can_loop(logits_RV):
+        return logits_RV.logsumexp(1)
+    from pipeline.kernels import compiled_loops as loops
+
+    logits_RV = logits_RV.contiguous()
+    peak_R = logits_RV.amax(1)
+    normalizer_R = torch.empty_like(peak_R)
+    logits, peak, normalizer = logits_RV.numpy(), peak_R.numpy(), normalizer_R.numpy()
+
+    def normalize(first: int, last: int) -> None:
+        loops.normalize(logits, peak, first, last, normalizer)
+
+    over_rows(normalize, len(peak_R), cost_of_row=logits_RV.shape[1] * LOOP_COST)
+    return normalizer_R
+
+
+def best_tokens(logits_RV: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the ``width`` largest logits of every row and their tokens, (R, C), best first."""
+    if not can_loop(logits_RV) or logits_RV.dtype != torch.float32:
+        best_RC, token_RC = logits_RV.topk(width, dim=1)
+        return best_RC, token_RC
+    from pipeline.kernels import compiled_loops as loops
+
+    best_RC = logits_RV.new_empty(len(logits_RV), width)
+    token_RC = torch.empty(best_RC.shape, dtype=torch.int64)
+    logits, best, token = logits_RV.contiguous().numpy(), best_RC.numpy(), token_RC.numpy()
+
+    def find(first: int, last: int) -> None:
+        loops.best_tokens(logits, first, last, best, token)
+
+    over_rows(find, len(best_RC), cost_of_row=logits_RV.shape[1] * LOOP_COST)
+    return best_RC, token_RC

@@ -1,0 +1,216 @@
+"""Routing of tokens to experts: router logits, choice of experts, and weights of kept routes.
+
+On CPU compiled loops do the work. On other devices, where every operator costs a launch, few
+operators do; they have been counted on the meta device and tested on CPU, and have not yet run on a
+GPU.
+
+Legend: N tokens, D model width, E experts, C choices per token (top-k), G groups of tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pipeline.kernels.products import linear
+
+
+class ExpertChoice(NamedTuple):
+    """Experts and weights of every token; see :class:`~pipeline.model.moe.router.Routing`.
+
+    Attributes:
+        chosen_logits_NC: logits whose softmax the weights are, where these have not been made.
+    """
+
+    probability_NE: Tensor
+    expert_NC: Tensor
+    made_weight_NC: Tensor | None
+    balance_loss: Tensor
+    chosen_logits_NC: Tensor | None = None
+
+
+def choose_experts(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
+    """Return the ``top_k`` best experts of every token, their weights, and the balance loss."""
+    if logits_NE.device.type != "cpu":
+        return choose_by_operators(logits_NE, top_k=top_k, is_renormalized=is_renormalized)
+    found = _ChooseByLoop.apply(logits_NE, top_k, is_renormalized)  # type: ignore[no-untyped-call]
+    return ExpertChoice(*found)
+
+
+def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
+    """:func:`choose_experts` on any device, in few operators."""
+    probability_NE, expert_NC, chosen_NC, balance_loss = _ChooseByOperators.apply(  # type: ignore[no-untyped-call]
+        logits_NE, top_k, is_renormalized
+    )
+    if is_renormalized:
+        return ExpertChoice(probability_NE, expert_NC, None, balance_loss, chosen_NC)
+    return ExpertChoice(probability_NE, expert_NC, chosen_NC, balance_loss)
+
+
+class _ChooseByOperators(torch.autograd.Function):
+    """Return probabilities, experts, their logits or probabilities, and the balance loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+    ) -> tuple[Tensor, ...]:
+        num_tokens, num_experts = logits_NE.shape
+        probability_NE = F.softmax(logits_NE, dim=-1)
+        # of equal logits the first, as in the loops: topk may take any
+        sorted_NE, order_NE = logits_NE.sort(dim=-1, descending=True, stable=True)
+        expert_NC, chosen_NC = order_NE[:, :top_k], sorted_NE[:, :top_k]
+        if not is_renormalized:
+            chosen_NC = probability_NE.gather(1, expert_NC)
+        scale = num_experts / max(num_tokens, 1) ** 2
+        first_E = logits_NE.new_zeros(num_experts)
+        first_E.scatter_(0, order_NE[:, 0], scale, reduce="add")
+        ctx.save_for_backward(probability_NE, expert_NC, first_E)
+        ctx.mark_non_differentiable(probability_NE, expert_NC)
+        ctx.set_materialize_grads(False)
+        ctx.is_renormalized = is_renormalized
+        return probability_NE, expert_NC, chosen_NC, probability_NE.sum(0) @ first_E
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, _, d_chosen_NC, d_balance_loss = gradients
+        probability_NE, expert_NC, first_E = ctx.saved_tensors
+        balances = d_balance_loss is not None
+        d_probability_E = first_E * d_balance_loss if balances else torch.zeros_like(first_E)
+        d_probability_NE = d_probability_E.expand_as(probability_NE)
+        if d_chosen_NC is not None and not ctx.is_renormalized:
+            d_probability_NE = d_probability_NE.scatter_add(1, expert_NC, d_chosen_NC)
+        d_logits_NE = softmax_backward(d_probability_NE, probability_NE)
+        if d_chosen_NC is not None and ctx.is_renormalized:
+            d_logits_NE.scatter_add_(1, expert_NC, d_chosen_NC)
+        return d_logits_NE, None, None
+
+
+class _ChooseByLoop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NE: Tensor, top_k: int, is_renormalized: bool
+    ) -> tuple[Tensor, ...]:
+        from pipeline.kernels import compiled_loops as loops
+
+        num_tokens, num_experts = logits_NE.shape
+        probability_NE = torch.empty_like(logits_NE, memory_format=torch.contiguous_format)
+        expert_NC = logits_NE.new_empty(num_tokens, top_k, dtype=torch.int64)
+        weight_NC = logits_NE.new_empty(num_tokens, top_k)
+        first_E, balance_loss = logits_NE.new_empty(num_experts), logits_NE.new_empty(1)
+        outputs = probability_NE, expert_NC, weight_NC, first_E, balance_loss
+        loops.choose_experts(
+            logits_NE.contiguous().numpy(),
+            is_renormalized,
+            *(output.numpy() for output in outputs),
+        )
+        ctx.save_for_backward(probability_NE, expert_NC, weight_NC, first_E)
+        ctx.mark_non_differentiable(probability_NE, expert_NC)
+        ctx.is_renormalized = is_renormalized
+        return probability_NE, expert_NC, weight_NC, balance_loss.view(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from pipeline.kernels import compiled_loops as loops
+
+        _, _, d_weight_NC, d_balance_loss = gradients
+        probability_NE, expert_NC, weight_NC, first_E = ctx.saved_tensors
+        d_logits_NE = torch.empty_like(probability_NE)
+        loops.choose_experts_backward(
+            probability_NE.numpy(),
+            expert_NC.numpy(),
+            weight_NC.numpy(),
+            first_E.numpy(),
+            ctx.is_renormalized,
+            d_weight_NC.contiguous().numpy(),
+            d_balance_loss.item(),
+            d_logits_NE.numpy(),
+        )
+        return d_logits_NE, None, None
+
+
+def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
+    """Return (W x + W_g x) / 2 with g the group of the token, (N, E)."""
+    if x_ND.device.type == "cpu":
+        return average_of_logits(x_ND, weight_ED, weight_GED, group_N)
+    return logits_of_average(x_ND, weight_ED, weight_GED, group_N)
+
+
+def average_of_logits(
+    x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor
+) -> Tensor:
+    """Compute :func:`averaged_logits` as the formula is written."""
+    group_logits_NE = _logits_of_groups(x_ND, weight_GED, group_N)
+    return (linear(x_ND, weight_ED) + group_logits_NE) / 2
+
+
+def logits_of_average(
+    x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor
+) -> Tensor:
+    """Compute :func:`averaged_logits` in few operators, with averaged weights."""
+    mean_GED = _Average.apply(weight_ED, weight_GED)  # type: ignore[no-untyped-call]
+    return _logits_of_groups(x_ND, mean_GED, group_N)
+
+
+def _logits_of_groups(x_ND: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tensor:
+    """Return each token's logits by the router of its group, (N, E)."""
+    num_groups, num_experts, _ = weight_GED.shape
+    all_logits_NGE = linear(x_ND, weight_GED.flatten(0, 1)).view(-1, num_groups, num_experts)
+    index_N1E = group_N[:, None, None].expand(-1, 1, num_experts)
+    return all_logits_NGE.gather(1, index_N1E).squeeze(1)
+
+
+class _Average(torch.autograd.Function):
+    """Return (W + W_g) / 2 of every group, (G, E, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_ED: Tensor, weight_GED: Tensor) -> Tensor:  # noqa: ARG004
+        return torch.lerp(weight_GED, weight_ED.expand_as(weight_GED), 0.5)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        half_GED = gradients[0] / 2
+        return half_GED.sum(0), half_GED
+
+
+def kept_weights(weight_NC: Tensor, is_dropped_NC: Tensor | None, *, renormalize: bool) -> Tensor:
+    """Return weights, 0 where dropped; with ``renormalize`` a token's others sum to 1."""
+    kept_NC = weight_NC if is_dropped_NC is None else weight_NC.masked_fill(is_dropped_NC, 0)
+    if not renormalize:
+        return kept_NC
+    return kept_NC / kept_NC.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def kept_softmax(logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
+    """Return the softmax over the routes that were not dropped, and 0 elsewhere.
+
+    These are the renormalized :func:`kept_weights` of a softmax, in few operators, for devices
+    other than the CPU.
+    """
+    weight_NC: Tensor = _KeptSoftmax.apply(logits_NC, is_dropped_NC)  # type: ignore[no-untyped-call]
+    return weight_NC
+
+
+class _KeptSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
+        weight_NC = F.softmax(logits_NC.masked_fill(is_dropped_NC, -torch.inf), dim=-1)
+        weight_NC.masked_fill_(is_dropped_NC, 0)
+        ctx.save_for_backward(weight_NC)
+        return weight_NC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight_NC,) = ctx.saved_tensors
+        return softmax_backward(gradients[0], weight_NC), None
+
+
+def softmax_backward(d_softmax: Tensor, softmax: Tensor) -> Tensor:
+    """Return the gradient of the input of a softmax over the last dimension, in one operator."""
+    gradient: Tensor = torch.ops.aten._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype)
+    return gradient

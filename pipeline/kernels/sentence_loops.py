@@ -1,0 +1,428 @@
+"""Loops over sentences, compiled by numba: planning and assembling batches, and shared n-grams.
+
+A window has millions of sentences and a micro-batch hundreds: numpy would go over them once per
+operator and keep what lies between, and Python would take longer than a model does. The loops run
+without the interpreter's lock, so that they can work ahead of training in a thread.
+
+Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
+sentences of a batch; an axis of 2: the sides of a pair, or source and target.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+
+from pipeline.kernels.compiled_loops import compiled
+
+Integers = npt.NDArray[np.signedinteger[Any]]
+Flags = npt.NDArray[np.bool_]
+
+PAIR, REVERSE, TARGET, SOURCE, ITEM = range(5)
+"""Fields of a sort key, from the highest bits to the lowest."""
+
+DIGIT_BITS = 11
+"""Bits that one pass of sorting looks at: a core's cache holds 2,048 places to write to."""
+
+ITEM_BITS = 32
+"""Lower bits of an edge of the tree, which hold an item; the upper ones hold a node."""
+MIN_TABLE_BITS = 4
+
+_NO_EDGE = -1
+_WORD_BITS = 64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR, _SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST_SHIFT, _SECOND_SHIFT, _LAST_SHIFT = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+@compiled()
+def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -> None:
+    """Find the longest sentence of a pair in tokens, and the sum over lines of the longer side."""
+    longest = total = 0
+    for line in range(len(first_offsets) - 1):
+        first = first_offsets[line + 1] - first_offsets[line]
+        second = second_offsets[line + 1] - second_offsets[line]
+        longer = max(first, second)
+        longest = max(longest, longer)
+        total += longer
+    found[0], found[1] = longest, total
+
+
+@compiled()
+def shuffle(
+    position_N: Integers, round_R: npt.NDArray[np.uint64], half: int, size: int, line_N: Integers
+) -> None:
+    """Compute where a keyed permutation of range(size) takes each position.
+
+    It is a Feistel network on twice ``half`` bits whose rounds are the finalizer of splitmix64:
+    every input bit reaches every output bit. A value that leaves the range is permuted again until
+    it is back.
+    """
+    width = np.uint64(half)
+    mask = (np.uint64(1) << width) - np.uint64(1)
+    last = np.uint64(size - 1)
+    for n in range(len(position_N)):
+        value = np.uint64(position_N[n])
+        walks = True
+        while walks:
+            left, right = value >> width, value & mask
+            for constant in round_R:
+                mixed = right * _GOLDEN + constant
+                mixed = (mixed ^ (mixed >> _FIRST_SHIFT)) * _FIRST_FACTOR
+                mixed = (mixed ^ (mixed >> _SECOND_SHIFT)) * _SECOND_FACTOR
+                mixed ^= mixed >> _LAST_SHIFT
+                left, right = right, left ^ (mixed & mask)
+            value = (left << width) | right
+            walks = bool(value > last)
+        line_N[n] = value
+
+
+@compiled()
+def sort_by_bits(key_N: Integers, other_N: Integers, low: int, high: int) -> None:
+    """Sort stably by the bits from ``low`` up to ``high``, digit by digit.
+
+    ``other_N`` is working memory of the same size.
+    """
+    from_N, to_N = key_N, other_N
+    passes = 0
+    for shift in range(low, high, DIGIT_BITS):
+        mask = (1 << min(DIGIT_BITS, high - shift)) - 1
+        place_D = np.zeros(mask + 2, np.int64)
+        for key in from_N:
+            place_D[((key >> shift) & mask) + 1] += 1
+        place_D = np.cumsum(place_D)
+        for key in from_N:
+            digit = (key >> shift) & mask
+            to_N[place_D[digit]] = key
+            place_D[digit] += 1
+        from_N, to_N = to_N, from_N
+        passes += 1
+    if passes % 2:
+        key_N[:] = from_N
+
+
+@compiled()
+def make_keys(
+    pair: int,
+    epochs: int,
+    first_epoch: int,
+    direction: int,
+    first_offsets: Integers,
+    second_offsets: Integers,
+    shift_F: Integers,
+    key_N: Integers,
+) -> None:
+    """Replace the items of a pair, line · ``epochs`` + epoch, by sort keys.
+
+    ``first_epoch`` is the number of the first epoch with items in the window. ``direction`` is 0 or
+    1 where all items have the same one, -1 where it alternates from epoch to epoch.
+    """
+    for n in range(len(key_N)):
+        item = key_N[n]
+        line = item // epochs
+        first = first_offsets[line + 1] - first_offsets[line]
+        second = second_offsets[line + 1] - second_offsets[line]
+        in_turn = (line + first_epoch + item - line * epochs) & 1
+        reverse = in_turn if direction < 0 else direction
+        source, target = (second, first) if reverse else (first, second)
+        key_N[n] = (
+            (pair << shift_F[PAIR])
+            | (reverse << shift_F[REVERSE])
+            | (target << shift_F[TARGET])
+            | (source << shift_F[SOURCE])
+            | (item << shift_F[ITEM])
+        )
+
+
+@compiled()
+def read_keys(
+    key_N: Integers,
+    epochs_P: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    pair_N: Integers,
+    reverse_N: Integers,
+    line_N: Integers,
+) -> None:
+    """Read pair, direction and line of sentences from their sort keys."""
+    mask_F = (1 << bits_F) - 1
+    for n in range(len(key_N)):
+        key = key_N[n]
+        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
+        pair_N[n] = pair
+        reverse_N[n] = (key >> shift_F[REVERSE]) & mask_F[REVERSE]
+        line_N[n] = ((key >> shift_F[ITEM]) & mask_F[ITEM]) // epochs_P[pair]
+
+
+@compiled()
+def mark_cuts(
+    source_N: Integers,
+    target_N: Integers,
+    direction_N: Integers,
+    source_extra: int,
+    target_extra: int,
+    budget: int,
+    is_cut_N: Flags,
+) -> None:
+    """Mark sorted sentences that begin a part: with them the part before would exceed the budget.
+
+    The size of a part is that of its larger side with padding and the extra tokens of each
+    sentence. A part has one direction.
+    """
+    start = longest = 0
+    for n in range(len(source_N)):
+        length = max(source_N[n] + source_extra, target_N[n] + target_extra)
+        longest = max(longest, length)
+        is_full = (n - start + 1) * longest > budget
+        is_cut_N[n] = n > start and (is_full or direction_N[n] != direction_N[n - 1])
+        if is_cut_N[n]:
+            start, longest = n, length
+
+
+@compiled()
+def mark_key_cuts(
+    key_N: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    one_direction: bool,
+    source_extra: int,
+    target_extra: int,
+    budget: int,
+    is_cut_N: Flags,
+) -> None:
+    """Mark cuts as :func:`mark_cuts` does, from sorted keys, which take less memory than lengths.
+
+    A part has one direction if ``one_direction``.
+    """
+    mask_F = (1 << bits_F) - 1
+    start = longest = before = 0
+    for n in range(len(key_N)):
+        key = key_N[n]
+        source = (key >> shift_F[SOURCE]) & mask_F[SOURCE]
+        target = (key >> shift_F[TARGET]) & mask_F[TARGET]
+        pair = (key >> shift_F[PAIR]) & mask_F[PAIR]
+        direction = 2 * pair + ((key >> shift_F[REVERSE]) & mask_F[REVERSE])
+        length = max(source + source_extra, target + target_extra)
+        longest = max(longest, length)
+        is_full = (n - start + 1) * longest > budget
+        is_cut_N[n] = n > start and (is_full or (one_direction and direction != before))
+        if is_cut_N[n]:
+            start, longest = n, length
+        before = direction
+
+
+@compiled()
+def sum_key_parts(
+    key_N: Integers,
+    shift_F: Integers,
+    bits_F: Integers,
+    bound_M: Integers,
+    source_M: Integers,
+    target_M: Integers,
+) -> None:
+    """Sum the lengths of sources and of targets between each bound and the next."""
+    mask_F = (1 << bits_F) - 1
+    for m in range(len(source_M)):
+        source = target = 0
+        for n in range(bound_M[m], bound_M[m + 1]):
+            source += (key_N[n] >> shift_F[SOURCE]) & mask_F[SOURCE]
+            target += (key_N[n] >> shift_F[TARGET]) & mask_F[TARGET]
+        source_M[m], target_M[m] = source, target
+
+
+def _point_at(_: Any, __: Any) -> Any:
+    """Return the memory at an address: compiled loops take no list of hundreds of files."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = intrinsic(_point_at)
+
+
+@compiled()
+def locate(
+    pair_B: Integers,
+    reverse_B: Integers,
+    line_B: Integers,
+    size_P: Integers,
+    offsets_P2: Integers,
+    start_2B: Integers,
+    length_2B: Integers,
+) -> None:
+    """Find where the tokens of source and target begin in their files, and how many there are.
+
+    ``offsets_P2`` has the addresses of the offsets of both sides of each pair.
+    """
+    for b in range(len(pair_B)):
+        pair, reverse, line = pair_B[b], reverse_B[b], line_B[b]
+        if not 0 <= line < size_P[pair]:
+            raise IndexError("a plan names a line that its pair does not have")
+        for role in range(2):
+            address = offsets_P2[pair, reverse ^ role]
+            offsets = carray(_pointer(address), (size_P[pair] + 1,), np.int64)
+            start_2B[role, b] = offsets[line]
+            length_2B[role, b] = offsets[line + 1] - offsets[line]
+
+
+@compiled()
+def gather(
+    pair_B: Integers,
+    side_B: Integers,
+    start_B: Integers,
+    length_B: Integers,
+    tokens_P2: Integers,
+    width_P2: Integers,
+    token_N: Integers,
+) -> None:
+    """Copy the tokens of sentences, one after the other, from the files of their pairs.
+
+    ``tokens_P2`` has the addresses of the tokens of both sides of each pair, ``width_P2`` the bytes
+    of one.
+    """
+    row = 0
+    for b in range(len(pair_B)):
+        pair, side, start, length = pair_B[b], side_B[b], start_B[b], length_B[b]
+        tokens = _pointer(tokens_P2[pair, side])
+        if width_P2[pair, side] == 2:
+            narrow = carray(tokens, (start + length,), np.uint16)
+            for n in range(length):
+                token_N[row + n] = narrow[start + n]
+        else:
+            wide = carray(tokens, (start + length,), np.uint32)
+            for n in range(length):
+                token_N[row + n] = wide[start + n]
+        row += length
+
+
+@compiled()
+def gather_flags(
+    pair_B: Integers,
+    side_B: Integers,
+    start_B: Integers,
+    length_B: Integers,
+    flags_P2: Integers,
+    flag_N: Integers,
+) -> None:
+    """Copy flags, one byte per token, as :func:`gather` does; address 0 is a file of zeros."""
+    row = 0
+    for b in range(len(pair_B)):
+        address, start, length = flags_P2[pair_B[b], side_B[b]], start_B[b], length_B[b]
+        if address == 0:
+            flag_N[row : row + length] = 0
+        else:
+            flags = carray(_pointer(address), (start + length,), np.uint8)
+            for n in range(length):
+                flag_N[row + n] = flags[start + n]
+        row += length
+
+
+@compiled()
+def join(
+    first_N: Integers,
+    first_B: Integers,
+    second_N: Integers,
+    second_B: Integers,
+    third_N: Integers,
+    third_B: Integers,
+    joined_N: Integers,
+) -> None:
+    """Join three parts of every sentence; ``_B`` has the lengths of each."""
+    first = second = third = row = 0
+    for b in range(len(first_B)):
+        for _ in range(first_B[b]):
+            joined_N[row] = first_N[first]
+            first, row = first + 1, row + 1
+        for _ in range(second_B[b]):
+            joined_N[row] = second_N[second]
+            second, row = second + 1, row + 1
+        for _ in range(third_B[b]):
+            joined_N[row] = third_N[third]
+            third, row = third + 1, row + 1
+
+
+@compiled()
+def _table_bits(ngrams: int) -> int:
+    """Return log2 of the number of slots, at least half of which stay free."""
+    bits = MIN_TABLE_BITS
+    while (1 << bits) < 2 * ngrams:
+        bits += 1
+    return bits
+
+
+@compiled()
+def _slot(edges: Integers, bits: int, edge: int) -> int:
+    """Return the slot of an edge, or the free slot where it belongs."""
+    mask = (1 << bits) - 1
+    slot = np.int64((np.uint64(edge) * _GOLDEN) >> np.uint64(_WORD_BITS - bits))
+    while edges[slot] != edge and edges[slot] != _NO_EDGE:
+        slot = (slot + 1) & mask
+    return int(slot)
+
+
+@compiled()
+def count_shared_ngrams(
+    first: Integers,
+    first_starts: Integers,
+    second: Integers,
+    second_starts: Integers,
+    found: npt.NDArray[np.int32],
+) -> None:
+    """Fill ``found`` (lines, orders, 3): n-grams of the first line, of the second, shared ones.
+
+    An n-gram is shared as often as the line has it that has it less often. Counting with strings or
+    tuples would make one of every n-gram. Here the n-grams of the second line are a tree in a table
+    of open addressing: a step from the root is an item, and the node after n steps stands for one
+    n-gram and no other, whatever items hash to. The first line walks down the same tree; where it
+    leaves the tree, nothing longer that begins there can be shared.
+
+    Args:
+        found: filled in.
+        first: items of all first lines, line after line.
+        first_starts: (lines + 1,) where each line begins, and the end of the last.
+        second: items of all second lines.
+        second_starts: (lines + 1,) likewise.
+    """
+    lines, orders = found.shape[0], found.shape[1]
+    found[:] = 0
+    longest = 0
+    for line in range(lines):
+        longest = max(longest, second_starts[line + 1] - second_starts[line])
+    room = _table_bits(orders * longest)
+    edges = np.empty(1 << room, np.int64)
+    counts = np.empty(1 << room, np.int32)
+    for line in range(lines):
+        begin, end = second_starts[line], second_starts[line + 1]
+        bits = _table_bits(orders * (end - begin))
+        edges[: 1 << bits] = _NO_EDGE
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | second[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    edges[slot] = edge
+                    counts[slot] = 0
+                counts[slot] += 1
+                found[line, order, 1] += 1
+                node = slot + 1
+        begin, end = first_starts[line], first_starts[line + 1]
+        for order in range(min(orders, end - begin)):
+            found[line, order, 0] = end - begin - order
+        for place in range(begin, end):
+            node = 0
+            for order in range(min(orders, end - place)):
+                edge = (node << ITEM_BITS) | first[place + order]
+                slot = _slot(edges, bits, edge)
+                if edges[slot] == _NO_EDGE:
+                    break
+                if counts[slot] > 0:
+                    counts[slot] -= 1
+                    found[line, order, 2] += 1
+                node = slot + 1

@@ -1,0 +1,108 @@
+"""The least time of a step, and the exchanges of expert parallelism against recorded ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.config.recipe import Recipe
+from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
+from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, expert_exchanges, least_time
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.spec import placeholder_spec
+from pipeline.model.transformer import build_model
+from pipeline.training.losses import training_loss
+
+DROPLESS = {"num_experts": 4, "every": 2}
+CAPACITY = {**DROPLESS, "dispatch": "capacity"}
+BY_LANGUAGE = {"kind": "language_experts"}
+
+
+def recipe_of(
+    moe: dict[str, Any] | None, *, size: int, modules: dict[str, Any] | None = None
+) -> Recipe:
+    model = {"width": 32, "feed_forward_width": 64, "num_heads": 4}
+    layers = {"encoder_layers": 4, "decoder_layers": 2}
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "model": {**model, **layers, "moe": moe, "language_modules": modules},
+            "batches": {"tokens": 256},
+            "training": {"expert_parallel_size": size},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("moe", "modules", "layers"), [(DROPLESS, None, 3), (None, BY_LANGUAGE, 6)]
+)
+def test_the_bytes_are_those_that_a_micro_batch_exchanges(
+    monkeypatch: pytest.MonkeyPatch,
+    moe: dict[str, Any] | None,
+    modules: dict[str, Any] | None,
+    layers: int,
+) -> None:
+    """Records the exchanges of one rank whose partner sends back what it gets."""
+    exchanged: list[int] = []
+
+    def send_back(out: Tensor, given: Tensor, *_splits: Any, group: Any) -> None:  # noqa: ARG001
+        out.copy_(given)
+        if given.is_floating_point():
+            exchanged.append(given.numel() * given.element_size())
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", send_back)
+    recipe = recipe_of(moe, size=2, modules=modules)
+    group: Any = None
+    spec = placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0)
+    model = build_model(spec, expert_parallel=ExpertParallel(group, rank=0, size=2))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    batch = micro_batch(recipe.batches.tokens)
+    training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
+    found = expert_exchanges(recipe)
+    assert len(exchanged) == 4 * found.layers == 4 * layers
+    assert found.bytes == sum(exchanged)
+    assert found.sent_bytes == found.bytes // 2
+
+
+@pytest.mark.parametrize("moe", [DROPLESS, CAPACITY])
+def test_the_host_waits_once_per_layer_also_where_routes_are_dropped(
+    monkeypatch: pytest.MonkeyPatch, moe: dict[str, Any]
+) -> None:
+    """Counted on the meta device, of one rank of two."""
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: None)
+    recipe = recipe_of(moe, size=2)
+    group: Any = None
+    model = build_model(
+        placeholder_spec(recipe.model, vocabulary_size=40, num_groups=0),
+        device=META,
+        expert_parallel=ExpertParallel(group, rank=0, size=2),
+    )
+    batch = micro_batch(recipe.batches.tokens).to(META)
+    assert len(batch.source_N) == len(batch.target_N)
+    even = len(batch.source_N) * 2 // 4
+    with OperatorCounter(host_number=even, model=model) as mode:
+        training_loss(model.to(torch.bfloat16), batch, recipe.loss).objective.backward()
+    assert expert_exchanges(recipe).host_copies == len(mode.counted.host_copies) == 3
+
+
+@pytest.mark.parametrize(("moe", "size"), [(None, 1), (DROPLESS, 1)])
+def test_experts_of_one_rank_exchange_nothing(moe: dict[str, Any] | None, size: int) -> None:
+    found = expert_exchanges(recipe_of(moe, size=size))
+    assert (found.bytes, found.sent_bytes, found.host_copies) == (0, 0, 0)
+
+
+def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
+    found = count_training(recipe_of(None, size=1), vocabulary_size=100, num_groups=0)
+    device = DEVICES["h100"]
+    time = least_time(found, device)
+    attention = time.parts["attention"]
+    assert attention.launch_seconds == LAUNCH_SECONDS * len(found.parts["attention"])
+    assert attention.seconds == attention.launch_seconds > attention.byte_seconds
+    assert attention.bound == "launches"
+    assert time.seconds == pytest.approx(sum(part.seconds for part in time.parts.values()))
+    assert time.to_json()["launches"] == len(found.launches)
+    assert sum(place.multiply_adds for place in time.places.values()) == sum(
+        part.multiply_adds for part in time.parts.values()
+    )

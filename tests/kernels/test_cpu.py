@@ -1,0 +1,194 @@
+"""The kernels and the threads that a process takes on its CPU."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from threading import Barrier, current_thread, main_thread
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.kernels import cpu
+from pipeline.kernels.cpu import (
+    CpuKernels,
+    by_processor,
+    cpu_kernels,
+    side_by_side,
+    use_cpu_kernels,
+    using_cpu_kernels,
+)
+
+
+def test_a_process_takes_what_it_is_told_and_else_its_processors_kernels() -> None:
+    assert cpu_kernels() == by_processor()
+    told = replace(by_processor(), float32_products="blas", fused_attention_from=7)
+    with using_cpu_kernels(told):
+        assert cpu_kernels() == told
+    assert cpu_kernels() == by_processor()
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_bfloat16", "expected"),
+    [
+        ("AVX2", False, ("blas", "float32")),
+        ("AVX512", False, ("onednn", "float32")),
+        ("AVX512", True, ("onednn", "bfloat16")),
+    ],
+)
+def test_the_table_goes_by_the_instructions_that_a_processor_has(
+    capability: str,
+    has_bfloat16: bool,
+    expected: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(cpu, "has_bfloat16_products", lambda: has_bfloat16)
+    for library in ("mkl", "mkldnn"):
+        monkeypatch.setattr(getattr(torch.backends, library), "is_available", lambda: True)
+    found = by_processor.__wrapped__()
+    assert (found.float32_products, found.bfloat16_products) == expected
+
+
+def test_a_build_without_onednn_has_a_substitute_for_what_others_told_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    try:
+        use_cpu_kernels(CpuKernels("onednn", "float32", fused_attention_from=1))
+        assert cpu_kernels().float32_products == "blas"
+    finally:
+        use_cpu_kernels(None)
+
+
+def test_attention_is_fused_in_float32_for_many_queries_of_wide_heads() -> None:
+    kernels = CpuKernels("blas", "float32", fused_attention_from=2000)
+    assert kernels.fuses_attention(torch.float32, queries=64, width=32)
+    assert not kernels.fuses_attention(torch.float32, queries=60, width=32)
+    assert not kernels.fuses_attention(torch.bfloat16, queries=64, width=64)
+    assert not kernels.fuses_attention(torch.float32, queries=16, width=512)
+
+
+@pytest.fixture
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 1)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def on_every_thread(work: Callable[[], None]) -> Callable[[int], None]:
+    """Pieces, three of them, that wait for each other: no thread can do two."""
+    meeting = Barrier(3)
+
+    def piece(_: int) -> None:
+        meeting.wait(timeout=30)
+        work()
+
+    return piece
+
+
+@pytest.mark.usefixtures("three_threads")
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=12))
+def test_every_piece_with_a_cost_is_done_once(costs: list[int]) -> None:
+    done: list[int] = []
+    side_by_side(done.append, costs)
+    assert Counter(done) == Counter(i for i, cost in enumerate(costs) if cost > 0)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_small_pieces_are_spread_over_all_threads() -> None:
+    seen: list[str] = []
+    side_by_side(on_every_thread(lambda: seen.append(current_thread().name)), [1, 1, 1])
+    assert len(seen) == 3
+    assert Counter(seen)[main_thread().name] == 1
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_small_piece_has_one_thread_and_a_large_one_has_all() -> None:
+    seen: dict[int, int] = {}
+    side_by_side(lambda i: seen.update({i: torch.get_num_threads()}), [1, 1, 1, 1, 50])
+    assert seen == {0: 1, 1: 1, 2: 1, 3: 1, 4: 3}
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_pieces_too_small_to_share_stay_on_the_callers_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "WORTH_OTHER_THREADS", 100)
+    seen: list[int] = []
+    side_by_side(lambda _: seen.append(torch.get_num_threads()), [1, 1, 1])
+    assert seen == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("failing", [[2], [0, 1, 2, 3]])
+def test_what_a_piece_raises_is_raised_and_the_threads_are_as_before(failing: list[int]) -> None:
+    def work(i: int) -> None:
+        if i in failing:
+            raise ValueError(f"piece {i}")
+
+    with pytest.raises(ValueError, match="piece"):
+        side_by_side(work, [1, 1, 1, 1])
+    assert torch.get_num_threads() == 3
+    done: list[int] = []
+    side_by_side(done.append, [1, 1, 1, 1])
+    assert len(done) == 4
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_what_a_helper_raises_is_raised() -> None:
+    def work() -> None:
+        if current_thread() is not main_thread():
+            raise ValueError("on a helper")
+
+    with pytest.raises(ValueError, match="on a helper"):
+        side_by_side(on_every_thread(work), [1, 1, 1])
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_after_an_interruption_the_next_call_waits_for_its_own_pieces() -> None:
+    def slow_on_helpers() -> None:
+        if current_thread() is not main_thread():
+            time.sleep(0.5)
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            side_by_side(on_every_thread(slow_on_helpers), [1, 1, 1])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    done: list[None] = []
+
+    def note() -> None:
+        slow_on_helpers()
+        done.append(None)
+
+    side_by_side(on_every_thread(note), [1, 1, 1])
+    assert len(done) == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_pieces_run_without_autograd_and_in_the_callers_mode(is_inference: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+    with torch.inference_mode(is_inference):
+        side_by_side(
+            on_every_thread(
+                lambda: seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            ),
+            [1, 1, 1],
+        )
+    assert len(seen) == 3
+    assert {mode for _, mode in seen} == {is_inference}
+    assert not any(grad for grad, _ in seen)
