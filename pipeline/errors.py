@@ -77,7 +77,7 @@ def nearest_names(
 
 
 def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
-    """Return ``: did you mean …?``, or the names there are where none is near.
+    """Return ``. Did you mean …?``, or the known names if none is near.
 
     Args:
         name: what the user wrote.
@@ -85,6 +85,6 @@ def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
         otherwise: what else the user may do, ``or give a path``.
     """
     if near := nearest_names(name, known):
-        return f": did you mean {near[0]!r}?"
-    choices = f"choose from {', '.join(known)}" if known else "there is none"
-    return f": {choices}{otherwise and ', ' + otherwise}."
+        return f". Did you mean {near[0]!r}?"
+    choices = f"Choose from {', '.join(known)}" if known else "There is none"
+    return f". {choices}{otherwise and ', ' + otherwise}."

@@ -154,11 +154,11 @@ def parse_tag(code: str) -> LanguageTag:
     if subtags is None:
         if named := code_of_name(code):
             raise ConfigError(
-                f"{code!r} is the name of a language where its code is wanted: write {named!r}."
+                f"{code!r} is the name of a language where its code is wanted. Write {named!r}."
             )
         near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
         raise ConfigError(
-            f"{code!r} is no language code: write two or three letters of ISO 639 and, where it "
+            f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
             f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
             f"{near or 'none'})."
         )

@@ -20,7 +20,7 @@ from pipeline.config.documents import byte_lines, json_object, unfinished_path
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 15.0
-_REMEDY = "remove that line, or the file"
+_FIX = "remove that line, or the file"
 
 
 def track(
@@ -184,10 +184,10 @@ class JsonLines:
         return (record for _, record in self._complete())
 
     def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        for number, line in enumerate(byte_lines(self.path, remedy=_REMEDY), start=1):
+        for number, line in enumerate(byte_lines(self.path, fix=_FIX), start=1):
             if line.endswith(b"\n"):
                 what = f"Line {number} of {self.path}"
-                yield line, json_object(line, what=what, remedy=_REMEDY)
+                yield line, json_object(line, what=what, fix=_FIX)
 
 
 def _update_of(record: Mapping[str, Any]) -> float:

@@ -228,7 +228,7 @@ def test_a_number_out_of_range_is_refused_with_its_name_and_range(
         return
     assert entry.where in said or entry.without_kinds in said
     kind_of_number = "a whole number" if entry.whole else "a number"
-    assert f"choose {kind_of_number} " in said, said
+    assert f"Choose {kind_of_number} " in said, said
 
 
 @pytest.mark.parametrize("entry", NUMBERS, ids=lambda entry: entry.where)
@@ -252,7 +252,7 @@ def test_ranges_are_told_in_words() -> None:
         number(least=-2.5, most=1): "a number from -2.5 to 1",
     }
     for validator, words in cases.items():
-        with pytest.raises(ValueError, match=f"^choose {words}$"):
+        with pytest.raises(ValueError, match=f"^Choose {words}$"):
             validator.func("no number", lambda value: value)  # type: ignore[call-arg, arg-type]
 
 
@@ -314,12 +314,12 @@ def test_a_wrong_name_in_a_table_that_has_others_in_its_place_is_told_from_its_o
     wrong = {"name": "test", "model": {"language_modules": {"kind": "clsr", "gate_widht": 4}}}
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(wrong)
-    assert "did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
+    assert "Did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
 
 
 def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("[loss]\n" + "".join(f"k{i} = 1\n" for i in range(1000)), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"and 997 more\.$") as caught:
+    with pytest.raises(ConfigError, match=r"And 997 more\.$") as caught:
         load_recipe(str(path))
     assert len(str(caught.value)) < 500

@@ -198,13 +198,13 @@ class TokenizerConfig(Settings):
         if self.target_languages and self.kind == "bytes":
             raise ValueError(
                 "target_languages have pieces of their own, and bytes are the same for all "
-                "languages: leave it out"
+                "languages. Leave it out"
             )
         self._check_segmenters()
         if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
             raise ValueError(
                 f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
-                "lacks none: leave it out"
+                "lacks none. Leave it out"
             )
         return self
 
@@ -212,12 +212,12 @@ class TokenizerConfig(Settings):
         if self.segmenters and self.kind not in ("bytes", "characters"):
             raise ValueError(
                 "segmenters are for pieces that are white space or text, not both, and kind "
-                f'{self.kind!r} has others: leave them out, or name kind "bytes" or "characters"'
+                f'{self.kind!r} has others. Leave them out, or name kind "bytes" or "characters"'
             )
         for code, name in self.segmenters.items():
             if name not in SEGMENTERS and not FUNCTION_OF_A_FILE.fullmatch(name):
                 raise ValueError(
-                    f"segmenters names {name!r} for {code}, which is none: name one of "
+                    f"segmenters names {name!r} for {code}, which is none. Name one of "
                     f"{', '.join(SEGMENTERS)}, or a function of yours as path/to/file.py:function"
                 )
 
@@ -275,7 +275,7 @@ class MixtureConfig(Settings):
         if begins and (begins[0] != 1 or begins != sorted(set(begins))):
             raise ValueError(
                 f"phases begin at updates {begins}, where the first is to begin at 1 and each "
-                "later than the one before: change from_update"
+                "later than the one before. Change from_update"
             )
         return self
 

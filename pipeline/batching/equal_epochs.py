@@ -44,7 +44,7 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
     if longest + 2 > recipe.batches.tokens:
         raise ConfigError(
             f"The longest training sentence has {longest:,} bytes, training.updates_of is "
-            f'"bytes", and batches.tokens is {recipe.batches.tokens:,}: raise it, or lower '
+            f'"bytes", and batches.tokens is {recipe.batches.tokens:,}. Raise it, or lower '
             "clean.max_bytes."
         )
     seed, mixture = training.seed, data.mixture
@@ -54,7 +54,7 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
     if optimizer.schedule == "polynomial" and optimizer.warmup_updates >= updates:
         raise ConfigError(
             f"training.updates {training.updates:,} of bytes are {updates:,} of this vocabulary, "
-            f"and optimizer.warmup_updates is {optimizer.warmup_updates:,}: lower it, or train "
+            f"and optimizer.warmup_updates is {optimizer.warmup_updates:,}. Lower it, or train "
             "longer."
         )
     resolved = training.model_copy(update={"updates": updates, "updates_of": "tokens"})

@@ -197,7 +197,7 @@ class SplitData:
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
-                f"{self._tokenizer.size} ids: make the shards again."
+                f"{self._tokenizer.size} ids. Make the shards again."
             )
         begins = self._files.read_source_begins(plan) if self._tokenizer.segmenters else None
         sentences = self._languages.label(plan, source, target, begins)
@@ -299,20 +299,20 @@ class TrainingData:
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
             raise ConfigError(
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
-                "languages translated into, no language tokens among them: set it to false."
+                "languages translated into, no language tokens among them. Set it to false."
             )
         validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
         ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
         if not any(self.mixture.draws(way) for way in ways):
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
-                "them: give the corpus a valid set for at least one pair."
+                "them. Give the corpus a valid set for at least one pair."
             )
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:
             raise ConfigError(
                 f"The longest sentence has {longest:,} tokens with its tags, and the model "
-                f"{max_positions:,} positions: set shards.max_tokens to "
+                f"{max_positions:,} positions. Set shards.max_tokens to "
                 f"{max_positions - EXTRA_TOKENS:,} or less and make the shards again (only a model "
                 "that is trained from scratch can have more model.max_positions instead)."
             )
@@ -364,6 +364,6 @@ def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collecti
     if {len(side) for side in sides} != {counted}:
         raise ArtifactError(
             f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
-            f"{split}/{name}, its statistics say {counted:,}: run make_shards again."
+            f"{split}/{name}, its statistics say {counted:,}. Run make_shards again."
         )
     return _Pair(name, (first, second), sides)

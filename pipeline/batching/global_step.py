@@ -209,8 +209,8 @@ class _KeyLayout:
         if self.bits > KEY_BITS:
             raise ConfigError(
                 f"Sentences of up to {longest:,} tokens in pairs of up to "
-                f"{max(draw.size for draw in draws):,} lines are more than a window can sort: "
-                "lower shards.max_tokens and make the shards again."
+                f"{max(draw.size for draw in draws):,} lines are more than a window can sort. "
+                "Lower shards.max_tokens and make the shards again."
             )
         low_to_high = ("reverse", "item", "pair", "source", "target")
         if one_direction:
@@ -286,13 +286,13 @@ class Planner:
         missing = [name for name in self.names if name not in probabilities]
         if missing:
             raise ConfigError(
-                f"The mixture has no probability for {', '.join(missing)}: run mix on these shards."
+                f"The mixture has no probability for {', '.join(missing)}. Run mix on these shards."
             )
         others = sorted(set(probabilities) - set(self.names))
         if others:
             raise ConfigError(
                 f"The mixture is of other shards: these have no training lines of "
-                f"{', '.join(others)}; run mix on these shards."
+                f"{', '.join(others)}. Run mix on these shards."
             )
         self._config = config
         self._seed = seed
@@ -302,7 +302,7 @@ class Planner:
         if longest > config.tokens:
             raise ConfigError(
                 f"The longest training sentence has {longest:,} tokens with its tags, and "
-                f"batches.tokens is {config.tokens:,}: raise it, or set shards.max_tokens to "
+                f"batches.tokens is {config.tokens:,}. Raise it, or set shards.max_tokens to "
                 f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
                 "again."
             )
@@ -438,7 +438,7 @@ class Planner:
         )
         draws = [draw for draw in all_draws if draw.stop > draw.start]
         if not draws:
-            raise ConfigError("A window has no sentence: raise batches.window_steps.")
+            raise ConfigError("A window has no sentence. Raise batches.window_steps.")
         return draws
 
     def _fill_keys(
@@ -562,7 +562,7 @@ def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
         if size < 2:
             raise ConfigError(
                 f"A window of {len(parts)} sentences cannot fill updates of {multiple} "
-                "micro-batches: raise batches.window_steps or lower batches.micro_batches."
+                "micro-batches. Raise batches.window_steps or lower batches.micro_batches."
             )
         heapq.heapreplace(parts, (-(size // 2), start))
         heapq.heappush(parts, (size // 2 - size, start + size // 2))

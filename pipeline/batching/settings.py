@@ -55,6 +55,6 @@ class BatchesConfig(Settings):
         if self.tag_is_label and self.tag_scheme == "tgt":
             raise ValueError(
                 f"tag_is_label is true with tag_scheme {self.tag_scheme!r}, which forces no tag on "
-                'the decoder: set it to false, or tag_scheme to "src-tgt"'
+                'the decoder. Set it to false, or tag_scheme to "src-tgt"'
             )
         return self

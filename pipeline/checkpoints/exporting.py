@@ -104,7 +104,7 @@ def _refuse_language_modules(source: ModelSource, directory: Path) -> None:
     model = source.spec.model
     if model.language_modules is None:
         return
-    remedy = (
+    fix = (
         f"fold the route that all languages share into a plain model, `mmnmt checkpoint fold "
         f"{directory} --out DIR`, and export that"
         if has_two_routes(model)
@@ -113,7 +113,7 @@ def _refuse_language_modules(source: ModelSource, directory: Path) -> None:
     )
     raise CheckpointError(
         f"{directory} has weights of languages' own (model.language_modules), which no format "
-        f"can have: {remedy}."
+        f"can have: {fix}."
     )
 
 

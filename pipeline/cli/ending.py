@@ -62,7 +62,7 @@ def _describe_os_error(error: OSError) -> ArtifactError:
     """Describe an OSError that no stage handles: a full disk, a directory without permission."""
     return ArtifactError(
         f"{error.filename or 'A file'} could not be read or written "
-        f"({error.strerror or error}): {to_write(error)}, or name another place; then run the "
+        f"({error.strerror or error}): {to_write(error)}, or name another place. Then run the "
         "command again."
     )
 

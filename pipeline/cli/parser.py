@@ -124,11 +124,11 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
     for pair in pairs:
         name, separator, path = pair.partition("=")
         if not separator or not name or not path:
-            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH. Write both.")
         if problem := problem_of_name(name):
             raise ConfigError(f"{option} {pair!r}: {problem}")
         if name in paths:
-            raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
+            raise ConfigError(f"{option} names {name!r} twice. Give each its own name.")
         paths[name] = Path(path)
     return paths
 
@@ -145,7 +145,7 @@ def refuse_paths(options: argparse.Namespace) -> None:
                 refuse_path(entry, is_output=name == "out")
             elif isinstance(entry, str) and not is_text(entry):
                 raise ConfigError(
-                    f"{as_text(Path(entry))} is not UTF-8: rename what it names, or name something "
+                    f"{as_text(Path(entry))} is not UTF-8. Rename what it names, or name something "
                     "else."
                 )
 

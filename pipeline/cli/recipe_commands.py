@@ -99,15 +99,15 @@ def _num_groups(recipe: Recipe, asked: int | None) -> int:
     if moe is None or moe.decoder_router != "language_group":
         if asked is not None:
             raise ConfigError(
-                f"Recipe {recipe.name!r} does not route by language group: leave --groups out."
+                f"Recipe {recipe.name!r} does not route by language group. Leave --groups out."
             )
         return 0
     if asked is not None:
         return asked
     if moe.num_groups is None:
         raise ConfigError(
-            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
-            "pass --groups N."
+            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact. "
+            "Pass --groups N."
         )
     return moe.num_groups
 
@@ -123,14 +123,14 @@ def _num_languages(recipe: Recipe, asked: int | None) -> int:
     if modules is None:
         if asked is not None:
             raise ConfigError(
-                f"Recipe {recipe.name!r} has no language modules: leave --languages out."
+                f"Recipe {recipe.name!r} has no language modules. Leave --languages out."
             )
         return 1
     if asked is not None:
         return asked
     if modules.languages is None:
         raise ConfigError(
-            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer: pass "
+            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer. Pass "
             "--languages N."
         )
     return len(modules.languages)

@@ -258,7 +258,7 @@ def _already_done(call: StageCall) -> bool:
         return True
     kept = ", which keeps that one beside it" if is_trained(manifest) else ""
     raise ArtifactError(
-        f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
+        f"{call.out_dir} holds another result ({reason}). Name another --out, or pass --overwrite "
         f"to replace it{kept}."
     )
 
@@ -275,14 +275,14 @@ def filter_command(options: argparse.Namespace) -> int:
     """Translate lines of standard input to standard output."""
     if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
         raise ConfigError(
-            f"There is no {DEMO_CHECKPOINT}: name a model with --checkpoint, or run "
+            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
             "`mmnmt run demo` first."
         )
     recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
+        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
     from pipeline.decoding.line_filter import filter_lines
 

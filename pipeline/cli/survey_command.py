@@ -31,7 +31,7 @@ def _survey(options: argparse.Namespace) -> int:
         unfinished.replace(options.out)
     except OSError as error:
         raise ArtifactError(
-            f"{options.out} cannot be written ({error.strerror}): name another --out."
+            f"{options.out} cannot be written ({error.strerror}). Name another --out."
         ) from error
     print(f"{options.out}: {counted(len(survey.sizes), 'pair')} of {survey.origin}")
     return 0
@@ -42,7 +42,7 @@ def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
     from pipeline.survey.page import PAGE_START
 
     if out.is_dir():
-        raise ArtifactError(f"--out {out} is a folder: name a file, as in survey.html.")
+        raise ArtifactError(f"--out {out} is a folder. Name a file, as in survey.html.")
     if not (out.exists() or out.is_symlink()):
         return
     try:
@@ -52,7 +52,7 @@ def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
         is_survey = False
     if out.is_symlink() or not is_survey:
         raise ArtifactError(
-            f"--out {out} is there already and no page of a survey: name another file, or move it "
+            f"--out {out} is there already and no page of a survey. Name another file, or move it "
             "away."
         )
 

@@ -38,19 +38,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
     """
     content = read_bytes(
-        path, limit=MAX_TOML_BYTES, error=ConfigError, remedy="name a file that is there"
+        path, limit=MAX_TOML_BYTES, error=ConfigError, fix="name a file that is there"
     )
     try:
         text = content.decode("utf-8")
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
             raise ConfigError(
-                f"{path} has a line with more than {MAX_TOML_DOTS} dots: nest tables less deeply."
+                f"{path} has a line with more than {MAX_TOML_DOTS} dots. Nest tables less deeply."
             )
         document = tomllib.loads(text)
     except RecursionError as error:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
-        raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
+        raise ConfigError(f"{path} is not valid TOML ({error}). Correct that line.") from error
     check_depth(document, path=path, error=ConfigError)
     return document
 
@@ -82,36 +82,36 @@ def toml_path(name: str, *, folder: str, what: str) -> Path:
     if name in shipped(folder):
         return shipped(folder)[name]
     if Path(f"{name}.toml").is_file():
-        raise ConfigError(f"There is no {what} {name!r}: did you mean '{name}.toml'?")
+        raise ConfigError(f"There is no {what} {name!r}. Did you mean '{name}.toml'?")
     choices = hint(name, [*shipped(folder)], otherwise="or give the path of a .toml file")
     raise ConfigError(f"There is no {what} {name!r}{choices}")
 
 
-def read_json(path: Path, *, error: type[UserError] = ArtifactError, remedy: str = RESTORE) -> Any:
+def read_json(path: Path, *, error: type[UserError] = ArtifactError, fix: str = RESTORE) -> Any:
     """Parse a JSON file.
 
     Raises:
         UserError: of the given type: it cannot be read, is too large or too deep, or is broken.
     """
-    content = read_bytes(path, error=error, remedy=remedy)
-    return parse_json(content, what=str(path), error=error, remedy=remedy)
+    content = read_bytes(path, error=error, fix=fix)
+    return parse_json(content, what=str(path), error=error, fix=fix)
 
 
-def read_json_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path, *, fix: str = RESTORE) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file with one JSON object per line.
 
     Raises:
         ArtifactError: names the first line that is none.
     """
-    for number, line in enumerate(byte_lines(path, remedy=remedy), start=1):
-        yield json_object(line, what=f"Line {number} of {path}", remedy=remedy)
+    for number, line in enumerate(byte_lines(path, fix=fix), start=1):
+        yield json_object(line, what=f"Line {number} of {path}", fix=fix)
 
 
-def json_object(content: bytes, *, what: str, remedy: str = RESTORE) -> dict[str, Any]:
+def json_object(content: bytes, *, what: str, fix: str = RESTORE) -> dict[str, Any]:
     """Parse one JSON object; ArtifactError begins with ``what``."""
-    record = parse_json(content, what=what, error=ArtifactError, remedy=remedy)
+    record = parse_json(content, what=what, error=ArtifactError, fix=fix)
     if not isinstance(record, dict):
-        raise ArtifactError(f"{what} is no JSON object: {remedy}.")
+        raise ArtifactError(f"{what} is no JSON object. {_sentence(fix)}")
     return record
 
 
@@ -120,7 +120,7 @@ def read_bytes(
     *,
     limit: int = MAX_JSON_BYTES,
     error: type[UserError] = ArtifactError,
-    remedy: str = RESTORE,
+    fix: str = RESTORE,
 ) -> bytes:
     """Return the content of a file that has at most ``limit`` bytes.
 
@@ -131,13 +131,15 @@ def read_bytes(
         with path.open("rb") as stream:
             content = stream.read(limit + 1)
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+        raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
     if len(content) > limit:
-        raise error(f"{path} is larger than {limit:,} bytes, which no such file is: {remedy}.")
+        raise error(
+            f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"
+        )
     return content
 
 
-def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str) -> Any:
+def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -> Any:
     """Parse JSON; refuse NaN and infinities, which JSON does not have.
 
     Raises:
@@ -150,7 +152,7 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
     except RecursionError as problem:
         _refuse_depth(what, error, problem)
     except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
-        raise error(f"{what} is not valid JSON ({problem}): {remedy}.") from problem
+        raise error(f"{what} is not valid JSON ({problem}). {_sentence(fix)}") from problem
     check_depth(document, path=what, error=error)
     return document
 
@@ -160,7 +162,7 @@ def unfinished_path(path: Path) -> Path:
     return path.parent / f".{path.name}.unfinished"
 
 
-def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
+def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
     r"""Yield lines of bounded length, each with the ``\n`` that ends it.
 
     Raises:
@@ -171,11 +173,13 @@ def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
             while line := stream.readline(MAX_JSON_BYTES + 1):
                 if len(line) > MAX_JSON_BYTES:
                     raise ArtifactError(
-                        f"{path} has a line of more than {MAX_JSON_BYTES:,} bytes: {remedy}."
+                        f"{path} has a line of more than {MAX_JSON_BYTES:,} bytes. {_sentence(fix)}"
                     )
                 yield line
     except OSError as problem:
-        raise ArtifactError(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+        raise ArtifactError(
+            f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}"
+        ) from problem
 
 
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
@@ -227,6 +231,10 @@ def merge(base: dict[str, Any], difference: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def _sentence(fix: str) -> str:
+    return f"{fix[:1].upper()}{fix[1:]}."
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -251,5 +259,5 @@ def check_depth(document: object, *, path: Path | str, error: type[UserError]) -
 
 def _refuse_depth(path: Path | str, error: type[UserError], problem: Exception | None) -> NoReturn:
     raise error(
-        f"{path} nests more than {MAX_DEPTH} levels deep: write it without such nesting."
+        f"{path} nests more than {MAX_DEPTH} levels deep. Write it without such nesting."
     ) from problem

@@ -158,9 +158,9 @@ def load_ds_config(name_or_path: str) -> dict[str, Any]:
         ConfigError: no such file, not a JSON object, or a key that the recipe owns.
     """
     path = ds_config_path(name_or_path)
-    document = read_json(path, error=ConfigError, remedy="correct it")
+    document = read_json(path, error=ConfigError, fix="correct it")
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no JSON object: write {{...}} with DeepSpeed's keys.")
+        raise ConfigError(f"{path} holds no JSON object. Write {{...}} with DeepSpeed's keys.")
     check_ds_config(document)
     return document
 
@@ -174,39 +174,39 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     for key in config:
         if key in RECIPE_KEYS:
             raise ConfigError(
-                f"The ds_config sets {key!r}, which the recipe owns: remove it there and set "
+                f"The ds_config sets {key!r}, which the recipe owns. Remove it there and set "
                 f"{RECIPE_KEYS[key]} in the recipe."
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
     for key in OWN_KEYS:
         if not isinstance(config.get(key, False), bool):
-            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}: use true or false.")
+            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
     _check_fp16(config)
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {_shown(stage)}: use 1 or 2; stage 0 computes "
+            f"The ds_config asks for ZeRO stage {_shown(stage)}. Use 1 or 2; stage 0 computes "
             "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
             "expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if accumulates_in not in (None, *ACCUMULATION_TYPES):
         raise ConfigError(
-            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}: use "
+            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}. Use "
             f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
         )
     if precision_of(config) == "fp16" and accumulates_in == "bf16":
         raise ConfigError(
-            "The ds_config accumulates the gradients of fp16 in bf16: set "
+            "The ds_config accumulates the gradients of fp16 in bf16. Set "
             "data_types.grad_accum_dtype to fp32, or leave it out."
         )
     if stage == 1 and precision_of(config) == "bf16" and accumulates_in == "fp32":
         raise ConfigError(
             "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
-            "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
+            "DeepSpeed takes another optimizer that keeps whole gradients. Use stage 2, or leave "
             "data_types out."
         )
 
@@ -232,13 +232,13 @@ def precision_of(config: Mapping[str, Any]) -> Precision:
 def _check_fp16(config: Mapping[str, Any]) -> None:
     section = config.get("fp16", {})
     if section.get("enabled") and config.get("bf16", {}).get("enabled"):
-        raise ConfigError("The ds_config enables both fp16 and bf16: remove one of them.")
+        raise ConfigError("The ds_config enables both fp16 and bf16. Remove one of them.")
     for key, (least, most) in FP16_NUMBERS.items():
         value = section.get(key, least)
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not is_whole or not least <= value <= most:
             raise ConfigError(
-                f"The ds_config's fp16.{key} is {_shown(value)}: choose a whole number from "
+                f"The ds_config's fp16.{key} is {_shown(value)}. Choose a whole number from "
                 f"{least:,} to {most:,}."
             )
 
@@ -246,7 +246,7 @@ def _check_fp16(config: Mapping[str, Any]) -> None:
 def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
     if not isinstance(section, Mapping):
         raise ConfigError(
-            f'The ds_config\'s {name} is {_shown(section)}: write an object, "{name}": {{...}}.'
+            f'The ds_config\'s {name} is {_shown(section)}. Write an object, "{name}": {{...}}.'
         )
     for key, value in section.items():
         if known and key not in known:
@@ -255,14 +255,14 @@ def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
             )
         if known and key in SWITCHES and not isinstance(value, bool):
             raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(value)}: use true or false."
+                f"The ds_config's {name}.{key} is {_shown(value)}. Use true or false."
             )
     for key in BUCKETS if name == "zero_optimization" else ():
         size = section.get(key, 1)
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
             raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(size)}: choose a whole number from 1 to "
+                f"The ds_config's {name}.{key} is {_shown(size)}. Choose a whole number from 1 to "
                 f"{MAX_BUCKET:,}."
             )
 

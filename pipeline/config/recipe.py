@@ -73,7 +73,7 @@ class Recipe(Settings):
         if self.optimizer.schedule == "polynomial" and warmup >= updates:
             raise ValueError(
                 f"optimizer.warmup_updates {warmup:,} is not below training.updates {updates:,}, "
-                "so that the learning rate would only rise: lower it, or train longer"
+                "so that the learning rate would only rise. Lower it, or train longer"
             )
         return self
 
@@ -82,7 +82,7 @@ class Recipe(Settings):
         if self.training.updates_of == "bytes" and self.mixture.phases:
             raise ValueError(
                 'training.updates_of is "bytes", and mixture.phases begin at updates, whose number '
-                "then depends on the vocabulary: leave one of them out"
+                "then depends on the vocabulary. Leave one of them out"
             )
         return self
 
@@ -98,12 +98,12 @@ class Recipe(Settings):
         if moe.every > max(model.encoder_layers, model.decoder_layers):
             raise ValueError(
                 f"model.moe.every {moe.every} exceeds the numbers of layers, so that no layer "
-                "would have experts: lower it, or leave [model.moe] out"
+                "would have experts. Lower it, or leave [model.moe] out"
             )
         if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
             raise ValueError(
                 "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
-                "always 1, and the router learns nothing from the translations; set it to "
+                "always 1, and the router learns nothing from the translations. Set it to "
                 '"probability", or top_k to 2'
             )
         return self
@@ -114,12 +114,12 @@ class Recipe(Settings):
         if own and not (into and set(into) <= set(own)):
             raise ValueError(
                 f"tokenizer.target_languages, {', '.join(own)}, are all that can be translated "
-                "into: let mixture.targets name them, or some of them"
+                "into. Let mixture.targets name them, or some of them"
             )
         if own and self.batches.tag_is_label:
             raise ValueError(
                 "batches.tag_is_label is true, and with tokenizer.target_languages the model "
-                "predicts pieces of those languages alone, no language token: set it to false"
+                "predicts pieces of those languages alone, no language token. Set it to false"
             )
         return self
 
@@ -130,13 +130,13 @@ class Recipe(Settings):
         has_shared = not isinstance(modules, ClsrConfig | None) and modules.shared
         if self.loss.objective == "fuse_distillation" and not has_shared:
             raise ValueError(
-                "loss.objective is fuse_distillation, which wants a model of two routes: set "
+                "loss.objective is fuse_distillation, which wants a model of two routes. Set "
                 "model.language_modules.shared to true, of kind low_rank or language_experts"
             )
         if self.loss.objective != "fuse_distillation" and has_shared:
             raise ValueError(
-                "model.language_modules.shared is true, and the shared module would learn nothing: "
-                'set it to false, or loss.objective to "fuse_distillation"'
+                "model.language_modules.shared is true, and the shared module would learn nothing. "
+                'Set it to false, or loss.objective to "fuse_distillation"'
             )
         return self
 
@@ -261,12 +261,12 @@ def _with_parents(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a recipe's ancestors, the farthest first, and the recipe itself."""
     if name in seen:
-        raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle: remove one parent.")
+        raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle. Remove one parent.")
     document = _read_recipe(name)
     parent = document.pop("parent", None)
     if parent is not None:
         if not isinstance(parent, str):
-            raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
+            raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe. Write one.")
         yield from _with_parents(parent, origin="parent recipe", seen=(*seen, name))
     yield f"{origin} {name}", document
 

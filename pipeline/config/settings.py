@@ -73,11 +73,11 @@ class Range:
                 number = math.nan
             if number in self:
                 return number
-        raise ValueError(f"choose {self.words}")
+        raise ValueError(f"Choose {self.words}")
 
 
 def whole(low: int, high: int) -> WrapValidator:
-    """Accept whole numbers in a range, for example ``Annotated[int, whole(1, 10)]``."""
+    """Accept whole numbers of a range in an ``Annotated`` type, for example from 1 to 10."""
     return WrapValidator(Range(low, high, whole=True).validate)
 
 
@@ -106,7 +106,7 @@ def _figure(number: float) -> str:
 def describe_validation(
     error: ValidationError, settings: type[Settings], *, also: Sequence[str] = ()
 ) -> str:
-    """Describe pydantic's first findings in one sentence: where, which value, what is allowed.
+    """Describe pydantic's first findings in sentences: where, which value, what is allowed.
 
     Args:
         error: what pydantic found.
@@ -118,9 +118,8 @@ def describe_validation(
         [_describe_finding(finding, settings, also) for finding in findings[:MAX_FINDINGS]]
     )
     if len(findings) > MAX_FINDINGS:
-        described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
-    sentence = "; ".join(described).rstrip(".")
-    return sentence if sentence.endswith("?") else f"{sentence}."
+        described.append(f"And {len(findings) - MAX_FINDINGS:,} more")
+    return " ".join(one if one[-1] in ".?" else f"{one}." for one in described)
 
 
 def _with_choices_once(sentences: Sequence[str]) -> list[str]:
@@ -128,7 +127,7 @@ def _with_choices_once(sentences: Sequence[str]) -> list[str]:
     listed: set[str] = set()
     kept = []
     for sentence in sentences:
-        head, _, choices = sentence.partition(": choose from ")
+        head, _, choices = sentence.partition(". Choose from ")
         kept.append(head if choices and choices in listed else sentence)
         listed.add(choices)
     return kept
@@ -144,20 +143,20 @@ def _describe_finding(
             known = (*_names_at(settings, location[:-1]), *(also if len(location) == 1 else ()))
             return f"there is no setting {where!r}{hint(str(location[-1]), known)}"
         case "missing":
-            return f"{where} is missing: set it"
+            return f"{where} is missing. Set it"
         case "value_error" if isinstance(finding["input"], BaseModel | dict):
             return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
         case "value_error":
-            return f"{where} is {shown(finding['input'])}: {finding['ctx']['error']}"
+            return f"{where} is {shown(finding['input'])}. {finding['ctx']['error']}"
         case "list_type" | "tuple_type":
             example = shown(json.dumps([finding["input"]], ensure_ascii=False, default=str))
-            return f"{where} is {shown(finding['input'])}: write a list, {example}"
+            return f"{where} is {shown(finding['input'])}. Write a list, {example}"
         case "string_type":
-            return f"{where} is {shown(finding['input'])}: write text in quotes"
+            return f"{where} is {shown(finding['input'])}. Write text in quotes"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{where} is {shown(finding['input'])}: it is a table, write [{where}]"
+            return f"{where} is {shown(finding['input'])}. Write it as a table, [{where}]"
         case "bool_type" | "bool_parsing":
-            return f"{where} is {shown(finding['input'])}: write true or false"
+            return f"{where} is {shown(finding['input'])}. Write true or false"
         case "literal_error" | "union_tag_invalid":
             context = finding["ctx"]
             choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))

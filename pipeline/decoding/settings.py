@@ -76,17 +76,17 @@ class DecodingConfig(Settings):
         if self.max_length_ratio == 0 and self.max_extra_length == 0:
             raise ValueError(
                 "max_length_ratio and max_extra_length are both 0, so that no hypothesis could "
-                "have a token: raise one of them"
+                "have a token. Raise one of them"
             )
         if self.required and self.search != "beam":
             raise ValueError(
-                'required phrases are found by beam search alone: set search = "beam", or leave '
+                'required phrases are found by beam search alone. Set search = "beam", or leave '
                 "them out"
             )
         if self.n_best > self.rows:
             raise ValueError(
                 f"n_best {self.n_best} exceeds beam_size {self.beam_size}, and beam search keeps "
-                "no more: lower it, or raise beam_size"
+                "no more. Lower it, or raise beam_size"
             )
         return self
 
@@ -97,7 +97,7 @@ class DecodingConfig(Settings):
         changed = [one for one in sorted(asked) if getattr(self, one) != fields[one].default]
         if self.search == "beam" and changed:
             raise ValueError(
-                f'{changed[0]} is of sampling, and search is "beam": leave it out, or set search '
+                f'{changed[0]} is of sampling, and search is "beam". Leave it out, or set search '
                 'to "sampling"'
             )
         return self

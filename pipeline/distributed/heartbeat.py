@@ -101,7 +101,7 @@ class _Watch:
         for rank in ranks:
             if self._store.check([f"gone/{rank}"]):
                 raise RankLost(
-                    f"Rank {rank} has ended while others wait for it: look at what it says, and "
+                    f"Rank {rank} has ended while others wait for it. Look at what it says, and "
                     "run the same command again."
                 )
             beat = self._beat_of(rank)
@@ -110,7 +110,7 @@ class _Watch:
                 self._seen[rank] = (beat, now)
             elif now - since > self._patience_seconds:
                 raise RankLost(
-                    f"Rank {rank} has given no sign of life for {now - since:.0f} s: look at what "
+                    f"Rank {rank} has given no sign of life for {now - since:.0f} s. Look at what "
                     "its node says, and run the same command again."
                 )
 

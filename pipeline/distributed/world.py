@@ -108,7 +108,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
     missing = [name for name in _LAUNCHER_NAMES if name not in environment]
     if missing:
         raise ConfigError(
-            f"RANK is set in the environment but {', '.join(missing)} is not: start with "
+            f"RANK is set in the environment but {', '.join(missing)} is not. Start with "
             "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
         )
     size = _integer(environment, "WORLD_SIZE")
@@ -176,7 +176,7 @@ def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
         return listed.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ConfigError(
-            f"scontrol did not expand the node list {hosts!r} ({error}): export MASTER_ADDR as "
+            f"scontrol did not expand the node list {hosts!r} ({error}). Export MASTER_ADDR as "
             "the name of the first node."
         ) from error
 
@@ -187,7 +187,7 @@ def _from_mpi() -> World:
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "mpirun started this process but mpi4py or libmpi cannot be loaded "
-            f"({str(error).split(chr(10))[0]}): install mmnmt[mpi] and an MPI library, or start "
+            f"({str(error).split(chr(10))[0]}). Install mmnmt[mpi] and an MPI library, or start "
             "with --processes or torchrun."
         ) from error
     everyone = MPI.COMM_WORLD
@@ -210,7 +210,7 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"The environment variable {name} is {environment.get(name)!r} where a whole number "
-            "is wanted: correct it, or start with --processes or torchrun."
+            "is wanted. Correct it, or start with --processes or torchrun."
         ) from error
 
 
@@ -319,14 +319,14 @@ def refuse_shared(found: Sequence[tuple[str, str, str]]) -> None:
     types = Counter(kind for _, _, kind in found)
     if len(types) > 1:
         raise ConfigError(
-            f"{types['cuda']} processes see a GPU and {types['cpu']} see none: start as many as "
+            f"{types['cuda']} processes see a GPU and {types['cpu']} see none. Start as many as "
             "there are GPUs on every node, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on "
             "CPU."
         )
     for (node, name, kind), count in Counter(found).items():
         if kind == "cuda" and count > 1:
             raise ConfigError(
-                f"{count} processes on {node} would share one GPU ({name}): start one per GPU "
+                f"{count} processes on {node} would share one GPU ({name}). Start one per GPU "
                 "(--processes, --ntasks-per-node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
                 "compute on CPU."
             )

@@ -247,7 +247,7 @@ def going_on(task: Task) -> str | None:
 def refusal(task: Task, cause: str) -> str:
     """Return the error message for a stage that may not train anew."""
     return (
-        f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}): "
-        f"undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
+        f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}). "
+        f"Undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
         f"{free_place_aside(task.out_dir)} and trains anew."
     )

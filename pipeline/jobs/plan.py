@@ -159,8 +159,8 @@ def stage_order(plan: Plan) -> list[str]:
         graphlib.TopologicalSorter(needs).prepare()
     except graphlib.CycleError as error:
         raise ConfigError(
-            f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle: "
-            "remove one of these inputs."
+            f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle. "
+            "Remove one of these inputs."
         ) from error
     order: list[str] = []
     while len(order) < len(needs):
@@ -173,23 +173,23 @@ def stage_order(plan: Plan) -> list[str]:
 def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     where, planned = f"Plan {plan.name!r}, stage {name!r}", plan.stages[name]
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise ConfigError(f"{where}: it names a folder, so use letters, digits, - and _ only.")
+        raise ConfigError(f"{where}: it names a directory. Use letters, digits, - and _ only.")
     if planned.run not in table:
         raise ConfigError(
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
         )
     stage = table[planned.run]
     if planned.set and not stage.sections:
-        raise ConfigError(f"{where}: {planned.run} reads no settings: leave out set.")
+        raise ConfigError(f"{where}: {planned.run} reads no settings. Leave out set.")
     if stage.sections and stage.needs_recipe and not planned.recipe:
-        raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
+        raise ConfigError(f'{where}: {planned.run} reads settings. Add recipe = "...".')
     missing = [
         key
         for key, wanted in stage.inputs.items()
         if wanted.required and not planned.inputs.get(key)
     ]
     if missing:
-        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}: add it to inputs.")
+        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}. Add it to inputs.")
     for key, source in planned.inputs.items():
         if key not in stage.inputs:
             raise ConfigError(
@@ -208,7 +208,7 @@ def _check_input(
 ) -> None:
     if wanted.many != isinstance(source, dict):
         form = '{name = "stage", ...}' if wanted.many else "one stage name"
-        raise ConfigError(f"{where}: this input takes {form}.")
+        raise ConfigError(f"{where}: this input takes another form. Write {form}.")
     for name in source if isinstance(source, dict) else ():
         if problem := problem_of_name(name):
             raise ConfigError(f"{where}: {problem}")
@@ -216,10 +216,10 @@ def _check_input(
         if entry.startswith("$"):
             if entry[1:] not in plan.inputs:
                 near = nearest_names(entry[1:], plan.inputs)
-                remedy = f"did you mean '${near[0]}'?" if near else "add it under [inputs]."
-                raise ConfigError(f"{where}: {entry!r} is not declared: {remedy}")
+                fix = f"Did you mean '${near[0]}'?" if near else "Add it under [inputs]."
+                raise ConfigError(f"{where}: {entry!r} is not declared. {fix}")
         elif wanted.kind == "raw":
-            raise ConfigError(f'{where}: raw data comes from outside: name an input as "$name".')
+            raise ConfigError(f'{where}: raw data comes from outside. Name an input as "$name".')
         elif entry not in plan.stages:
             raise ConfigError(
                 f"{where}: the plan has no stage {entry!r}{hint(entry, [*plan.stages])}"
@@ -234,7 +234,7 @@ def _check_kind(
     if verb in table and table[verb].makes != wanted.kind:
         raise ConfigError(
             f"{where}: {entry!r} makes {with_article(table[verb].makes)} artifact where "
-            f"{with_article(wanted.kind)} artifact is wanted: name another stage."
+            f"{with_article(wanted.kind)} artifact is wanted. Name another stage."
         )
 
 
@@ -327,7 +327,7 @@ class PlacedPlan:
         for name, meaning in self.plan.inputs.items():
             if name not in self.given and (not self.others or f"${name}" in sources):
                 raise ConfigError(
-                    f"Plan {self.plan.name!r} wants {meaning}: pass --input {name}=PATH."
+                    f"Plan {self.plan.name!r} wants {meaning}. Pass --input {name}=PATH."
                 )
 
     def digests(self, task: Task) -> dict[str, str]:

@@ -111,7 +111,7 @@ def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
         placed.require_stage(name, "--rebuild")
         if name not in chosen:
             raise ConfigError(
-                f"--rebuild {name}: --only or --until leaves that stage out: name it there, too, "
+                f"--rebuild {name}: --only or --until leaves that stage out. Name it there, too, "
                 "or leave out --rebuild."
             )
 
@@ -122,7 +122,7 @@ def _require_what_is_left_out(placed: PlacedPlan) -> None:
         for other in placed.left_out(task):
             if not other.is_made:
                 raise ArtifactError(
-                    f"Stage {task.name} needs {other.name}, which is not made yet: pass --only "
+                    f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
                     f"{other.name}, too, or --until {task.name}, which runs all that it needs."
                 )
 

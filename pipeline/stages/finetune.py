@@ -53,7 +53,7 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
     refuse_other_tokenizer(checkpoint, tokenizer)
     if tokenizer.fingerprint != fingerprint:
         raise ConfigError(
-            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ: make the "
+            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ. Make the "
             "shards with the checkpoint's tokenizer."
         )
     spec, recipe = read_spec(checkpoint), call.recipe
@@ -66,7 +66,7 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
     if change is not None:
         raise ConfigError(
             f"Recipe {recipe.name!r} describes another model than {checkpoint.directory} holds "
-            f"({change}): use a recipe with the checkpoint's [model]."
+            f"({change}). Use a recipe with the checkpoint's [model]."
         )
 
 

@@ -83,8 +83,8 @@ def retrieve(corpus: Artifact, direction: Direction) -> list[str]:
     found = {line: text for line, text in enumerate(iterate_lines(target_path)) if line in wanted}
     if missing := wanted - found.keys():
         raise ArtifactError(
-            f"{target_path} has no line {min(missing) + 1} though {source_path} has: "
-            "run the stage that made this corpus again."
+            f"{target_path} has no line {min(missing) + 1} though {source_path} has. "
+            "Run the stage that made this corpus again."
         )
     return [
         query if line == NO_NEIGHBOUR else found[int(line)]

@@ -45,7 +45,7 @@ def problem_of_name(name: str) -> str:
     """Return why an artifact among several cannot have a name; empty if it can."""
     if "/" not in name:
         return ""
-    return f"the name {name!r} has a slash, and names become folders: write {_without(name)!r}."
+    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
 
 
 def _without(name: str) -> str:

@@ -118,7 +118,7 @@ def select_directions(
     every = directions(corpus, "test")
     if not every:
         raise ArtifactError(
-            f"{corpus.directory} has no test lines: translate a corpus that has test sets."
+            f"{corpus.directory} has no test lines. Translate a corpus that has test sets."
         )
     taken = [
         one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
@@ -128,13 +128,13 @@ def select_directions(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
             f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
             + (f", and translates into {listed(into)} alone" if into else "")
-            + "; name a corpus with two of those."
+            + ". Name a corpus with two of those."
         )
     wanted = [one for one in taken if not targets or one.target in targets]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
-            f"model knows ({listed(map(str, taken))}) is into them: name a target of those."
+            f"model knows ({listed(map(str, taken))}) is into them. Name a target of those."
         )
     return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
 
@@ -209,7 +209,7 @@ class DoneLines:
             return
         if before and not call.overwrite:
             raise ArtifactError(
-                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                f"{self.directory} holds translations of other settings or inputs ({change}). Go "
                 "on with those, name another --out, or pass --overwrite to begin anew."
             )
         self.remove()
@@ -225,7 +225,7 @@ class DoneLines:
             for record in JsonLines(path).read():
                 if not {"direction", "line"} <= record.keys():
                     raise ArtifactError(
-                        f"{path} has a line that no translation stands in: remove {self.directory}."
+                        f"{path} has a line that no translation stands in. Remove {self.directory}."
                     )
                 yield record
 

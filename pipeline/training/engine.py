@@ -85,7 +85,7 @@ def merge_ds_config(
     elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
         raise ConfigError(
             "The ds_config sets zero_optimization.contiguous_gradients to false, with which "
-            "DeepSpeed reduces the gradients of experts over the wrong ranks: set it to true."
+            "DeepSpeed reduces the gradients of experts over the wrong ranks. Set it to true."
         )
     return {
         **deepspeeds_part(ds_config),
@@ -110,8 +110,8 @@ def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         extra = known[key].json_schema_extra
         if isinstance(extra, dict) and extra.get("deprecated"):
             raise ConfigError(
-                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up: "
-                f"set {extra['new_param']} instead."
+                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up. "
+                f"Set {extra['new_param']} instead."
             )
     try:
         DeepSpeedZeroConfig(**zero)
@@ -129,7 +129,7 @@ def accumulation_steps(recipe: Recipe, *, world_size: int) -> int:
         sizes = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
         raise ConfigError(
             f"{world_size} ranks do not divide the {micro_batches} micro-batches of an update "
-            f"(batches.micro_batches): use one of {', '.join(map(str, sizes))} ranks."
+            f"(batches.micro_batches). Use one of {', '.join(map(str, sizes))} ranks."
         )
     return micro_batches // world_size
 
@@ -456,7 +456,7 @@ class Engine:
 def _check_device(config: Mapping[str, Any]) -> None:
     if precision_of(config) == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError(
-            "The ds_config asks for fp16, in which this machine does not compute: use "
+            "The ds_config asks for fp16, in which this machine does not compute. Use "
             "cpu_fp32 or cpu_bf16 on a CPU."
         )
 

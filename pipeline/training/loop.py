@@ -49,7 +49,7 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
     if recipe.training.updates_of != "tokens":
         raise ConfigError(
             f"training.updates_of is {recipe.training.updates_of!r}, which is for "
-            'translation models: set it to "tokens".'
+            'translation models. Set it to "tokens".'
         )
     task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(

@@ -112,8 +112,8 @@ def restore_scale(scaler: Any, saved: LossScale | None) -> None:
         scaler.cur_hysteresis = saved.hysteresis
 
 
-REMEDY = (
-    "DeepSpeed would add gradients of different tensors up: use a ds_config with "
+FIX = (
+    "DeepSpeed would add up gradients of different tensors. Use a ds_config with "
     "zero_optimization.stage 1 and overlap_comm false, which adds them in a fixed order"
 )
 
@@ -148,7 +148,7 @@ class GradientOrder:
             self._first = self._arrived
         elif len(self._arrived) < len(self._first):
             missing = self._names[self._first[len(self._arrived)]]
-            raise TrainingError(f"No gradient came for {missing} in a micro-batch: {REMEDY}.")
+            raise TrainingError(f"No gradient came for {missing} in a micro-batch. {FIX}.")
         self._arrived = array("l")
 
     def _arrive(self, index: int, _parameter: Tensor) -> None:
@@ -158,11 +158,11 @@ class GradientOrder:
             return
         other = self._names[self._first[place]] if place < len(self._first) else "the end"
         raise TrainingError(
-            f"The gradient of {self._names[index]} came in the place of {other}: {REMEDY}."
+            f"The gradient of {self._names[index]} came in the place of {other}. {FIX}."
         )
 
     def _agree(self, order: "array[int]") -> None:
         digest = zlib.crc32(order.tobytes())
         highest_and_lowest = all_max(torch.tensor([digest, -digest]))
         if highest_and_lowest.sum() != 0:
-            raise TrainingError(f"The gradients of the ranks come in different orders: {REMEDY}.")
+            raise TrainingError(f"The gradients of the ranks come in different orders. {FIX}.")

@@ -169,7 +169,7 @@ class RunDirectory:
             self._say_change_of_total(state)
             return newest
         raise CheckpointError(
-            f"{self.directory} holds a run with other settings or inputs ({change}): continue "
+            f"{self.directory} holds a run with other settings or inputs ({change}). Continue "
             "with those, name another --out, or pass --overwrite, which keeps that run beside it "
             "and begins anew."
         )
@@ -303,7 +303,7 @@ class RunDirectory:
         if problem:
             raise ArtifactError(
                 f"Nothing could be written to {self.directory} ({problem}): what was saved before "
-                "is kept; mend the cause and run again."
+                "is kept. Mend the cause and run again."
             )
 
     def prune(self, *, keep_last: int, updates_kept: Collection[int] = ()) -> None:

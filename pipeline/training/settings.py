@@ -44,7 +44,7 @@ class OptimizerConfig(Settings):
         if self.schedule == "polynomial" and self.final_learning_rate > self.learning_rate:
             raise ValueError(
                 f"final_learning_rate {self.final_learning_rate} exceeds learning_rate "
-                f"{self.learning_rate}: lower it, the rate decays"
+                f"{self.learning_rate}. Lower it, the rate decays"
             )
         return self
 
@@ -160,7 +160,7 @@ class TrainingConfig(Settings):
         if self.best_by == "extremely_low" and len(thresholds) < 3:
             raise ValueError(
                 "best_by is extremely_low, which is a tier only where resource_thresholds has "
-                "three numbers: give them, or name another tier"
+                "three numbers. Give them, or name another tier"
             )
         chosen = [
             f"{name} is {value}"
@@ -173,7 +173,7 @@ class TrainingConfig(Settings):
         if self.average_last and not self.patience and chosen:
             raise ValueError(
                 f"{chosen[0]}, which chooses a validation's weights, and average_last is "
-                f"{self.average_last}, which takes the mean of the last ones: leave one of them "
+                f"{self.average_last}, which takes the mean of the last ones. Leave one of them "
                 "out, or set patience, for which it says when training ends"
             )
         return self

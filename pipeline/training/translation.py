@@ -72,7 +72,7 @@ def check_tier(data: TrainingData, training: TrainingConfig) -> None:
     if training.best_by != "all" and training.best_by not in tiers:
         raise ConfigError(
             f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
-            f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
+            f"that resource tier, only of {', '.join(sorted(tiers))}. Name one of them, or change "
             "training.resource_thresholds."
         )
 
@@ -89,7 +89,7 @@ def check_languages(data: TrainingData, spec: ModelSpec) -> None:
     if missing:
         raise ConfigError(
             f"The shards have text in {', '.join(missing)}, for which the model has no language "
-            f"module: it has those of {', '.join(own)}; make shards of these languages alone "
+            f"module: it has those of {', '.join(own)}. Make shards of these languages alone "
             "(corpus.languages), or train a model that has all modules."
         )
 

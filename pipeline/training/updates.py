@@ -147,7 +147,7 @@ class Quarantine:
             self.entries = [reader.validate_python(record) for record in self._file.read()]
         except ValidationError as error:
             raise CheckpointError(
-                f"{self.path} has a line that names no micro-batch: restore the file, or begin the "
+                f"{self.path} has a line that names no micro-batch. Restore the file, or begin the "
                 "run anew."
             ) from error
 
@@ -236,7 +236,7 @@ class Updater:
         kept = [index for index in range(len(plans)) if index not in without]
         if not kept:
             raise CheckpointError(
-                f"{self._quarantine.path} leaves all micro-batches of an update out: remove the "
+                f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
                 "lines of that update."
             )
         smallest = min(kept, key=lambda index: plans[index].num_tokens)
@@ -298,7 +298,7 @@ class Updater:
         )
         return CheckpointError(
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
-            f"last state; lower optimizer.learning_rate, or look at that update's data ({finding})."
+            f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
         )
 
 

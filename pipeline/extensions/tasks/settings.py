@@ -26,5 +26,5 @@ class TasksConfig(Settings):
     def _check(self) -> Self:
         twice = [code for code in self.languages if self.languages.count(code) > 1]
         if twice:
-            raise ValueError(f"languages names {twice[0]!r} more than once: name it once")
+            raise ValueError(f"languages names {twice[0]!r} more than once. Name it once")
         return self
