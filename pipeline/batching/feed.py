@@ -53,7 +53,7 @@ class _Files:
     """
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
-        self._pairs = pairs  # or the files would be unmapped
+        self._pairs = pairs  # keeps the files mapped
         sides = [pair.sides for pair in pairs]
         self.size_P = np.array([len(first) for first, _ in sides], dtype=np.int64)
         self.offsets_P2 = _table([[side.offsets.ctypes.data for side in both] for both in sides])

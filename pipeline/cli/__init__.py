@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in STAGES:
         return stage_main(arguments[0], arguments[1:])
     if own_rank() != 0:
-        return 0  # one process does it, however many a launcher started
+        return 0  # one process is enough, however many a launcher started
     parser = _parser()
     if arguments:
         parser.refuse_unknown_command(arguments[0], [*STAGES, *OTHER_COMMANDS])

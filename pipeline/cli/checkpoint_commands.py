@@ -169,28 +169,36 @@ def _add_two_directories(parser: argparse.ArgumentParser) -> None:
 
 def _add_average_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
-    parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
     parser.add_argument(
-        "--last", type=whole_number(MAX_STATES), metavar="N", help="how many of its states"
+        "--run", type=Path, metavar="OUT.run", help="average training states of this run instead"
+    )
+    parser.add_argument(
+        "--last",
+        type=whole_number(MAX_STATES),
+        metavar="N",
+        help="number of last states to average",
     )
     _add_output_options(parser)
 
 
 def _add_import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder of Hugging Face, or .pt of fairseq"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="directory of Hugging Face, or .pt file of fairseq",
     )
-    fairseq = parser.add_argument_group("beside a .pt of fairseq")
-    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="its dict.txt")
+    fairseq = parser.add_argument_group("for a .pt file of fairseq")
+    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="dict.txt of the model")
     fairseq.add_argument(
-        "--sentencepiece", type=Path, metavar="FILE", help="the model whose pieces that numbers"
+        "--sentencepiece", type=Path, metavar="FILE", help="SentencePiece model of the dictionary"
     )
     fairseq.add_argument(
         "--languages",
         nargs="+",
         default=[],
         metavar="CODE",
-        help="in the order of its task, where neither checkpoint nor dictionary tells them",
+        help="languages in the order of the task, if neither checkpoint nor dictionary has them",
     )
     _add_output_options(parser)
 
@@ -213,7 +221,7 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
         "--keep-mass",
         type=share,
         metavar="SHARE",
-        help="as few experts as keep this share of the routes of every layer",
+        help="keep the fewest experts with this share of the routes of every layer",
     )
     _add_output_options(parser)
 
@@ -221,22 +229,26 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
 def _add_language_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument(
-        "--languages", nargs="+", required=True, metavar="CODE", help="whose modules to keep"
+        "--languages",
+        nargs="+",
+        required=True,
+        metavar="CODE",
+        help="languages whose modules to keep",
     )
     _add_output_options(parser)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the new artifact"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the new artifact"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
 
 
 _COMMANDS = (
     Command(
         "checkpoint inspect",
-        "show what an artifact says of itself: model, parameters, update, files",
+        "show the model, parameters, update and files of an artifact",
         _add_inspection_options,
         _inspect,
     ),
@@ -254,43 +266,43 @@ _COMMANDS = (
     ),
     Command(
         "checkpoint average",
-        "make a checkpoint of the mean of checkpoints, or of a run's training states",
+        "average checkpoints, or the training states of a run",
         _add_average_options,
         _average,
     ),
     Command(
         "checkpoint import",
-        "make a checkpoint of one of other software",
+        "convert a checkpoint of other software",
         _add_import_options,
         _import,
     ),
     Command(
         "checkpoint tokenizer",
-        "make a tokenizer artifact of the one a checkpoint carries, to make shards with",
+        "extract the tokenizer of a checkpoint, to make shards with it",
         _add_unpacking_options,
         _unpack_tokenizer,
     ),
     Command(
         "checkpoint recipe",
-        "print what of a recipe a checkpoint decides, to be laid over the one that trains it",
+        "print an overlay with the settings that a checkpoint decides",
         _add_directory,
         _print_recipe,
     ),
     Command(
         "checkpoint prune-experts",
-        "make a checkpoint of the experts that serve the given target languages",
+        "keep the experts that serve the given target languages",
         _add_pruning_options,
         _prune_experts,
     ),
     Command(
         "checkpoint prune-languages",
-        "make a checkpoint with the language modules of the given languages alone",
+        "keep the language modules of the given languages",
         _add_language_options,
         _prune_languages,
     ),
     Command(
         "checkpoint fold",
-        "make an ordinary checkpoint of the route that all languages of a model share",
+        "fold the shared route of a model into a checkpoint without language modules",
         _add_unpacking_options,
         _fold,
     ),
@@ -321,22 +333,22 @@ def _export(options: argparse.Namespace) -> int:
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="what is to load it")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format of the export")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the export"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the export"
     )
     parser.add_argument(
         "--target-group",
         metavar="GROUP",
-        help="of a language-group router: the group to translate into, by number or language",
+        help="target group of a language-group router, by number or language",
     )
     parser.add_argument(
-        "--license", default="unknown", metavar="NAME", help="licence that the model card names"
+        "--license", default="unknown", metavar="NAME", help="license that the model card names"
     )
     parser.add_argument(
         "--scores", type=Path, metavar="EVALUATION", help="evaluation that the model card quotes"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
 
 
 EXPORT_COMMANDS = (

@@ -169,8 +169,8 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.SETTING=VALUE",
-        help="change a setting, after all overlays, training.updates=300: VALUE is a number, true, "
-        "false, a word or another value of TOML (may be repeated)",
+        help="change a setting after all overlays, for example training.updates=300; VALUE is a "
+        "number, true, false, a word or another TOML value (repeatable)",
     )
 
 

@@ -227,7 +227,7 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         "--languages",
         type=whole_number(MAX_GROUPS),
         metavar="L",
-        help="languages that have modules (default: those that the recipe names)",
+        help="languages with modules (default: those of the recipe)",
     )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
 
@@ -251,7 +251,10 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         help="ranks of the run",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the model (default: cuda)",
     )
     add_ds_config_option(parser)
 
@@ -262,10 +265,10 @@ def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("h100", "h200", "a100"),
         default="h100",
-        help="the card (h100)",
+        help="GPU (default: h100)",
     )
     parser.add_argument(
-        "--by-place", action="store_true", help="one more row for every module of the model"
+        "--by-place", action="store_true", help="add a row for every module of the model"
     )
 
 
@@ -289,7 +292,7 @@ RECIPE_COMMANDS = (
     ),
     Command(
         "estimate",
-        "count what a training or decoding step launches on a GPU, and how long it takes at least",
+        "count the GPU kernels of a training and a decoding step, and estimate their least time",
         _add_estimate_options,
         _estimate_time,
     ),

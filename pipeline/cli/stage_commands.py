@@ -80,7 +80,7 @@ def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
     prepare_process()
     stage = STAGES[name]
     if stage.parallel != "ranks" and own_rank() != 0:
-        return 0  # one process makes it, however many a launcher started: no other waits for it
+        return 0  # one process is enough, and no other rank waits for it
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = stage_parser(stage)
     options = parser.parse_args(arguments)
@@ -150,7 +150,7 @@ def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
     if started is not None and started != asked:
         say_once(
             f"mmnmt {stage.name}: --processes {asked} is not used, since a launcher started "
-            f"{counted(started, 'rank')}: leave it out, or change the launcher's number."
+            f"{counted(started, 'rank')}. Leave it out, or change the launcher's number."
         )
 
 
@@ -321,7 +321,7 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
             "--recipe",
             metavar="NAME",
             required=required and not unless,
-            help=f"settings: a name of `mmnmt recipes`, or PATH.toml, with overlays NAME+OVERLAY "
+            help=f"recipe: a name of `mmnmt recipes` or PATH.toml, with overlays as NAME+OVERLAY "
             f"(reads {', '.join(stage.sections)}){note * required}",
         )
         add_set_option(parser)
@@ -341,17 +341,16 @@ def stage_parser(stage: Stage) -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         required=not unless,
-        help=f"folder of the new artifact{note}",
+        help=f"directory of the new artifact{note}",
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="build again, and replace what --out holds"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
     _add_process_options(parser, stage)
     if stage.name == "translate":
         parser.add_argument(
             "--route",
             choices=get_args(Route),
-            help="of a model with language modules and a shared one: in place of the recipe's",
+            help="route through a model with language modules and a shared module, instead of the "
+            "recipe's",
         )
         _add_filter_options(parser)
     if stage.name == "upcycle":
@@ -365,14 +364,14 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
             "--processes",
             type=whole_number(MAX_PROCESSES),
             metavar="N",
-            help="processes on this machine, 1 unless said; a launcher's own ranks come first",
+            help="processes on this machine (default: 1); ignored under a launcher",
         )
     if stage.name == "make_shards":
         parser.add_argument(
             "--mpi",
             action="store_true",
             help="spread pairs over the ranks of mpirun -n N python -m mpi4py.futures -m "
-            f"{stage.module}, which share these folders (needs the extra mpi)",
+            f"{stage.module}, which share these directories (needs the extra mpi)",
         )
     if stage.parallel == "ranks":
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -383,11 +382,15 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
 def _add_filter_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "as a filter",
-        "With --from and --to, and neither --corpus nor --out: lines of standard input are "
-        f"translated to standard output. The checkpoint is {DEMO_CHECKPOINT} unless named.",
+        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
+        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
     )
-    group.add_argument("--from", dest="source", metavar="CODE", help="language of the input, en")
-    group.add_argument("--to", dest="target", metavar="CODE", help="language to translate into, de")
+    group.add_argument(
+        "--from", dest="source", metavar="CODE", help="source language, for example en"
+    )
+    group.add_argument(
+        "--to", dest="target", metavar="CODE", help="target language, for example de"
+    )
     add_detail_options(group)
 
 
@@ -400,10 +403,10 @@ def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
         "assembly",
         nargs="?",
         metavar="ASSEMBLY.toml",
-        help="what is assembled of what; row12_opus100 comes with the package",
+        help="declaration of the assembly; row12_opus100 ships with the package",
     )
     group.add_argument(
-        "--dry-run", action="store_true", help="check all of it, print the plan, write nothing"
+        "--dry-run", action="store_true", help="check everything and print the plan; write nothing"
     )
 
 
@@ -454,41 +457,41 @@ def add_detail_options(group: argparse._ArgumentGroup) -> None:
         "--n-best",
         type=whole_number(1000),
         metavar="N",
-        help="the N best hypotheses, or N samples, and their scores; each line is a JSON object",
+        help="print the N best hypotheses, or N samples, with scores; each line is a JSON object",
     )
     group.add_argument(
         "--word-scores",
         action="store_true",
-        help="log-probability of every word; each line is a JSON object",
+        help="print the log-probability of every word; each line is a JSON object",
     )
     group.add_argument(
         "--alignments",
         action="store_true",
-        help="source word that every word looks at most; each line is a JSON object",
+        help="print the source word that each word aligns with; each line is a JSON object",
     )
     group.add_argument(
         "--banned",
         action="append",
         metavar="PHRASE",
-        help="what no translation has, as the vocabulary spells it (repeatable)",
+        help="phrase that no translation may contain, as the vocabulary spells it (repeatable)",
     )
     group.add_argument(
         "--must",
         action="append",
         metavar="PHRASE",
         dest="required",
-        help="what every translation has, as the vocabulary spells it (repeatable)",
+        help="phrase that every translation must contain, as the vocabulary spells it (repeatable)",
     )
     group.add_argument(
         "--must-file",
         type=Path,
         metavar="FILE",
-        help="line n has the phrases that the translation of line n must have, tabs between them",
+        help="file whose line n has the phrases that translation n must contain, tab-separated",
     )
     group.add_argument(
         "--prefixes",
         action="store_true",
-        help="behind a tab, lines have what their translation begins with",
+        help="lines contain, after a tab, the beginning of their translation",
     )
 
 

@@ -59,15 +59,19 @@ def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
 
 def _add_survey_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="imported or clean corpus")
-    parser.add_argument("--shards", type=Path, metavar="DIR", help="made of it: for fertility")
-    parser.add_argument("--mixture", type=Path, metavar="DIR", help="made of the shards: epochs")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, HTML")
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="its shards, for fertility")
+    parser.add_argument(
+        "--mixture", type=Path, metavar="DIR", help="the mixture of its shards, for epochs"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="HTML page to write"
+    )
 
 
 SURVEY_COMMANDS = (
     Command(
         "survey",
-        "a page about a corpus: sizes, lengths, ratios, fertility, epochs, what was dropped",
+        "write a page about a corpus: sizes, lengths, ratios, fertility, epochs, dropped lines",
         _add_survey_options,
         _survey,
     ),

@@ -213,7 +213,7 @@ def toml_value(value: Any) -> str:
             return f"{{ {', '.join(inside)} }}" if entries else "{}"
         case list() | tuple():
             return f"[{', '.join(map(toml_value, value))}]"
-        case date() | time():  # of no setting: for the message that refuses it
+        case date() | time():  # no setting has one: for the error message
             return value.isoformat()
         case float() if math.isinf(value):
             return "inf" if value > 0 else "-inf"

@@ -209,7 +209,7 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length():,} bits"
     try:
         text = value if isinstance(value, str) else repr(value)
-    except ValueError:  # of a list with such a number
+    except ValueError:  # a list that contains such a number
         return f"a {type(value).__name__} with a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -94,7 +94,7 @@ def launch(
     try:
         for rank in range(processes):
             world = World(rank, processes, rank, processes, LOOPBACK, port)
-            with ctrl_c_held_back():  # until the child can say in a sentence that it was stopped
+            with ctrl_c_held_back():  # until the child can handle SIGINT
                 children.append(_start(arguments, world=world, threads=threads))
         requests.watch(children)
         return _wait(children, grace_seconds=grace_seconds)

@@ -173,7 +173,7 @@ def stage_order(plan: Plan) -> list[str]:
 def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     where, planned = f"Plan {plan.name!r}, stage {name!r}", plan.stages[name]
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise ConfigError(f"{where}: it names a directory. Use letters, digits, - and _ only.")
+        raise ConfigError(f"{where}: it names a folder. Use letters, digits, - and _ only.")
     if planned.run not in table:
         raise ConfigError(
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
@@ -208,7 +208,7 @@ def _check_input(
 ) -> None:
     if wanted.many != isinstance(source, dict):
         form = '{name = "stage", ...}' if wanted.many else "one stage name"
-        raise ConfigError(f"{where}: this input takes another form. Write {form}.")
+        raise ConfigError(f"{where}: this input takes {form}.")
     for name in source if isinstance(source, dict) else ():
         if problem := problem_of_name(name):
             raise ConfigError(f"{where}: {problem}")

@@ -55,7 +55,7 @@ def expand(
     plain = {key: value for key, value in document.items() if key not in ("defaults", "matrix")}
     stages = document.get("stages")
     if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
-        return plain  # which the plan's own check refuses
+        return plain  # the plan's own check refuses it
     matrices = _matrices(document.get("matrix", {}), where)
     expanded: dict[str, Any] = {}
     for name, stage in _over_rows(stages, matrices, where):
@@ -221,7 +221,7 @@ class _Defaults:
         """Return a stage with the defaults that it does not overrule."""
         kind = self._table.get(str(stage.get("run")))
         if kind is None:
-            return dict(stage)  # which the plan's own check refuses
+            return dict(stage)  # the plan's own check refuses it
         taken = {
             "recipe": bool(kind.sections),
             "set": bool(kind.sections),

@@ -328,7 +328,7 @@ def _fate_of_training(
     """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
         done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
-    except ArtifactError:  # unreadable: a run refuses it with the sentence
+    except ArtifactError:  # unreadable: a run reports it
         return None
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
     if done is None:

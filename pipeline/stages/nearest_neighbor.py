@@ -36,7 +36,7 @@ from pipeline.stages.registry import StageCall
 from pipeline.terminal import counted, listed, track
 
 BLOCK_LINES = 65_536
-NO_NEIGHBOUR = -1
+NO_NEIGHBOR = -1
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -77,8 +77,8 @@ def retrieve(corpus: Artifact, direction: Direction) -> list[str]:
     if direction.pair not in line_counts(corpus, "train"):
         return queries
     source_path = corpus.file(text_name("train", direction.pair, direction.source))
-    neighbours = nearest_lines(source_path, queries)
-    wanted = {int(line) for line in neighbours if line != NO_NEIGHBOUR}
+    neighbors = nearest_lines(source_path, queries)
+    wanted = {int(line) for line in neighbors if line != NO_NEIGHBOR}
     target_path = corpus.file(text_name("train", direction.pair, direction.target))
     found = {line: text for line, text in enumerate(iterate_lines(target_path)) if line in wanted}
     if missing := wanted - found.keys():
@@ -87,8 +87,8 @@ def retrieve(corpus: Artifact, direction: Direction) -> list[str]:
             "Run the stage that made this corpus again."
         )
     return [
-        query if line == NO_NEIGHBOUR else found[int(line)]
-        for query, line in zip(queries, neighbours, strict=True)
+        query if line == NO_NEIGHBOR else found[int(line)]
+        for query, line in zip(queries, neighbors, strict=True)
     ]
 
 
@@ -101,7 +101,7 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
         block_lines: lines indexed at a time; changes memory, not the result.
 
     Returns:
-        (queries,) line numbers, NO_NEIGHBOUR where no line shares a trigram.
+        (queries,) line numbers, NO_NEIGHBOR where no line shares a trigram.
     """
     frequencies = DocumentFrequencies()
     for block in _blocks(path, block_lines):
@@ -111,7 +111,7 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
     query_weights = frequencies.weights(query_grams)
     bounds = np.searchsorted(query_grams.lines, np.arange(len(queries) + 1))
     wanted = np.unique(query_ids[known])
-    best = np.full(len(queries), NO_NEIGHBOUR, dtype=np.int64)
+    best = np.full(len(queries), NO_NEIGHBOR, dtype=np.int64)
     similarity = np.zeros(len(queries))
     start = 0
     for block in _blocks(path, block_lines):

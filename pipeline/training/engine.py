@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-# deepspeed 0.19 calls what torch 2.13 has renamed, thousands of times
+# deepspeed 0.19 calls functions that torch 2.13 deprecates, thousands of times
 warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
 
 # DeepSpeed reads its environment on import: what it needs is set above (so E402 is off here).
@@ -138,8 +138,8 @@ def connect(world: World) -> None:
     """Hand the existing process group to DeepSpeed."""
     # deepspeed 0.19 compiles a shared-memory extension for its inference collectives at this
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
-    # Training does not use them. Whoever reads this table otherwise waits until a compiler was
-    # started to see which other extensions there could be.
+    # Training does not use them. Reading DeepSpeed's own table would start a compiler to find
+    # out which other extensions could be built.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     # ZeRO loads the Muon optimizer to see whether ours is one, and Muon loads torch's compiler for
     # its kernels (two seconds), by this function, which nothing else in deepspeed 0.19 calls.

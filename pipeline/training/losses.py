@@ -25,7 +25,7 @@ class LossTerms:
     """Terms of one micro-batch.
 
     Attributes:
-        objective: what is minimised, summed over the micro-batch's labels; differentiable.
+        objective: what is minimized, summed over the micro-batch's labels; differentiable.
         cross_entropy: summed over labels, in nats, without smoothing; detached.
         balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
         routing: one record per MoE layer.

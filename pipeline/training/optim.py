@@ -120,7 +120,7 @@ FIX = (
 
 def depends_on_order(zero: dict[str, Any]) -> bool:
     """Return whether ``zero_optimization`` adds gradients in the order of their arrival."""
-    # of a default that differs between stages: the more careful answer
+    # overlap_comm's default differs between ZeRO stages: take the more careful one
     return bool(zero.get("stage", 0) >= 2 or zero.get("overlap_comm", False))
 
 

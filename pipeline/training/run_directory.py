@@ -397,7 +397,7 @@ class _PendingWrite:
             self.records = settle_files(self._writer, files)
         except OSError as error:
             self.problem = f"rank {self._rank}: {describe_os_error(error)}"
-        except Exception as error:  # a bug; the other ranks wait to hear of it
+        except Exception as error:  # a bug; the other ranks wait for this rank's result
             traceback.print_exc()
             self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
 

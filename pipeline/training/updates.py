@@ -141,7 +141,9 @@ class Quarantine:
     def _read(self) -> None:
         if not self.path.is_file():
             return
-        self._file.truncate_after(sys.maxsize)  # of the last line, if a killed run did not end it
+        self._file.truncate_after(
+            sys.maxsize
+        )  # removes a last line that a killed run left incomplete
         reader = TypeAdapter(LeftOut)
         try:
             self.entries = [reader.validate_python(record) for record in self._file.read()]
@@ -202,7 +204,7 @@ class Updater:
             result = self._try(feed, batches, update=update)
             if result.was_made and math.isfinite(result.gradient_norm):
                 return Made(result, overflows)
-            if result.was_made:  # a ds_config has DeepSpeed not look: the weights are spoilt
+            if result.was_made:  # the ds_config disables DeepSpeed's check: the weights are spoilt
                 raise self._not_finite(update)
             batches = (self._batch(feed, index) for index in feed.indices)
             if may_fall:

@@ -250,7 +250,7 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
         ('raw = "$text"', 'raw = "$txt"', r"'\$txt' is not declared. Did you mean '\$text'\?"),
-        ('raw = "$text"', 'raw = "$memories"', r"'\$memories' is not declared: add it"),
+        ('raw = "$text"', 'raw = "$memories"', r"'\$memories' is not declared. Add it"),
         ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),
         ("threads = 2", "threads = 0", "threads is 0. Choose a whole number from 1 to 1,024"),
         ("processes = 3", "processes = 99999", "processes is 99999. Choose a whole number"),
@@ -538,7 +538,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     before = open_artifact(setup.out_dir / "model", kind="checkpoint").digest
     _change(setup, "dropout = 0.25")
     words = r"Stage model would throw away 10 updates \(0\.0 hours\) of training in .*/out/model "
-    words += r"\(training\.dropout: 0\.3 → 0\.25\): undo that change, or pass --rebuild model, "
+    words += r"\(training\.dropout: 0\.3 → 0\.25\). Undo that change, or pass --rebuild model, "
     words += r"which sets what is there aside as .*/model\.before-1 and trains anew\."
     with pytest.raises(ArtifactError, match=words):
         setup.run()
