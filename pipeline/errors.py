@@ -26,6 +26,11 @@ def to_write(error: OSError) -> str:
             return "see to it that it can be"
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return the message of an OSError, and what to do if the disk is full."""
+    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
+
+
 class UserError(Exception):
     """An error that the user can fix."""
 

@@ -30,20 +30,14 @@ def _describe(options: argparse.Namespace) -> int:
     if options.settings:
         _print_settings(recipe, options)
         return 0
-    vocabulary_size = options.vocabulary or recipe.tokenizer.ids
+    sizes = _sizes(recipe, options)
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
-    parameters = count_parameters(
-        recipe.model,
-        vocabulary_size=vocabulary_size,
-        num_groups=_num_groups(recipe, options.groups),
-        num_languages=_num_languages(recipe, options.languages),
-        output_size=recipe.tokenizer.output_ids,
-    )
+    parameters = count_parameters(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes)
     if options.json:
         described = {
             "recipe": recipe.model_dump(mode="json"),
-            "vocabulary_size": vocabulary_size,
+            "vocabulary_size": sizes["vocabulary_size"],
             "parameters": parameters,
         }
         print(json.dumps(described, indent=1, ensure_ascii=False))
@@ -53,7 +47,7 @@ def _describe(options: argparse.Namespace) -> int:
         for text in override_texts(parse_overrides(options.overrides)):
             print(f"# --set {text}")
         print(recipe_toml(recipe))
-        print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
+        print(f"\n# Parameters with a vocabulary of {sizes['vocabulary_size']:,}:")
         print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
     return 0
 
@@ -86,6 +80,15 @@ def recipe_toml(recipe: Recipe) -> str:
     """Return a recipe with all its settings as TOML, itself a recipe without a parent."""
     settings = recipe.model_dump(mode="json", exclude={"name"})
     return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
+
+
+def _sizes(recipe: Recipe, options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the recipe's model that the data decides, from options or recipe."""
+    return {
+        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
+        "num_groups": _num_groups(recipe, options.groups),
+        "num_languages": _num_languages(recipe, options.languages),
+    }
 
 
 def _num_groups(recipe: Recipe, asked: int | None) -> int:
@@ -148,9 +151,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
     estimated = estimate(
         recipe,
-        vocabulary_size=options.vocabulary or recipe.tokenizer.ids,
-        num_groups=_num_groups(recipe, options.groups),
-        num_languages=_num_languages(recipe, options.languages),
+        **_sizes(recipe, options),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
         device=options.device,
@@ -165,11 +166,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
-    sizes: dict[str, int] = {
-        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
-        "num_groups": _num_groups(recipe, options.groups),
-        "num_languages": _num_languages(recipe, options.languages),
-    }
+    sizes = _sizes(recipe, options)
     import torch  # once the recipe is known to be good
 
     from pipeline.estimates import operators, step_time

@@ -4,11 +4,13 @@ torch is imported inside the functions because the command line imports this mod
 fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pipeline.distributed.heartbeat import Heartbeat, open_store
+from pipeline.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +96,29 @@ def from_rank_zero(value: T) -> T:
         torch.distributed.broadcast_object_list(values, src=0)
     received: T = values[0]
     return received
+
+
+def on_rank_zero(action: Callable[[], T], *, path: Path, error: type[UserError]) -> T:
+    """Let rank 0 act, and return its result on every rank; all ranks call this.
+
+    Args:
+        action: called on rank 0 alone; its result is pickled.
+        path: the file or directory that the action reads or writes, for the error message.
+        error: raised on all ranks if the action raises a UserError or an OSError.
+    """
+    result: T | None = None
+    problem: str | None = None
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as caught:
+            problem = str(caught)
+        except OSError as caught:
+            problem = f"{path} cannot be read or written ({describe_os_error(caught)})."
+    result, problem = from_rank_zero((result, problem))
+    if problem is not None:
+        raise error(problem)
+    return cast(T, result)
 
 
 def wait_for_all() -> None:

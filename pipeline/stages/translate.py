@@ -37,10 +37,10 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
+from pipeline.distributed.collectives import gather_objects, on_rank_zero, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
-from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
+from pipeline.errors import ArtifactError, ConfigError, Interrupted
 from pipeline.stages.registry import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
@@ -162,15 +162,7 @@ class DoneLines:
 
     def __init__(self, call: StageCall, world: World) -> None:
         self.directory = run_dir(call.out_dir)
-        problem: str | None = None
-        if world.rank == 0:
-            try:
-                self._begin(call)
-            except (UserError, OSError) as error:
-                problem = str(error)
-        problem = from_rank_zero(problem)
-        if problem:
-            raise ArtifactError(problem)
+        on_rank_zero(lambda: self._begin(call), path=self.directory, error=ArtifactError)
         self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
         self.records = list(self._read())
         self.keys = {(record["direction"], record["line"]) for record in self.records}

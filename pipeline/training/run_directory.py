@@ -9,7 +9,6 @@ One process group writes the directory at a time. A run resumes from the highest
 When it is done, the directory is removed unless the recipe says otherwise (``saving.keep_states``).
 """
 
-import errno
 import sys
 import threading
 import time
@@ -64,9 +63,9 @@ from pipeline.artifacts.training_states import (
     withdraw_removal,
 )
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
-from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
+from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects, on_rank_zero
 from pipeline.distributed.world import World
-from pipeline.errors import ArtifactError, CheckpointError, UserError
+from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_os_error
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import OptimizerConfig
 
@@ -112,23 +111,17 @@ class RunDirectory:
             ArtifactError: another run holds it, or it is not a run's folder.
         """
         with ExitStack() as stack:
-            problem: str | None = None
-            if self._world.rank == 0:
-                try:
-                    claim_run_folder(self.directory, work="training")
-                    lock = exclusive(
-                        self.directory / LOCK_NAME,
-                        what=str(self.directory),
-                        patience_seconds=LOCK_PATIENCE_SECONDS,
-                    )
-                    self._lock = stack.enter_context(lock)
-                except UserError as error:
-                    problem = str(error)
-                except OSError as error:
-                    problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
-            problem = from_rank_zero(problem)
-            if problem:
-                raise ArtifactError(problem)
+
+            def claim() -> None:
+                claim_run_folder(self.directory, work="training")
+                lock = exclusive(
+                    self.directory / LOCK_NAME,
+                    what=str(self.directory),
+                    patience_seconds=LOCK_PATIENCE_SECONDS,
+                )
+                self._lock = stack.enter_context(lock)
+
+            on_rank_zero(claim, path=self.directory, error=ArtifactError)
             yield
         if self._is_removed:
             self._remove_emptied()
@@ -140,18 +133,7 @@ class RunDirectory:
         continued (``artifacts/training_states.py``) are an error that names the difference: states
         are set aside before a run begins, or never. A changed number of updates is printed.
         """
-        name: str | None = None
-        problem: str | None = None
-        if self._world.rank == 0:
-            try:
-                name = self._newest_state()
-            except UserError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
-        name, problem = from_rank_zero((name, problem))
-        if problem:
-            raise CheckpointError(problem)
+        name = on_rank_zero(self._newest_state, path=self.directory, error=CheckpointError)
         return open_artifact(self.states_dir / name, kind="training_state") if name else None
 
     def _newest_state(self) -> str | None:
@@ -439,11 +421,6 @@ def _remove_leftover(directory: Path) -> None:
         if found <= _WRITTEN_BY_EARLIER_VERSIONS:
             (directory / MARKER_NAME).touch()
     remove_working(directory)
-
-
-def describe_os_error(error: OSError) -> str:
-    """Return the message of an OSError, and what to do if the disk is full."""
-    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
 
 
 def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:

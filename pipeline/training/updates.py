@@ -22,7 +22,7 @@ before that update makes the same one.
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +34,9 @@ from pipeline.batching.feed import Update
 from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.labelled import AnyBatch
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import from_rank_zero, gather_objects
+from pipeline.distributed.collectives import gather_objects, on_rank_zero
 from pipeline.distributed.world import World
-from pipeline.errors import CheckpointError, UserError
+from pipeline.errors import CheckpointError
 from pipeline.seeds import derive_seed
 from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult, Verdict
@@ -115,8 +115,7 @@ class Quarantine:
         Raises:
             CheckpointError: on all ranks, where the file cannot be read or is none of a run.
         """
-        self._on_rank_zero(self._read)
-        self.entries = from_rank_zero(self.entries)
+        self.entries = on_rank_zero(self._read, path=self.path, error=CheckpointError)
 
     def of_update(self, update: int) -> frozenset[int]:
         """Return the indices of an update's micro-batches that are left out."""
@@ -128,7 +127,7 @@ class Quarantine:
         Raises:
             CheckpointError: on all ranks, where that cannot be written.
         """
-        self._on_rank_zero(lambda: self._write(entries))
+        on_rank_zero(lambda: self._write(entries), path=self.path, error=CheckpointError)
         self.entries += entries
         if self._world.rank == 0:
             for one in entries:
@@ -138,15 +137,14 @@ class Quarantine:
                     file=sys.stderr,
                 )
 
-    def _read(self) -> None:
+    def _read(self) -> list[LeftOut]:
         if not self.path.is_file():
-            return
-        self._file.truncate_after(
-            sys.maxsize
-        )  # removes a last line that a killed run left incomplete
+            return self.entries
+        # removes a last line that a killed run left incomplete
+        self._file.truncate_after(sys.maxsize)
         reader = TypeAdapter(LeftOut)
         try:
-            self.entries = [reader.validate_python(record) for record in self._file.read()]
+            return [reader.validate_python(record) for record in self._file.read()]
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.path} has a line that names no micro-batch. Restore the file, or begin the "
@@ -158,19 +156,6 @@ class Quarantine:
             self._file.write(vars(one))
         with self.path.open("rb") as stream:
             os.fsync(stream.fileno())
-
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        problem: str | None = None
-        if self._world.rank == 0:
-            try:
-                action()
-            except UserError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"{self.path} cannot be read or written ({error})."
-        problem = from_rank_zero(problem)
-        if problem:
-            raise CheckpointError(problem)
 
 
 @dataclass(frozen=True)
