@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (
-    *(f"reference/{name}.md" for name in ("commands", "settings", "recipes", "artifacts")),
+    *(
+        f"reference/{name}.md"
+        for name in ("commands", "settings", "recipes", "artifacts", "errors")
+    ),
     "benchmarks.md",
 )
 

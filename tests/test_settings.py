@@ -227,7 +227,7 @@ def fault_of_refusal(entry: Numeric, kind: str) -> str | None:
         is_named, has_range = entry.setting in said, True
     else:
         is_named = entry.where in said or entry.without_kinds in said
-        has_range = f"choose {kind_of_number} " in said
+        has_range = f"Choose {kind_of_number} " in said
     is_told = is_named and has_range and "\n" not in said
     return None if is_told else f"{entry.where}: {said}"
 
@@ -274,7 +274,7 @@ def test_ranges_are_told_in_words() -> None:
         number(least=-2.5, most=1): "a number from -2.5 to 1",
     }
     for validator, words in cases.items():
-        with pytest.raises(ValueError, match=f"^choose {words}$"):
+        with pytest.raises(ValueError, match=f"^Choose {words}$"):
             validator.func("no number", lambda value: value)  # type: ignore[call-arg, arg-type]
 
 
@@ -336,12 +336,12 @@ def test_a_wrong_name_in_a_table_that_has_others_in_its_place_is_told_from_its_o
     wrong = {"name": "test", "model": {"language_modules": {"kind": "clsr", "gate_widht": 4}}}
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(wrong)
-    assert "did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
+    assert "Did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
 
 
 def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("[loss]\n" + "".join(f"k{i} = 1\n" for i in range(1000)), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"and 997 more\.$") as caught:
+    with pytest.raises(ConfigError, match=r"And 997 more\.$") as caught:
         load_recipe(str(path))
     assert len(str(caught.value)) < 500

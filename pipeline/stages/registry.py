@@ -1,8 +1,8 @@
-"""The stages in the order data flows: what each reads, what it makes, and where its code lives.
+"""List the stages in the order data flows: inputs, output, settings, and module of each.
 
-This table is all that plans, the command line and launchers know of a stage. The code of stage
-``clean`` is ``run(call)`` in the module named here; it opens the inputs it is given, and writes
-exactly one new artifact.
+Plans, the command line and launchers know stages by this table alone. The code of stage ``clean``
+is ``run(call)`` in the module named here; it opens the inputs it is given, and writes exactly one
+new artifact.
 """
 
 import time
@@ -36,16 +36,16 @@ class Input:
     help: str
     required: bool = True
     many: bool = False
-    """Takes several named artifacts, NAME=DIR each."""
+    """Whether it takes several named artifacts, NAME=DIR each."""
     splits: tuple[Split, ...] = ()
-    """Of a corpus, all that the stage is given, and that makes its result stale; none: all."""
+    """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
 
 
 def problem_of_name(name: str) -> str:
-    """Return why an artifact among several cannot have a name; empty where it can."""
+    """Return why an artifact among several cannot have a name; empty if it can."""
     if "/" not in name:
         return ""
-    return f"the name {name!r} has a slash, and names become folders: write {_without(name)!r}."
+    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
 
 
 def _without(name: str) -> str:
@@ -55,7 +55,7 @@ def _without(name: str) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """One verb of the command line."""
+    """A stage: one command of the command line."""
 
     name: str
     module: str
@@ -63,20 +63,21 @@ class Stage:
     help: str
     sections: tuple[str, ...]
     """Sections of the recipe that decide the result, and single settings of other sections
-    (``training.resource_thresholds``): what stands in the manifest."""
+    (``training.resource_thresholds``); the manifest records them."""
     inputs: dict[str, Input] = field(default_factory=dict)
     parallel: Literal["no", "workers", "ranks"] = "no"
-    """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
+    """``workers``: the stage forks its own processes; ``ranks``: a launcher starts it once per
+    process."""
     trains: bool = False
-    """Takes a ds_config."""
+    """Whether it trains, and so takes a ds_config."""
     undeciding: tuple[str, ...] = ()
-    """Settings of its sections that stand in the manifest but change nothing in the result."""
+    """Settings of its sections that the manifest records but that do not change the result."""
     needs_recipe: bool = True
-    """Where it has sections; False: their defaults serve where no recipe is named."""
+    """Whether a recipe must be named for its sections; if not, their defaults apply."""
 
     @property
     def work(self) -> Work | None:
-        """What it keeps in ``OUT.run`` of an interrupted run, where it does."""
+        """Kind of work that ``OUT.run`` keeps of an interrupted run, if any."""
         if self.name == "upcycle":
             return "assembly"
         if self.name == "make_shards":
@@ -86,21 +87,21 @@ class Stage:
         return None
 
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the settings in a manifest, those on which the stage's result depends."""
+        """Select the settings of a manifest on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
         of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
         return without_settings(chosen, (*undeciding(self.undeciding, config), *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
-    """The settings of a stage as they stand in its manifest."""
+    """Return the settings of a stage as its manifest records them."""
     config = recipe.sections(stage.sections)
     return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
 
 
 @dataclass(frozen=True)
 class StageCall:
-    """All that a stage is told: settings, opened inputs, where to write."""
+    """Everything that a stage is given: settings, opened inputs, where to write."""
 
     stage: Stage
     recipe: Recipe
@@ -111,24 +112,24 @@ class StageCall:
     out_dir: Path
     records: Mapping[str, InputRecord]
     config: Mapping[str, object]
-    """The recipe's sections (and ds_config) as they stand in the manifest."""
+    """The recipe's sections (and ds_config) as the manifest records them."""
     processes: int = 1
     mpi: bool = False
-    """Whether the workers are the ranks of a launcher, where the stage has such."""
+    """Whether the workers are the ranks of a launcher, for stages with workers."""
     overwrite: bool = False
     clock: float = field(default_factory=time.monotonic, compare=False)
-    """When the stage began, in seconds of the monotonic clock."""
+    """Time at which the stage began, in seconds of the monotonic clock."""
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
-        """Of a training stage: how the machine is used, read once, when the call was made."""
+        """The parsed ds_config of a training stage."""
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
         return ds_config
 
     @property
     def key(self) -> str:
-        """Of the stage's output: its settings and the digests of its inputs."""
+        """Key of the stage's output: its settings and the digests of its inputs."""
         return stage_key(
             stage=self.stage.name,
             kind=self.stage.makes,
@@ -139,10 +140,10 @@ class StageCall:
     def new_artifact(
         self, *, wall_seconds: float | None = None
     ) -> AbstractContextManager[ArtifactWriter]:
-        """The stage's output, built within the block (``artifacts.artifact.new_artifact``).
+        """Build the stage's output within the block (``artifacts.artifact.new_artifact``).
 
-        Its wall time counts from the beginning of the call, unless the stage knows of earlier
-        attempts and says how long all of them took.
+        Its wall time counts from the beginning of the call, unless the stage passes the time of all
+        attempts.
         """
         return new_artifact(
             self.out_dir,
@@ -156,7 +157,7 @@ class StageCall:
         )
 
     def many(self, name: str) -> dict[str, Artifact]:
-        """The artifacts of an input that takes several, by name, in the order given."""
+        """Return the artifacts of an input that takes several, by name, in the order given."""
         prefix = f"{name}/"
         return {
             key.removeprefix(prefix): artifact
@@ -167,7 +168,7 @@ class StageCall:
 
 _TRAINING_SECTIONS = ("model", "batches", "optimizer", "loss", "training")
 _TRAINING_INPUTS = {
-    "shards": Input("shards", "tokenised sentences"),
+    "shards": Input("shards", "tokenized sentences"),
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
 
@@ -184,7 +185,7 @@ STAGES: dict[str, Stage] = {
             name="import_corpus",
             module="data_prep.import_corpus",
             makes="corpus",
-            help="raw text, or CLDR phrases, into a corpus",
+            help="import raw text, or phrases of CLDR, as a corpus",
             sections=("corpus",),
             inputs={
                 "raw": Input(
@@ -200,7 +201,7 @@ STAGES: dict[str, Stage] = {
             name="import_tests",
             module="data_prep.import_tests",
             makes="corpus",
-            help="test sets from outside (FLORES-200, NTREX-128, pairs of files) into a corpus",
+            help="import test sets (FLORES-200, NTREX-128, pairs of files) as a corpus",
             sections=("tests",),
             inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
             needs_recipe=False,
@@ -226,7 +227,7 @@ STAGES: dict[str, Stage] = {
             name="train_tokenizer",
             module="data_prep.train_tokenizer",
             makes="tokenizer",
-            help="a vocabulary from a temperature-balanced sample, and language tokens",
+            help="train a vocabulary on a temperature-balanced sample, and add language tokens",
             sections=("tokenizer",),
             inputs={"corpus": Input("corpus", "clean corpus", splits=("train",))},
         ),
@@ -234,7 +235,7 @@ STAGES: dict[str, Stage] = {
             name="make_shards",
             module="data_prep.make_shards",
             makes="shards",
-            help="text into memory-mapped token ids",
+            help="convert text into memory-mapped token ids",
             sections=("shards",),
             inputs={
                 "corpus": Input("corpus", "clean corpus", splits=("train", "valid")),
@@ -246,15 +247,15 @@ STAGES: dict[str, Stage] = {
             name="mix",
             module="data_prep.mix",
             makes="mixture",
-            help="temperature sampling probabilities and expected epochs per pair",
+            help="compute sampling probabilities and expected epochs per pair, by temperature",
             sections=("mixture",),
-            inputs={"shards": Input("shards", "tokenised sentences")},
+            inputs={"shards": Input("shards", "tokenized sentences")},
         ),
         Stage(
             name="group_languages",
             module="data_prep.group_languages",
             makes="groups",
-            help="language groups by family, by family and embeddings, or the paper's table",
+            help="group languages by family, by family and embeddings, or by the paper's table",
             sections=("groups", "languages"),
             inputs={
                 "shards": Input("shards", "for the corpus sizes"),
@@ -295,7 +296,7 @@ STAGES: dict[str, Stage] = {
             name="finetune",
             module="pipeline.stages.finetune",
             makes="checkpoint",
-            help="train an assembled model on with a fresh optimizer",
+            help="train a model further with a new optimizer",
             sections=_TRAINING_SECTIONS,
             inputs={**_TRAINING_INPUTS, "checkpoint": Input("checkpoint", "where to start")},
             parallel="ranks",
@@ -318,7 +319,7 @@ STAGES: dict[str, Stage] = {
             name="retrieve",
             module="pipeline.stages.nearest_neighbor",
             makes="translations",
-            help="baseline: the translation of the nearest training neighbour",
+            help="translate by the nearest training neighbor (baseline)",
             sections=(),
             inputs={"corpus": Input("corpus", "clean corpus with its test sets")},
         ),
@@ -326,7 +327,7 @@ STAGES: dict[str, Stage] = {
             name="analyze_scales",
             module="pipeline.extensions.analysis.analyze_scales",
             makes="analysis",
-            help="shares of the scales that an Ada-MSHA model chooses, by language and direction",
+            help="count the scales that an Ada-MSHA model chooses, by language and direction",
             sections=(),
             inputs={
                 "checkpoint": Input("checkpoint", "model with an Ada-MSHA front"),
@@ -337,7 +338,7 @@ STAGES: dict[str, Stage] = {
             name="analyze_vectors",
             module="pipeline.extensions.analysis.analyze_vectors",
             makes="analysis",
-            help="scores of an Ada-MSHA model whose router sees the vector of a wrong language",
+            help="score an Ada-MSHA model whose router sees the vector of a wrong language",
             sections=("analysis", "decoding", "evaluation.bleu_tokenizer"),
             inputs={
                 "checkpoint": Input("checkpoint", "model with language vectors"),
@@ -350,7 +351,7 @@ STAGES: dict[str, Stage] = {
             name="analyze_lengths",
             module="pipeline.extensions.analysis.analyze_lengths",
             makes="analysis",
-            help="bytes that languages need for the same test lines",
+            help="count the bytes that languages need for the same test lines",
             sections=(),
             inputs={
                 "corpus": Input("corpus", "test sets, of one text in all languages"),

@@ -44,7 +44,7 @@ from pipeline.distributed.world import World
 from pipeline.stages.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import averaged_updates, describe_missing, updates_kept
+from pipeline.training.resuming import averaged_updates, describe_missing, updates_kept
 from pipeline.training.saving import Publishing
 from pipeline.training.settings import TrainingConfig
 from pipeline.training.translation import training_data

@@ -18,7 +18,7 @@ from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.recipe import load_recipe
 from pipeline.jobs.runner import run_plan
 from pipeline.stages.registry import STAGES
