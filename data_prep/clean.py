@@ -19,12 +19,16 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.clean_pair import PairResult, PairTask, clean_pair
-from data_prep.dropped_samples import DROPPED_SAMPLES_NAME, DroppedSamples
+from data_prep.clean_pair import (
+    DROPPED_SAMPLES_NAME,
+    DroppedSamples,
+    PairResult,
+    PairTask,
+    clean_pair,
+)
 from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_sets
-from data_prep.rules.judge import PairFacts
+from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
 from data_prep.rules.line_language import line_identifier
-from data_prep.rules.rule import RULES, SIDED_RULES, Rule
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,

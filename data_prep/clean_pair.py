@@ -1,29 +1,39 @@
-"""The work of clean on one pair, in whatever process: its training lines, but those that break a
-rule.
-"""
+"""S"""
 
+import hashlib
 from array import array
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.dropped_samples import DroppedSamples
-from data_prep.rules.duplicates import LineDigests
-from data_prep.rules.judge import Judge, PairFacts, as_seen
-from data_prep.rules.length_ratio import LengthRatios
+from data_prep.rules.duplicates import LineDigests, NearDuplicates, sketches
+from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
-from data_prep.rules.near_duplicates import NearDuplicates, sketches
-from data_prep.rules.rule import Rule
 from pipeline.artifacts.corpus import aligned_lines
 from pipeline.artifacts.settings import CleanConfig
 
 BLOCK_LINES = 2048
 
 Lines = list[tuple[str, str]]
+
+
+DROPPED_SAMPLES_NAME = "dropped_samples.jsonl"
+
+
+SAMPLES = 10
+"""Of each rule, over all pairs."""
+
+
+SHOWN_CHARACTERS = 300
+"""Of either side."""
+
+
+SEED = 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,64 @@ class PairTask:
     outputs: tuple[Path, Path]
     facts: PairFacts
     config: CleanConfig
+
+
+@dataclass(frozen=True)
+class DroppedLine:
+    """A line that a rule dropped."""
+
+    rule: Rule
+    pair: str
+    line: int
+    """In the training text that came in, counted from 1."""
+    sides: tuple[str, ...]
+    """Languages of the sides that broke the rule; none: both together did."""
+    text: dict[str, str]
+    """Language → its side, cut."""
+
+
+Ranked = tuple[bytes, DroppedLine]
+
+
+@dataclass
+class DroppedSamples:
+    """A sample of the dropped lines of each rule."""
+
+    of_rule: dict[Rule, list[Ranked]] = field(default_factory=dict)
+
+    def offer(
+        self, rule: Rule, *, pair: str, line: int, sides: Iterable[bool], text: tuple[str, str]
+    ) -> None:
+        """Take notice of a dropped line."""
+        rank = hashlib.blake2b(f"{SEED} {rule} {pair} {line}".encode(), digest_size=8).digest()
+        if not self._has_room(rule, rank):
+            return
+        codes = pair.split("-")
+        cut = {code: side[:SHOWN_CHARACTERS] for code, side in zip(codes, text, strict=True)}
+        broken = tuple(code for code, breaks in zip(codes, sides, strict=True) if breaks)
+        self._take(rank, DroppedLine(rule, pair, line, broken, cut))
+
+    def add(self, other: "DroppedSamples") -> None:
+        """Become the sample of the lines of both."""
+        for ranked in other.of_rule.values():
+            for rank, dropped in ranked:
+                if self._has_room(dropped.rule, rank):
+                    self._take(rank, dropped)
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """By rule, pair and line, as JSON has them."""
+        for rule in RULES:
+            dropped = [one for _, one in self.of_rule.get(rule, [])]
+            yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
+
+    def _has_room(self, rule: Rule, rank: bytes) -> bool:
+        ranked = self.of_rule.setdefault(rule, [])
+        return len(ranked) < SAMPLES or rank < ranked[-1][0]
+
+    def _take(self, rank: bytes, dropped: DroppedLine) -> None:
+        ranked = self.of_rule[dropped.rule]
+        insort(ranked, (rank, dropped), key=lambda one: one[0])
+        del ranked[SAMPLES:]
 
 
 @dataclass
@@ -117,6 +185,12 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
     return judge
 
 
+def _blocks(task: PairTask) -> Iterator[Lines]:
+    lines = aligned_lines(*task.sources)
+    while block := list(islice(lines, BLOCK_LINES)):
+        yield block
+
+
 class StoredLines:
     """The lines of two files by their number; keeps 16 bytes of each."""
 
@@ -139,9 +213,3 @@ def _starts(stream: BinaryIO) -> Iterator[int]:
     for line in stream:
         yield start
         start += len(line)
-
-
-def _blocks(task: PairTask) -> Iterator[Lines]:
-    lines = aligned_lines(*task.sources)
-    while block := list(islice(lines, BLOCK_LINES)):
-        yield block

@@ -19,15 +19,13 @@ from typing import TextIO
 
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.cldr import read_phrases
-from data_prep.readers.columns import read_columns
+from data_prep.readers.file_pairs import read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
-from data_prep.readers.moses import read_moses
+from data_prep.readers.raw_files import FilesInStep
 from data_prep.readers.section import SPLITS, RawText, Section
-from data_prep.readers.text_files import FilesInStep
+from data_prep.readers.tables import read_columns, read_tsv
 from data_prep.readers.tmx import read_tmx
-from data_prep.readers.tree import read_trees
-from data_prep.readers.tsv import read_tsv
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name

@@ -18,8 +18,8 @@ from typing import TextIO
 from data_prep.import_corpus import QUARANTINE_NAME
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
+from data_prep.readers.raw_files import FilesInStep, source_of
 from data_prep.readers.section import SPLITS
-from data_prep.readers.text_files import FilesInStep, source_of
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError

@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import iterate_lines, text_name
 from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.places import claim_run_folder, files_below, remove_files, sync
+from pipeline.artifacts.places import files_below, sync
+from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter

@@ -30,8 +30,7 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from data_prep.readers.pair_names import require_languages
-from data_prep.readers.section import RawLine, RawText, Section, Source
+from data_prep.readers.section import RawLine, RawText, Section, Source, require_languages
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.settings import CldrConfig, CorpusConfig
 from pipeline.errors import ConfigError

@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from data_prep.readers.pair_names import (
+from data_prep.readers.section import (
+    FOLDERS_IGNORED,
     SPLIT_NAMES,
+    LeftOut,
     NamedPair,
+    RawLine,
+    RawText,
+    Section,
+    Source,
     is_pair_name,
     name_pairs,
     select_pairs,
 )
-from data_prep.readers.section import FOLDERS_IGNORED, LeftOut, RawLine, RawText, Section, Source
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError

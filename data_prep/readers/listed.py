@@ -8,15 +8,21 @@ one split and pair follow in the order of the list.
 from collections import Counter
 from pathlib import Path
 
-from data_prep.readers.columns import ENDINGS as COLUMN_ENDINGS
-from data_prep.readers.columns import open_columns
-from data_prep.readers.moses import FilePair, section_of
+from data_prep.readers.file_pairs import FilePair, section_of
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
-from data_prep.readers.pair_names import NamedPair, is_pair_name, name_pairs, select_pairs
 from data_prep.readers.raw_files import RawFile, raw_paths
-from data_prep.readers.section import LeftOut, RawText, Section
+from data_prep.readers.section import (
+    LeftOut,
+    NamedPair,
+    RawText,
+    Section,
+    is_pair_name,
+    name_pairs,
+    select_pairs,
+)
+from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS
+from data_prep.readers.tables import open_columns, open_table
 from data_prep.readers.tmx import survey_file
-from data_prep.readers.tsv import open_table
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig, ListedText
 from pipeline.errors import ConfigError, DataError

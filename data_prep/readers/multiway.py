@@ -14,9 +14,15 @@ from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
-from data_prep.readers.pair_names import NamedPair, require_languages
 from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import LeftOut, RawLine, RawText, Section
+from data_prep.readers.section import (
+    LeftOut,
+    NamedPair,
+    RawLine,
+    RawText,
+    Section,
+    require_languages,
+)
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError

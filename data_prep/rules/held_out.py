@@ -6,11 +6,10 @@ held-out ones by the first characters of their key, for which no more than the h
 needs to be folded.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from data_prep.folding import fold, head
+from data_prep.rules.normalization import digest_of, fold, head
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_name
 
@@ -91,8 +90,3 @@ def held_out_sets(
     for name, one in tests.items():
         sets.add_corpus(one, prefix=f"{name}:")
     return sets
-
-
-def digest_of(text: str) -> bytes:
-    """Eight bytes that stand for a text."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()

@@ -1,22 +1,85 @@
-"""All rules, tried in their order on the training lines of one pair.
-
-Rules that look at one line alone come first; then, for a block of lines at once, the language; then
-those that compare a line with others: the kept ones of its pair, and the held-out ones.
-"""
+"""S"""
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from data_prep.folding import visible
-from data_prep.rules.duplicates import Duplicates
+import numpy as np
+
+from data_prep.rules.duplicates import Duplicates, NearDuplicates
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
-from data_prep.rules.near_duplicates import NearDuplicates
-from data_prep.rules.rule import NO_SIDE, Rule, Sides
+from data_prep.rules.normalization import visible
 from pipeline.artifacts.settings import CleanConfig
 from pipeline.languages import has_letter_of
+
+Rule = Literal[
+    "empty",
+    "too_long",
+    "control_characters",
+    "copy",
+    "swapped",
+    "length_ratio",
+    "wrong_language",
+    "duplicate",
+    "near_duplicate",
+    "held_out_overlap",
+]
+RULES: tuple[Rule, ...] = get_args(Rule)
+"""In the order they are tried."""
+
+SIDED_RULES: tuple[Rule, ...] = (
+    *("empty", "too_long", "control_characters", "wrong_language"),
+    "held_out_overlap",
+)
+"""Those that a side breaks; the others are broken by both together."""
+
+Sides = tuple[bool, bool]
+"""Which sides of a line break a rule."""
+
+NO_SIDE: Sides = (False, False)
+"""No side by itself: both together break the rule, or none is broken."""
+
+
+COUNTED = 512
+"""Lengths below this are counted; the few lines that are longer are kept one by one."""
+
+
+class LengthRatios:
+    """Characters of the first side per character of the second, over the lines of a pair.
+
+    Lines with an empty side do not count. Memory does not grow but with the long lines: 8 bytes for
+    each.
+    """
+
+    def __init__(self) -> None:
+        self._lines_LL = np.zeros((COUNTED, COUNTED), dtype=np.int64)
+        self._long = array("d")
+
+    def add(self, lines: Sequence[tuple[str, str]]) -> None:
+        lengths = np.array([(len(one), len(other)) for one, other in lines], dtype=np.int64)
+        lengths = lengths.reshape(-1, 2)
+        lengths = lengths[lengths.all(axis=1)]
+        is_long = lengths.max(axis=1, initial=0) >= COUNTED
+        self._long.extend((lengths[is_long, 0] / lengths[is_long, 1]).tolist())
+        np.add.at(self._lines_LL, tuple(lengths[~is_long].T), 1)
+
+    def median(self) -> float:
+        """Median over the lines; 1 if there are none."""
+        one, other = self._lines_LL.nonzero()
+        ratio_X = np.concatenate([one / other, np.frombuffer(self._long, dtype=np.float64)])
+        lines_X = np.concatenate([self._lines_LL[one, other], np.ones(len(self._long), np.int64)])
+        if not len(ratio_X):
+            return 1.0
+        order_X = np.argsort(ratio_X)
+        ends_X = np.cumsum(lines_X[order_X])
+        lines = ends_X[-1]
+        middle = np.searchsorted(ends_X, [(lines - 1) // 2, lines // 2], side="right")
+        return float(ratio_X[order_X][middle].mean())
+
 
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters but the tab, and the two separators other tools take for line ends. None of

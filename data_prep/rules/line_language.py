@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.rules.rule import Sides
 from pipeline.artifacts.settings import CleanConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import UNCERTAIN, LanguageDetector, detectable_languages
@@ -125,7 +124,7 @@ class LanguageRule:
     not_known: dict[str, int] = field(default_factory=dict)
     """Language that the identifier does not know → lines that were not judged for it."""
 
-    def wrong_sides(self, lines: Sequence[tuple[str, str]]) -> list[Sides]:
+    def wrong_sides(self, lines: Sequence[tuple[str, str]]) -> list[tuple[bool, bool]]:
         """Of each line, the sides that are in another language than they should be."""
         if not lines:
             return []

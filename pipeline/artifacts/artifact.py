@@ -1,14 +1,8 @@
-"""Artifacts: how the output of every stage is written, opened, verified and refused.
-
-An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
-in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
-stage leaves nothing that looks finished. A file of an artifact is asked for by name, and has the
-digests the manifest says when its path is given out (``digests``).
-"""
+"""S"""
 
 import errno
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,6 +12,7 @@ from typing import Any
 
 from pipeline.artifacts.digests import (
     Check,
+    Chunk,
     Stamp,
     changed_files,
     compare_files,
@@ -58,6 +53,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
 )
 from pipeline.config.documents import read_json
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
 from pipeline.errors import ArtifactError, to_write
 
 __all__ = [
@@ -432,3 +428,74 @@ def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, Fil
         path.relative_to(writer.directory).as_posix(): record or records[path]
         for path, record in found.items()
     }
+
+
+Follow = Callable[[InputRecord], bool]
+
+
+@dataclass
+class Lineage:
+    """Artifacts by path, inputs before what was made from them, and what could not be found."""
+
+    found: dict[Path, Artifact] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    """Names of folders that are no longer there, or have changed since."""
+
+    def add(self, artifact: Artifact, *, follow: Follow) -> None:
+        """Add an artifact after everything it was made from, by the inputs that are followed."""
+        path = artifact.directory.resolve()
+        if path in self.found:
+            return
+        for record in filter(follow, artifact.manifest.inputs.values()):
+            parent = open_recorded(record)
+            if parent is None:
+                self.missing.add(Path(record.path).name)
+            else:
+                self.add(parent, follow=follow)
+        self.found[path] = artifact
+
+
+def open_recorded(record: InputRecord) -> Artifact | None:
+    """The artifact a manifest names as an input; None if it is gone or another one."""
+    path = Path(record.path)
+    try:
+        manifest = read_manifest(path)
+    except (ArtifactError, ValueError):  # a NUL in the path
+        return None
+    if manifest is None or digest_of_part(manifest, record.splits) != record.digest:
+        return None
+    return Artifact(directory=path, manifest=manifest)
+
+
+def check_together(artifact: Artifact, names: Iterable[str]) -> None:
+    """Check files like :meth:`Artifact.check`, sharing the work among all ranks.
+
+    Every rank of the open process group must call it. Rank 0 deals out the chunks that it does not
+    know yet. A rank that sees other files than rank 0 (a copy on a disk of its own) checks all of
+    its own chunks. Rank 0 remembers the result on disk for later processes.
+
+    Raises:
+        ArtifactError: A file is missing or damaged; the same error on all ranks.
+    """
+    check: Check | None = None
+    problem: str | None = None
+    try:
+        check = artifact.to_check(list(names))
+    except ArtifactError as error:
+        problem = str(error)
+    found = gather_objects((problem, check.stamps if check else {}))
+    _raise_first([entry for entry, _ in found])
+    assert check is not None
+    unknown = check.without(remembered(artifact.directory, artifact.digest)).chunks()
+    dealt: list[Chunk] = from_rank_zero(unknown)
+    together = [number for number, (_, stamps) in enumerate(found) if stamps == found[0][1]]
+    if rank() in together:
+        unknown = dealt[together.index(rank()) :: len(together)]
+    _raise_first(gather_objects(check.problem(unknown)))
+    artifact.remember(check.stamps, on_disk=rank() == 0)
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    problem = next((entry for entry in problems if entry is not None), None)
+    if problem is not None:
+        raise ArtifactError(problem)

@@ -1,34 +1,20 @@
-"""Where an output and its working files lie, what of that is ours, and how it is removed.
-
-Beside an output ``NAME`` there may be
-
-- ``.NAME.unfinished``: the artifact under construction;
-- ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
-- ``NAME.run``: what a stage that can be interrupted keeps for its next run, until it is done
-  (``run_removal``);
-- ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier, trained ``NAME`` with
-  its run folder, set aside when the user had it trained anew or put something else in its place;
-  nothing here reads them, so they can be removed, or renamed to be what they were;
-- ``.NAME.lock``: one writer at a time;
-- ``.NAME.verified.jsonl``: which files were found to be as the manifest says (``digests``).
-
-Nothing else in this project removes or renames anything there. A folder is replaced or removed
-only where all of it is ours: it is empty, or it has a manifest and nothing but the files listed
-there, or it is a working folder with our marker in it. An artifact is replaced only by one of its
-own kind, and a trained one is then kept beside it. Links are never followed.
-"""
+"""S"""
 
 import contextlib
+import fcntl
 import itertools
 import os
+import secrets
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
-from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import (
     LONGEST_PART,
     MANIFEST_NAME,
@@ -41,17 +27,7 @@ from pipeline.artifacts.manifest import (
     with_article,
 )
 from pipeline.config.documents import unfinished_path
-from pipeline.errors import ArtifactError, ConfigError
-
-Work = Literal["training", "translation", "assembly", "sharding"]
-
-RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
-    "training": ("states", "best", "metrics.jsonl"),
-    "translation": ("identity.json",),
-    "assembly": ("assembly.json",),
-    "sharding": ("sharding.json",),
-}
-"""What tells the run folder of one kind of stage from the other's."""
+from pipeline.errors import ArtifactError, ConfigError, to_write
 
 # ---------------------------------------------------------------- names
 
@@ -128,6 +104,108 @@ def plan_lock_path(plan_dir: Path) -> Path:
     return plan_dir / ".lock"
 
 
+# ---------------------------------------------------------------- locks
+
+SIGNATURE = "process "
+"""How the contents of every lock file begin, which say who holds it."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A lock file that was signed by this process."""
+
+    path: Path
+    signature: str
+    what: str
+
+    def refuse_if_lost(self) -> None:
+        """Raises ArtifactError where the file is gone, or another process has signed it since."""
+        try:
+            found = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            found = ""
+        if found != self.signature:
+            raise ArtifactError(
+                f"{self.what} is being written by {found or 'nobody any more: its lock is gone'}: "
+                "this run stops, since two would spoil each other's files."
+            )
+
+
+@contextmanager
+def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
+    """Hold the lock file ``path``; its parent folders are made.
+
+    ``patience_seconds``: how long to wait for a holder that may be about to end.
+
+    Raises:
+        ArtifactError: another process holds it, the message says which; or it cannot be made.
+    """
+    descriptor: int | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, what=what, give_up=time.monotonic() + patience_seconds)
+        signature = _sign(descriptor)
+    except OSError as error:
+        if descriptor is not None:
+            _release(path, descriptor)
+        raise ArtifactError(
+            f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or choose "
+            "another folder."
+        ) from error
+    try:
+        yield Lock(path, signature, what)
+    finally:
+        _release(path, descriptor)
+
+
+def _locked(path: Path, *, what: str, give_up: float) -> int:
+    """Descriptor of the locked file that lies at ``path``, not of one just removed from there."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        text = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if text and not text.startswith(SIGNATURE):
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path} is where {what} is locked, but it is another file: move it away."
+            )
+        if not _lock(descriptor):
+            os.close(descriptor)
+            if time.monotonic() < give_up:
+                time.sleep(0.1)
+                continue
+            raise ArtifactError(
+                f"{what} is being written by {text.strip() or 'another process'}: wait for it or "
+                "stop it, then run again."
+            )
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(descriptor: int) -> str:
+    """Say who holds the lock; with a token, since numbers of processes come again."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    host, token = socket.gethostname(), secrets.token_hex(4)
+    signature = f"{SIGNATURE}{os.getpid()} on {host} since {now} (run {token})"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, signature.encode(), 0)
+    return signature
+
+
+def _release(path: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
     """Hold the lock of an output folder: no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
@@ -160,7 +238,7 @@ def why_not_ours(directory: Path) -> str | None:
     for name in found:
         if name not in ours:
             return f"holds {name}, which its {MANIFEST_NAME} does not list"
-        if not _is_plain(directory / name):
+        if not is_plain(directory / name):
             return f"holds {name}, which is not a plain file"
     return None
 
@@ -178,7 +256,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _is_plain(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
@@ -186,7 +264,7 @@ def is_working(directory: Path) -> bool:
     """Whether a folder is a working folder: one with our marker, or one without any file."""
     if directory.is_symlink() or not directory.is_dir():
         return False
-    return _is_plain(directory / MARKER_NAME) or not any(entries(directory))
+    return is_plain(directory / MARKER_NAME) or not any(entries(directory))
 
 
 def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
@@ -411,94 +489,8 @@ def free_place_aside(out_dir: Path) -> Path:
     )
 
 
-def set_aside(out_dir: Path) -> Path:
-    """Rename the artifact of a training stage, and its run folder, to a free place; returns it.
-
-    Raises:
-        ArtifactError: what lies there is not ours; nothing is renamed.
-    """
-    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
-    refuse_run_folder(run_folder, work="training")
-    if os.path.lexists(out_dir):
-        refuse_to_overwrite(out_dir, overwrite=True)
-    if run_folder.exists():
-        run_folder.rename(run_dir(place))
-    if out_dir.exists():
-        out_dir.rename(place)
-    sync(out_dir.parent)
-    return place
-
-
-# ---------------------------------------------------------------- run folders
-
-
-def refuse_run_folder(directory: Path, *, work: Work) -> None:
-    """Refuse a ``NAME.run`` that no stage of this kind has made.
-
-    Raises:
-        ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
-    """
-    if not os.path.lexists(directory):
-        return
-    others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
-    other = next((name for name in others if (directory / name).exists()), None)
-    if not is_working(directory) and not _looks_like_a_run(directory):
-        problem = "was not made by a stage"
-    elif other is not None:
-        problem = f"holds {other} of another kind of stage"
-    else:
-        return
-    if not os.path.lexists(directory):
-        return  # rank 0 of this stage has just set it aside
-    raise ArtifactError(
-        f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
-        "nothing there is touched; name another --out, or move the folder away."
-    )
-
-
-def claim_run_folder(directory: Path, *, work: Work) -> None:
-    """Make a run folder, or mark the one that is there.
-
-    Raises:
-        ArtifactError: see :func:`refuse_run_folder`.
-    """
-    refuse_run_folder(directory, work=work)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MARKER_NAME).touch()
-
-
-def remove_files(directory: Path, patterns: Sequence[str]) -> None:
-    """Remove the files of a run folder that a stage names, and the folder if all were its own."""
-    for pattern in patterns:
-        for path in directory.glob(pattern):
-            path.unlink()
-    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
-        (directory / MARKER_NAME).unlink(missing_ok=True)
-        directory.rmdir()
-
-
-def _looks_like_a_run(directory: Path) -> bool:
-    """Whether a folder without marker is the run folder of an earlier version."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    return (
-        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
-        or _kind_at(directory / "best") in ("checkpoint", "task_model")
-        or _begins(directory / "identity.json", b"[{")
-        or _begins(directory / "lock", b"process ")
-    )
-
-
-def _kind_at(directory: Path) -> str | None:
-    try:
-        manifest = read_manifest(directory)
-    except ArtifactError:
-        return None
-    return manifest.kind if manifest else None
-
-
-def _begins(path: Path, expected: bytes) -> bool:
-    if not _is_plain(path):
+def begins_with(path: Path, expected: bytes) -> bool:
+    if not is_plain(path):
         return False
     with path.open("rb") as stream:
         return stream.read(len(expected)) == expected
@@ -508,7 +500,7 @@ def is_verified_file(path: Path) -> bool:
     """Whether a file is one of remembered digests (``digests``), or nothing yet."""
     if not os.path.lexists(path):
         return True
-    return _is_plain(path) and (path.stat().st_size == 0 or _begins(path, b'["'))
+    return is_plain(path) and (path.stat().st_size == 0 or begins_with(path, b'["'))
 
 
 # ---------------------------------------------------------------- outputs and inputs

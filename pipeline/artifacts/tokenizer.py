@@ -22,6 +22,7 @@ from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
+    SPACE,
     SPECIALS,
     TARGET_MODEL_NAME,
     ByteLevelVocabulary,
@@ -73,8 +74,6 @@ TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
 MAX_MODEL_BYTES = 2**28
 """A SentencePiece model of a million pieces has about 25 MB."""
 
-SPACE = "▁"
-"""As SentencePiece spells white space."""
 WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]

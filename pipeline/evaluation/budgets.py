@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
-from pipeline.artifacts.artifact import Artifact, InputRecord, json_digest
-from pipeline.artifacts.lineage import Lineage, open_recorded
+from pipeline.artifacts.artifact import Artifact, InputRecord, Lineage, json_digest, open_recorded
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError

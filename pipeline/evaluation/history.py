@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.lineage import Lineage
+from pipeline.artifacts.artifact import Artifact, Lineage
 from pipeline.evaluation.budgets import (
     Spent,
     SystemTraining,

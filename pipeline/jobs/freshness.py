@@ -11,7 +11,7 @@ longer. Another ``shards.max_tokens`` that leaves out the same sentences changes
 Training that running a stage again would throw away: how much, and what makes it useless.
 
 A training stage goes on from its newest state where that is a state of the same training
-(``artifacts/training_states.py``), to more updates too. Where it is not, or where a finished model
+(``artifacts/run_folders.py``), to more updates too. Where it is not, or where a finished model
 was trained otherwise, days may be lost: ``mmnmt run`` refuses until it is told to train anew, and
 a stage by itself until it is told to overwrite. What was trained is then set aside.
 """
@@ -24,7 +24,7 @@ from pipeline.artifacts.artifact import FORMAT_VERSION, Artifact, Manifest, read
 from pipeline.artifacts.digests import changed_files
 from pipeline.artifacts.manifest import setting_changes, with_defaults
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
-from pipeline.artifacts.training_states import newest_state, updates_done, why_not_to_go_on
+from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.registry import Stage

@@ -2,8 +2,7 @@
 
 from collections.abc import Collection
 
-from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.shared_hashing import check_together
+from pipeline.artifacts.artifact import check_together, open_artifact
 from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.errors import CheckpointError
 from pipeline.training.engine import Engine

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from pipeline.artifacts.shared_hashing import check_together
-from pipeline.artifacts.training_states import replanned
+from pipeline.artifacts.artifact import check_together
+from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.training_state import PieceReader, Position, read_position
 from pipeline.distributed.collectives import from_rank_zero
 from pipeline.distributed.world import World

@@ -20,7 +20,6 @@ from pipeline import cli
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact, read_manifest
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
 from pipeline.artifacts.places import (
-    claim_run_folder,
     make_working,
     plan_lock_path,
     refuse_inputs,
@@ -29,11 +28,11 @@ from pipeline.artifacts.places import (
     replaced_dir,
     restore,
     run_dir,
-    set_aside,
     unfinished_dir,
     why_not_ours,
 )
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.run_folders import claim_run_folder, set_aside
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
 from pipeline.jobs.plan import load_plan, place_plan
@@ -559,7 +558,7 @@ def test_the_marker_is_no_part_of_the_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["my notes", "process"])
 def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) -> None:
-    from pipeline.artifacts.locks import exclusive
+    from pipeline.artifacts.places import exclusive
 
     path = plan_lock_path(tmp_path)
     path.write_text(text)

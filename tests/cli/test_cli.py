@@ -19,10 +19,9 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
-from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir, sole_writer
+from pipeline.artifacts.places import exclusive, plan_lock_path, run_dir, sole_writer
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.training_states import announce_removal
+from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_options import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config

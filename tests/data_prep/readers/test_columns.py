@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers.columns import open_columns
 from data_prep.readers.raw_files import RawFile
+from data_prep.readers.tables import open_columns
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.settings import CorpusConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.raw_trees import run_import, write
 
-from data_prep.readers.text_files import iterate_blocks, iterate_raw_lines
+from data_prep.readers.raw_files import iterate_blocks, iterate_raw_lines
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.settings import CorpusConfig

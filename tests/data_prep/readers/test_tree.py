@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.readers.file_pairs import PairFolder, find_pairs
 from data_prep.readers.section import LeftOut
-from data_prep.readers.tree import PairFolder, find_pairs
 from pipeline.errors import ConfigError, DataError
 
 

@@ -11,14 +11,14 @@ between, the next start that finds both the model and the note finishes the remo
 did not write stays, and is named.
 """
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.artifacts.artifact import Artifact, open_artifact
-from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import (
     DECIDE_NOTHING,
     DECIDE_WHICH_WEIGHTS,
@@ -31,20 +31,120 @@ from pipeline.artifacts.manifest import (
     without_settings,
 )
 from pipeline.artifacts.places import (
+    begins_with,
     entries,
+    exclusive,
+    free_place_aside,
+    is_working,
+    refuse_to_overwrite,
     remove_artifact,
-    remove_files,
     remove_working,
     replaced_dir,
     run_dir,
     sole_writer,
+    sync,
     unfinished_dir,
 )
 from pipeline.errors import ArtifactError, UserError
 
+Work = Literal["training", "translation", "assembly", "sharding"]
+
+
+RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
+    "training": ("states", "best", "metrics.jsonl"),
+    "translation": ("identity.json",),
+    "assembly": ("assembly.json",),
+    "sharding": ("sharding.json",),
+}
+"""What tells the run folder of one kind of stage from the other's."""
+
+
 STATE_NAME = re.compile(r"update-(\d+)")
 
 _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
+
+
+def refuse_run_folder(directory: Path, *, work: Work) -> None:
+    """Refuse a ``NAME.run`` that no stage of this kind has made.
+
+    Raises:
+        ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
+    """
+    if not os.path.lexists(directory):
+        return
+    others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
+    other = next((name for name in others if (directory / name).exists()), None)
+    if not is_working(directory) and not _looks_like_a_run(directory):
+        problem = "was not made by a stage"
+    elif other is not None:
+        problem = f"holds {other} of another kind of stage"
+    else:
+        return
+    if not os.path.lexists(directory):
+        return  # rank 0 of this stage has just set it aside
+    raise ArtifactError(
+        f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
+        "nothing there is touched; name another --out, or move the folder away."
+    )
+
+
+def claim_run_folder(directory: Path, *, work: Work) -> None:
+    """Make a run folder, or mark the one that is there.
+
+    Raises:
+        ArtifactError: see :func:`refuse_run_folder`.
+    """
+    refuse_run_folder(directory, work=work)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER_NAME).touch()
+
+
+def remove_files(directory: Path, patterns: Sequence[str]) -> None:
+    """Remove the files of a run folder that a stage names, and the folder if all were its own."""
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            path.unlink()
+    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
+        (directory / MARKER_NAME).unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def _looks_like_a_run(directory: Path) -> bool:
+    """Whether a folder without marker is the run folder of an earlier version."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (
+        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
+        or _kind_at(directory / "best") in ("checkpoint", "task_model")
+        or begins_with(directory / "identity.json", b"[{")
+        or begins_with(directory / "lock", b"process ")
+    )
+
+
+def _kind_at(directory: Path) -> str | None:
+    try:
+        manifest = read_manifest(directory)
+    except ArtifactError:
+        return None
+    return manifest.kind if manifest else None
+
+
+def set_aside(out_dir: Path) -> Path:
+    """Rename the artifact of a training stage, and its run folder, to a free place; returns it.
+
+    Raises:
+        ArtifactError: what lies there is not ours; nothing is renamed.
+    """
+    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
+    refuse_run_folder(run_folder, work="training")
+    if os.path.lexists(out_dir):
+        refuse_to_overwrite(out_dir, overwrite=True)
+    if run_folder.exists():
+        run_folder.rename(run_dir(place))
+    if out_dir.exists():
+        out_dir.rename(place)
+    sync(out_dir.parent)
+    return place
 
 
 def states_dir(run_folder: Path) -> Path:

@@ -1,43 +1,46 @@
-"""A raw tree: which folders are language pairs, under which codes, and which are wanted.
-
-An OPUS-100-like tree has folders ``en-de`` with ``train.en`` and ``train.de`` (or
-``opus.en-de-train.en``), the same for ``valid`` (``dev``, ``validation``) and ``test``, plain,
-``.gz`` or ``.zst``; pairs without training text may lie below ``zero-shot``. What is wanted is
-decided by the names of the folders; nothing else of a folder that is not wanted is looked at. Of
-several trees, what they have of one pair follows in the order of the trees.
-"""
+"""S"""
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from data_prep.readers.pair_names import (
-    CODE,
-    SPLIT_NAMES,
-    NamedPair,
-    is_pair_name,
-    name_pairs,
-    select_pairs,
+from data_prep.readers.multiway import is_language
+from data_prep.readers.raw_files import (
+    PACKED,
+    FilesInStep,
+    RawFile,
+    iterate_raw_lines,
+    list_files,
+    plain_name,
+    source_of,
 )
 from data_prep.readers.section import (
+    CODE,
     FILES_IGNORED,
     FOLDERS_IGNORED,
+    SPLIT_NAMES,
     SPLITS,
     LeftOut,
+    NamedPair,
     RawText,
     Section,
     Source,
+    is_pair_name,
+    name_pairs,
+    select_pairs,
+    spellings_of,
 )
-from data_prep.readers.text_files import PACKED, FilesInStep, iterate_raw_lines, source_of
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.languages import Regions, find_code, without_region
+from pipeline.languages import Regions, find_code, is_known, without_region
+from pipeline.terminal import listed
 
-LAYOUT = (
+TREE_LAYOUT = (
     "folders like en-de with train.en and train.de (or opus.en-de-train.en), plain, .gz or .zst"
 )
 
@@ -89,7 +92,7 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
         counts=counts,
     )
     sections = [
-        _section(folder, split, roots, max_line_bytes=config.max_line_bytes)
+        _folder_section(folder, split, roots, max_line_bytes=config.max_line_bytes)
         for folder in folders
         for split in folder.files
     ]
@@ -144,7 +147,7 @@ def _roots(raw: RawInput | None) -> tuple[Path, ...]:
         case None:
             raise ConfigError(
                 "corpus.source is 'tree', but no raw folder was given: pass --raw DIR, a tree with "
-                f"{LAYOUT}, or set corpus.source to 'cldr'."
+                f"{TREE_LAYOUT}, or set corpus.source to 'cldr'."
             )
         case HubDataset():
             raise ConfigError(
@@ -153,11 +156,13 @@ def _roots(raw: RawInput | None) -> tuple[Path, ...]:
             )
     for root in raw.paths:
         if root.is_file():
-            raise DataError(f"{root} is a file where a tree of pair folders is wanted: {LAYOUT}.")
+            raise DataError(
+                f"{root} is a file where a tree of pair folders is wanted: {TREE_LAYOUT}."
+            )
     return raw.paths
 
 
-def _section(
+def _folder_section(
     folder: PairFolder, split: Split, roots: Sequence[Path], *, max_line_bytes: int
 ) -> Section:
     first, second = (_source(path, roots=roots, tree=folder.tree) for path in folder.files[split])
@@ -186,11 +191,11 @@ def _name_folders(roots: Sequence[Path], *, regions: Regions, counts: LeftOut) -
     places: list[tuple[Path, int]] = []
     for tree, root in enumerate(roots):
         if not root.is_dir():
-            raise DataError(f"{root} is no folder: name a tree with {LAYOUT}.")
+            raise DataError(f"{root} is no folder: name a tree with {TREE_LAYOUT}.")
         directories, others = _pair_directories(root)
         counts.ignore(FOLDERS_IGNORED, (_name(path, roots=roots, tree=tree) for path in others))
         if not directories:
-            raise DataError(f"{root} holds no language pairs: {LAYOUT} are expected.")
+            raise DataError(f"{root} holds no language pairs: {TREE_LAYOUT} are expected.")
         places += [(directory, tree) for directory in directories]
     pairs = name_pairs((directory.name for directory, _ in places), regions=regions)
     return [NamedFolder(*place, pair) for place, pair in zip(places, pairs, strict=True)]
@@ -247,7 +252,7 @@ def _open_folder(folder: NamedFolder, *, roots: Sequence[Path], counts: LeftOut)
     files = {split: _both_sides(found, split, first, second) for split in SPLITS}
     present = {split: paths for split, paths in files.items() if paths is not None}
     if not present:
-        raise DataError(f"{directory} holds no text of its pair: {LAYOUT} are expected.")
+        raise DataError(f"{directory} holds no text of its pair: {TREE_LAYOUT} are expected.")
     counts.ignore(FILES_IGNORED, (_name(path, roots=roots, tree=folder.tree) for path in others))
     spellings = folder.pair.spellings if codes == (first, second) else folder.pair.spellings[::-1]
     return PairFolder(directory, folder.tree, (first, second), present, spellings)
@@ -278,3 +283,121 @@ def _both_sides(
         f"{present} has no counterpart in {missing}: add the {split} text of {missing} "
         "beside it or remove the file."
     )
+
+
+MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain, .gz or .zst"
+
+
+@dataclass(frozen=True)
+class FilePair:
+    """Two files of which line n of one translates line n of the other."""
+
+    files: tuple[RawFile, RawFile]
+    split: Split
+    pair: NamedPair
+    """In the order of the files."""
+
+
+def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Every pair of files, in step.
+
+    Raises:
+        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: there are no pairs, or a file has no counterpart.
+    """
+    files = list_files(raw, source="moses")
+    sides = _sides_by_name(files)
+    if not sides:
+        places = listed(raw.values) if raw else ""
+        raise DataError(f"{places} holds no pairs of files: {MOSES_LAYOUT} are expected.")
+    read = {file.name for of_name in sides.values() for file in of_name.values()}
+    left_out = LeftOut()
+    left_out.ignore(FILES_IGNORED, [file.name for file in files if file.name not in read])
+    return file_pairs([_both(name, of_name) for name, of_name in sides.items()], config, left_out)
+
+
+def file_pairs(
+    found: Sequence[tuple[RawFile, RawFile, str]], config: CorpusConfig, left_out: LeftOut
+) -> RawText:
+    """Sections of pairs of files, each with the name of its pair, by pair, then as they are given.
+
+    Raises:
+        ConfigError: a wanted language is in no pair of wanted languages.
+        DataError: a pair of a language with itself.
+    """
+    named = name_pairs((name for *_, name in found), regions=config.regions)
+    pairs = [
+        FilePair((one, other), one.split(), pair)
+        for (one, other, _), pair in zip(found, named, strict=True)
+    ]
+    wanted = select_pairs(named, config.languages)
+    left_out["pairs_not_selected"] += len({*named} - wanted)
+    sections = [section_of(pair, config) for pair in pairs if pair.pair in wanted]
+    return RawText(sorted(sections, key=lambda section: section.pair), left_out=left_out)
+
+
+def section_of(pair: FilePair, config: CorpusConfig) -> Section:
+    """The lines of two files, in the order of the pair's languages."""
+    codes, spellings = pair.pair.codes, pair.pair.spellings
+    one, other = pair.files
+    if codes[0] == codes[1]:
+        raise DataError(f"{one.path} and {other.path} are both text of {codes[0]}: remove one.")
+    if codes[0] > codes[1]:
+        codes, spellings, one, other = codes[::-1], spellings[::-1], other, one
+    return Section(
+        split=pair.split,
+        languages=codes,
+        spellings=spellings,
+        sources=(one.source(), other.source()),
+        lines=FilesInStep((one.path, other.path), config.max_line_bytes),
+    )
+
+
+def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
+    """What names begin with → ending → file, of all files that are a side of something."""
+    found: dict[str, dict[str, RawFile]] = defaultdict(dict)
+    for file in files:
+        stem, _, ending = plain_name(file.name).rpartition(".")
+        if not _is_side(stem, ending):
+            continue
+        if ending in found[stem]:
+            raise DataError(f"{found[stem][ending].path} and {file.path} are one text: remove one.")
+        found[stem][ending] = file
+    return {stem: sides for stem, sides in found.items() if _is_of_pair(stem, sides)}
+
+
+def _is_side(stem: str, ending: str) -> bool:
+    """Whether an ending is one of the pair that a name says, or the code of a known language."""
+    name = _named_pair(stem)
+    if name is not None:
+        return ending in spellings_of(name)
+    return bool(stem) and is_language(ending) and is_known(ending)
+
+
+def _is_of_pair(stem: str, sides: Mapping[str, RawFile]) -> bool:
+    """Whether there is a counterpart, or should be by the name."""
+    return len(sides) > 1 or _named_pair(stem) is not None
+
+
+def _named_pair(stem: str) -> str | None:
+    last = stem.rpartition("/")[2].rpartition(".")[2]
+    return last if is_pair_name(last) else None
+
+
+def _both(stem: str, sides: Mapping[str, RawFile]) -> tuple[RawFile, RawFile, str]:
+    name = _named_pair(stem)
+    wanted = spellings_of(name) if name else tuple(sorted(sides))
+    if len(wanted) > 2:
+        raise DataError(
+            f"{listed(sorted(str(file.path) for file in sides.values()))} are more than two files "
+            "of one name: name each pair, NAME.de-en.de and NAME.de-en.en."
+        )
+    missing = [side for side in wanted if side not in sides]
+    if missing:
+        there = next(iter(sides.values()))
+        raise DataError(
+            f"{there.path} has no counterpart in {missing[0]}: add {stem}.{missing[0]} beside it "
+            "or remove the file."
+        )
+    first, second = wanted
+    return sides[first], sides[second], f"{first}-{second}"

@@ -1,5 +1,6 @@
 """What two lines must share to count as one: keys without what does not tell lines apart."""
 
+import hashlib
 import re
 import unicodedata
 from functools import cache
@@ -67,6 +68,11 @@ def head(line: str) -> str:
         return line
     end = line.find(" ", _HEAD)
     return line if end < 0 else line[:end]
+
+
+def digest_of(text: str) -> bytes:
+    """Eight bytes that stand for a text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
 
 
 @cache
