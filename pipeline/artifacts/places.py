@@ -1,4 +1,21 @@
-"""S"""
+"""Paths of an output and its working files: names, locks, ownership, replacement and removal.
+
+Beside an output ``NAME`` there may be
+
+- ``.NAME.unfinished``: the artifact under construction;
+- ``.NAME.replaced``: the previous artifact while the new one takes its place;
+- ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
+- ``NAME.before-1``, ``NAME.before-1.run``, ``-2`` and so on: an earlier trained ``NAME`` and its
+  run folder, set aside when training began anew or another artifact took the place. No stage reads
+  them, so they can be removed or renamed back;
+- ``.NAME.lock``: one writer at a time;
+- ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
+
+Nothing else in this project removes or renames anything there. A folder is replaced or removed only
+if the project made all of it: it is empty, or it has a manifest and only the files listed there, or
+it is a working folder with the marker. An artifact is replaced only by one of its own kind, and a
+trained one is then kept beside it. Links are never followed.
+"""
 
 import contextlib
 import fcntl
@@ -36,11 +53,11 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
     """Refuse a path that a manifest or the file system cannot hold, before any work is done.
 
     Args:
-        path: as the user gave it.
-        is_output: whether a stage writes there, and so beside it, under longer names.
+        path: Path as the user gave it.
+        is_output: Whether a stage writes there, and so beside it, under longer names.
 
     Raises:
-        ConfigError: the path, or a folder above it, is not UTF-8; or a part of it is too long.
+        ConfigError: The path is not UTF-8, or a part of it is too long.
     """
     absolute = path.absolute()
     if not is_text(str(absolute)):
@@ -62,7 +79,7 @@ def _num_bytes(name: str) -> int:
 
 
 def _longest_addition() -> int:
-    """Bytes that the names of what lies beside an output have more than its own."""
+    """Return how many bytes longer the names beside an output are than its own."""
     out_dir = Path("x")
     beside = [of(out_dir) for of in (unfinished_dir, replaced_dir, lock_path, verified_path)]
     beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
@@ -70,7 +87,7 @@ def _longest_addition() -> int:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """A hard link where the file system has them, a copy otherwise; whether it is a link."""
+    """Make a hard link, or a copy where links are not possible; return whether it is a link."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -81,45 +98,59 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def unfinished_dir(out_dir: Path) -> Path:
+    """Return the folder in which a stage builds its output."""
     return unfinished_path(out_dir)
 
 
 def replaced_dir(out_dir: Path) -> Path:
+    """Return the folder that keeps the previous output while it is replaced."""
     return out_dir.parent / f".{out_dir.name}.replaced"
 
 
 def run_dir(out_dir: Path) -> Path:
+    """Return the run folder of an output."""
     return out_dir.parent / f"{out_dir.name}.run"
 
 
 def lock_path(out_dir: Path) -> Path:
+    """Return the lock file of an output."""
     return out_dir.parent / f".{out_dir.name}.lock"
 
 
 def verified_path(directory: Path) -> Path:
+    """Return the file that remembers the digests checked for an artifact."""
     return directory.parent / f".{directory.name}.verified.jsonl"
 
 
 def plan_lock_path(plan_dir: Path) -> Path:
+    """Return the lock file of the work directory of a plan."""
     return plan_dir / ".lock"
 
 
 # ---------------------------------------------------------------- locks
 
 SIGNATURE = "process "
-"""How the contents of every lock file begin, which say who holds it."""
+"""Beginning of the contents of every lock file, which name the holder."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock file that was signed by this process."""
+    """Lock file that this process has signed.
+
+    The kernel releases the lock when its holder ends. Some network file systems do not share such
+    locks: there a second writer signs the file too, and the first notices before it publishes.
+    """
 
     path: Path
     signature: str
     what: str
 
     def refuse_if_lost(self) -> None:
-        """Raises ArtifactError where the file is gone, or another process has signed it since."""
+        """Stop if the lock file is gone or another process has signed it.
+
+        Raises:
+            ArtifactError: Names the process that signed it.
+        """
         try:
             found = self.path.read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -133,12 +164,15 @@ class Lock:
 
 @contextmanager
 def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
-    """Hold the lock file ``path``; its parent folders are made.
+    """Hold the lock file ``path`` within the block; its parent folders are made.
 
-    ``patience_seconds``: how long to wait for a holder that may be about to end.
+    Args:
+        path: Lock file.
+        what: Name of the locked folder, for messages.
+        patience_seconds: Time to wait for a holder that may be about to end.
 
     Raises:
-        ArtifactError: another process holds it, the message says which; or it cannot be made.
+        ArtifactError: Another process holds the lock, or the file cannot be made.
     """
     descriptor: int | None = None
     try:
@@ -159,7 +193,7 @@ def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterat
 
 
 def _locked(path: Path, *, what: str, give_up: float) -> int:
-    """Descriptor of the locked file that lies at ``path``, not of one just removed from there."""
+    """Return the descriptor of the locked file at ``path``, never of one just removed there."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         text = os.pread(descriptor, 200, 0).decode(errors="replace")
@@ -191,7 +225,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _sign(descriptor: int) -> str:
-    """Say who holds the lock; with a token, since numbers of processes come again."""
+    """Write the holder into the lock file; a random token tells reused process ids apart."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     host, token = socket.gethostname(), secrets.token_hex(4)
     signature = f"{SIGNATURE}{os.getpid()} on {host} since {now} (run {token})"
@@ -207,7 +241,7 @@ def _release(path: Path, descriptor: int) -> None:
 
 
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
-    """Hold the lock of an output folder: no other process makes it meanwhile."""
+    """Hold the lock of an output, so that no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
@@ -215,9 +249,9 @@ def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
 
 
 def why_not_ours(directory: Path) -> str | None:
-    """What keeps a folder from being removed, to be put behind its name; None if it is ours.
+    """Return why a folder may not be removed, to follow its name; None if it may.
 
-    It is ours if it holds no file at all, or a manifest and nothing but the files that lists.
+    It may be removed if it holds no file at all, or a manifest and only the files listed there.
     """
     if directory.is_symlink():
         return "is a link"
@@ -244,7 +278,7 @@ def why_not_ours(directory: Path) -> str | None:
 
 
 def entries(directory: Path) -> Iterator[str]:
-    """Everything below a folder that is not itself a folder, by name, in order."""
+    """Yield the relative names of all files and links below a folder, in order."""
     for folder, folder_names, names in os.walk(directory, onerror=_raise):
         folder_names.sort()
         links = [name for name in folder_names if (Path(folder) / name).is_symlink()]
@@ -257,18 +291,19 @@ def _raise(error: OSError) -> None:
 
 
 def is_plain(path: Path) -> bool:
+    """Return whether a path is a file and not a link."""
     return path.is_file() and not path.is_symlink()
 
 
 def is_working(directory: Path) -> bool:
-    """Whether a folder is a working folder: one with our marker, or one without any file."""
+    """Return whether a folder is a working folder: it has the marker, or no file at all."""
     if directory.is_symlink() or not directory.is_dir():
         return False
     return is_plain(directory / MARKER_NAME) or not any(entries(directory))
 
 
 def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
-    """Refuse an output where a finished artifact of another kind lies, which is never replaced.
+    """Refuse an output where a finished artifact of another kind lies.
 
     Raises:
         ArtifactError: names both kinds.
@@ -285,10 +320,12 @@ def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
 
 
 def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = None) -> None:
-    """Refuse an output where something lies that is not ours, or was not asked to be replaced.
+    """Refuse an output where something lies that must not or was not asked to be replaced.
 
     Args:
-        kind: of the new artifact; None: whatever lies there is of the right kind.
+        out_dir: Directory of the output.
+        overwrite: Whether an artifact there may be replaced.
+        kind: Kind of the new artifact; None accepts any kind there.
 
     Raises:
         ArtifactError: ``out_dir``, or a working folder beside it, holds what would be lost.
@@ -331,7 +368,7 @@ def _refuse_foreign(working: Path) -> None:
 
 
 def remove_artifact(directory: Path) -> None:
-    """Remove an artifact file by file, its manifest last; what is not there needs no removing.
+    """Remove an artifact file by file, its manifest last; do nothing if it is not there.
 
     Raises:
         ArtifactError: something in it is not ours; nothing is removed.
@@ -360,7 +397,7 @@ def _remove_empty_folders(directory: Path) -> None:
 
 
 def remove_working(directory: Path) -> None:
-    """Remove a working folder, its marker last; what is not there needs no removing.
+    """Remove a working folder, its marker last; do nothing if it is not there.
 
     Raises:
         ArtifactError: the folder is not ours; nothing is removed.
@@ -380,13 +417,13 @@ def remove_working(directory: Path) -> None:
 
 
 def discard_working(directory: Path) -> None:
-    """Remove a working folder as far as that is possible, after an error."""
+    """Remove a working folder as far as possible, after an error."""
     with contextlib.suppress(OSError, ArtifactError):
         remove_working(directory)
 
 
 def make_working(directory: Path) -> None:
-    """Make a working folder anew, with our marker in it; its parents are made.
+    """Make an empty working folder with the marker in it, and its parents.
 
     Raises:
         ArtifactError: something that is not ours is in the way.
@@ -399,26 +436,26 @@ def make_working(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """All files of a working folder but the marker."""
+    """Yield all files of a working folder except the marker."""
     for path in directory.rglob("*"):
         if path.is_file() and path.name != MARKER_NAME:
             yield path
 
 
 def restore(out_dir: Path) -> None:
-    """Put back what lay at ``out_dir``, where a killed :func:`replace_directory` left it aside."""
+    """Put back the previous output if a kill in :func:`replace_directory` left it aside."""
     aside = replaced_dir(out_dir)
     if not os.path.lexists(out_dir) and aside.is_dir() and why_not_ours(aside) is None:
         aside.rename(out_dir)
 
 
 def replace_directory(new_dir: Path, out_dir: Path) -> None:
-    """Rename ``new_dir`` to ``out_dir``; what was there is set aside first and removed after.
+    """Rename ``new_dir`` to ``out_dir``, and then remove the previous output.
 
-    A trained model that something else than training replaces stays where it is set aside.
+    A trained model is not removed but kept aside if its replacement was not made by training.
 
     Raises:
-        ArtifactError: what is there, or set aside already, is not ours, or of another kind.
+        ArtifactError: The previous output, or one left aside, may not be replaced.
     """
     restore(out_dir)
     new = read_manifest(new_dir)
@@ -442,10 +479,10 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
 
 
 def _clear_replaced(out_dir: Path) -> None:
-    """Remove what ``out_dir`` replaced; keep a trained model that something untrained replaced.
+    """Remove the replaced output, or keep it if it is trained and its replacement is not.
 
-    It is kept only once the new artifact is in its place, so that :func:`restore` finds it where a
-    kill comes before.
+    It is kept only once the new artifact is in its place, so that :func:`restore` finds it after an
+    earlier kill.
     """
     aside = replaced_dir(out_dir)
     if not os.path.lexists(aside):
@@ -471,7 +508,7 @@ def sync(path: Path) -> None:
 
 
 def is_trained(manifest: Manifest | None) -> bool:
-    """Whether an artifact is a model that a training stage made, and not one made of others."""
+    """Return whether an artifact is a model that a training stage made."""
     return (
         manifest is not None
         and manifest.kind in ("checkpoint", "task_model")
@@ -480,7 +517,7 @@ def is_trained(manifest: Manifest | None) -> bool:
 
 
 def free_place_aside(out_dir: Path) -> Path:
-    """The first ``NAME.before-1``, ``-2``, … where nothing lies, nor beside it a run folder."""
+    """Return the first of ``NAME.before-1``, ``-2``, … without an artifact or run folder."""
     places = (out_dir.parent / f"{out_dir.name}.before-{n}" for n in itertools.count(1))
     return next(
         place
@@ -490,6 +527,7 @@ def free_place_aside(out_dir: Path) -> Path:
 
 
 def begins_with(path: Path, expected: bytes) -> bool:
+    """Return whether a plain file begins with these bytes."""
     if not is_plain(path):
         return False
     with path.open("rb") as stream:
@@ -497,7 +535,7 @@ def begins_with(path: Path, expected: bytes) -> bool:
 
 
 def is_verified_file(path: Path) -> bool:
-    """Whether a file is one of remembered digests (``digests``), or nothing yet."""
+    """Return whether a path holds remembered digests (``digests``), or nothing yet."""
     if not os.path.lexists(path):
         return True
     return is_plain(path) and (path.stat().st_size == 0 or begins_with(path, b'["'))
@@ -509,12 +547,18 @@ def is_verified_file(path: Path) -> bool:
 def refuse_inputs(
     out_dir: Path, *, inputs: Mapping[str, Path], run_folder: bool, what: str = "--out"
 ) -> None:
-    """Refuse an output that is, holds or lies within an input, links resolved.
+    """Refuse an output that is, contains or lies within an input, with links resolved.
 
-    The same holds for the folders a stage works in; ``run_folder``: ``NAME.run`` is one of them.
+    The same holds for the working folders beside the output.
+
+    Args:
+        out_dir: Directory of the output.
+        inputs: Name → path.
+        run_folder: Whether the stage also works in ``NAME.run``.
+        what: Option that named the output, for messages.
 
     Raises:
-        ConfigError: names both paths.
+        ConfigError: Names both paths.
     """
     working = [unfinished_dir(out_dir), replaced_dir(out_dir)]
     working += [run_dir(out_dir)] if run_folder else []
@@ -535,7 +579,7 @@ def refuse_inputs(
 
 
 def _relation(place: Path, given: Path) -> str | None:
-    """How a place stands to an input, to be put between the two; None if they are apart."""
+    """Return how a path relates to an input ("is", "holds", …); None if they are apart."""
     place_and_above, given_and_above = _identities(place), _identities(given)
     if place_and_above[0] == given_and_above[0]:
         return "is"
@@ -547,9 +591,10 @@ def _relation(place: Path, given: Path) -> str | None:
 
 
 def _identities(path: Path) -> Sequence[tuple[int, int] | str]:
-    """A path and all folders above it, links resolved: by inode, by name where there is none yet.
+    """Return the identities of a path and all folders above it, with links resolved.
 
-    So two spellings are told to be one where the file system takes them for one.
+    An identity is the inode, or the name where nothing exists yet, so that two spellings of one
+    folder compare equal.
     """
     resolved = Path(os.path.realpath(path))
     return [_identity(entry) for entry in (resolved, *resolved.parents)]

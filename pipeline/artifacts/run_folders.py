@@ -1,14 +1,12 @@
-"""The training states of a run, and whether training of other settings goes on from them.
+"""Run folders: ownership, the training states in them, and their removal when training is done.
 
-They lie in ``OUT.run/states`` as ``update-0000100``; what else is there, ``training/run_directory``
-says. A run goes on from its newest state where the settings and inputs that decide an update are
-those of the state.
+``OUT.run`` keeps the work of a stage that can be resumed. Training states lie in ``OUT.run/states``
+as ``update-0000100``; ``training/run_directory`` describes the rest. Training resumes from its
+newest state if the settings and inputs that decide an update are those of the state.
 
-The run folder of training that is done: what of it is removed, and what says so beforehand.
-
-A note in the folder announces the removal before the model is published. So, whatever is killed in
-between, the next start that finds both the model and the note finishes the removal. What training
-did not write stays, and is named.
+Before a model is published, a note in its run folder announces the removal. If a kill comes in
+between, the next start finds both the model and the note and finishes the removal. Files that
+training did not write stay and are named.
 """
 
 import os
@@ -48,6 +46,7 @@ from pipeline.artifacts.places import (
 from pipeline.errors import ArtifactError, UserError
 
 Work = Literal["training", "translation", "assembly", "sharding"]
+"""Kind of stage that owns a run folder."""
 
 
 RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
@@ -56,7 +55,7 @@ RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
     "assembly": ("assembly.json",),
     "sharding": ("sharding.json",),
 }
-"""What tells the run folder of one kind of stage from the other's."""
+"""Kind of work → entries that only its run folder has."""
 
 
 STATE_NAME = re.compile(r"update-(\d+)")
@@ -65,7 +64,7 @@ _MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
 
 
 def refuse_run_folder(directory: Path, *, work: Work) -> None:
-    """Refuse a ``NAME.run`` that no stage of this kind has made.
+    """Refuse a ``NAME.run`` that a stage of this kind did not make.
 
     Raises:
         ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
@@ -100,7 +99,7 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
 
 
 def remove_files(directory: Path, patterns: Sequence[str]) -> None:
-    """Remove the files of a run folder that a stage names, and the folder if all were its own."""
+    """Remove a stage's own files from its run folder, and the folder if it is then empty."""
     for pattern in patterns:
         for path in directory.glob(pattern):
             path.unlink()
@@ -110,7 +109,7 @@ def remove_files(directory: Path, patterns: Sequence[str]) -> None:
 
 
 def _looks_like_a_run(directory: Path) -> bool:
-    """Whether a folder without marker is the run folder of an earlier version."""
+    """Return whether a folder without the marker is a run folder of an earlier version."""
     if directory.is_symlink() or not directory.is_dir():
         return False
     return (
@@ -130,7 +129,7 @@ def _kind_at(directory: Path) -> str | None:
 
 
 def set_aside(out_dir: Path) -> Path:
-    """Rename the artifact of a training stage, and its run folder, to a free place; returns it.
+    """Rename the output of a training stage and its run folder to a free place, and return it.
 
     Raises:
         ArtifactError: what lies there is not ours; nothing is renamed.
@@ -148,11 +147,12 @@ def set_aside(out_dir: Path) -> Path:
 
 
 def states_dir(run_folder: Path) -> Path:
+    """Return the folder of the training states."""
     return run_folder / "states"
 
 
 def state_names(run_folder: Path) -> list[str]:
-    """Names of the complete states, oldest first."""
+    """Return the names of the complete states, oldest first."""
     folder = states_dir(run_folder)
     if not folder.is_dir():
         return []
@@ -161,7 +161,7 @@ def state_names(run_folder: Path) -> list[str]:
 
 
 def newest_state(run_folder: Path) -> Artifact | None:
-    """The highest complete state of a run's folder, or None."""
+    """Return the complete state of the highest update; None if there is none."""
     names = state_names(run_folder)
     return (
         open_artifact(states_dir(run_folder) / names[-1], kind="training_state") if names else None
@@ -169,12 +169,12 @@ def newest_state(run_folder: Path) -> Artifact | None:
 
 
 def updates_done(state: Artifact) -> int:
-    """After which update a state was saved, as its name says."""
+    """Return the update after which a state was saved, as its name says."""
     return updates_of_name(state.directory.name)
 
 
 def updates_of_name(name: str) -> int:
-    """``update-0000100`` → 100."""
+    """Return the number in a state's name: ``update-0000100`` → 100."""
     found = STATE_NAME.fullmatch(name)
     assert found is not None, "a state is known by its name"
     return int(found[1])
@@ -183,14 +183,15 @@ def updates_of_name(name: str) -> int:
 def why_not_to_go_on(
     state: Artifact, *, config: Mapping[str, Any], digests: Mapping[str, str] | None
 ) -> str | None:
-    """The first difference that makes training from a state another training, or None.
+    """Return the first difference that prevents training from resuming at a state; None if none.
 
-    The machine may be another one, states and validation may come at other intervals, and the
-    number of updates may be any that is not below what is done.
+    The machine, and the intervals of states and validation, may differ. The number of updates may
+    be any that is not below the updates done.
 
     Args:
-        config: the settings of the training that is to go on.
-        digests: of its inputs; None: they are as they were.
+        state: State to resume from.
+        config: Settings of the training that is to go on.
+        digests: Digests of its inputs; None if they are unchanged.
     """
     noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
     change = describe_change(_of_every_update(noted), _of_every_update(wanted))
@@ -205,13 +206,13 @@ def why_not_to_go_on(
 
 
 def _of_every_update(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide each update; on which ranks and ZeRO stage it is made, does not."""
+    """Return the settings that decide each update, which leave out the ds_config."""
     kept = {name: section for name, section in config.items() if name != "ds_config"}
     return without_settings(kept, [*undeciding(_MAY_DIFFER, config), STATES_SAVED])
 
 
 def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, int] | None:
-    """``after`` which update the number of updates changes ``from`` what ``to`` what; or None."""
+    """Return ``after`` which update the number of updates changes ``from`` and ``to``, or None."""
     noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
     totals = [one["training"]["updates"] for one in (noted, wanted) if "training" in one]
     if len(set(totals)) < 2:
@@ -220,32 +221,32 @@ def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, 
 
 
 def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, int]]:
-    """All changes of the number of updates: those the state notes, and that of going on now."""
+    """Return all changes of the number of updates: those in the state, and the present one."""
     change = change_of_total(state, config=config)
     return [*state.statistics.get("replanned", []), *([change] if change else [])]
 
 
 LOCK_NAME = "lock"
 NOTE_NAME = "removed-when-done"
-"""Holds the key (``artifact.stage_key``) of the model with which the folder is of no more use."""
+"""File with the key (``artifact.stage_key``) of the model that makes the folder obsolete."""
 
 _FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
 
 
 def announce_removal(run_folder: Path, *, key: str) -> None:
-    """Say that the folder is to be removed as soon as the model of that key is published."""
+    """Announce that the folder is obsolete once the model of this key is published."""
     (run_folder / NOTE_NAME).write_text(key, encoding="utf-8")
 
 
 def withdraw_removal(run_folder: Path) -> None:
-    """Of training that goes on, or begins anew."""
+    """Withdraw the announcement, because training goes on or begins anew."""
     (run_folder / NOTE_NAME).unlink(missing_ok=True)
 
 
 def finish_removal(out_dir: Path) -> str | None:
-    """Remove the run folder of a finished model where a kill kept its training from doing so.
+    """Remove the run folder of a finished model if a kill prevented it.
 
-    Returns a sentence where something of it stays: not ours, or not to be removed by this user.
+    Return a sentence if something stays: foreign files, or files that this user cannot remove.
     """
     folder = run_dir(out_dir)
     if not _is_due(out_dir):
@@ -282,7 +283,7 @@ def remove_contents(run_folder: Path) -> None:
 
 
 def _artifacts(run_folder: Path) -> Iterator[Path]:
-    """Where states, the best weights and the mean lie, or lay when a removal was cut short."""
+    """Yield the paths of states, best weights and mean, including half-removed ones."""
     states = states_dir(run_folder)
     names = {path.name.lstrip(".").partition(".")[0] for path in states.glob("*update-*")}
     yield from (states / name for name in sorted(names) if STATE_NAME.fullmatch(name))
@@ -291,7 +292,7 @@ def _artifacts(run_folder: Path) -> Iterator[Path]:
 
 
 def remove_emptied(run_folder: Path) -> str | None:
-    """Remove the note, and the folder where nothing else is left; else say what is, and stays."""
+    """Remove the note and the folder; return a sentence if foreign files stay."""
     remove_files(run_folder, (NOTE_NAME,))
     if not run_folder.exists():
         return None
