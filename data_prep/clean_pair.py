@@ -1,4 +1,9 @@
-"""S"""
+"""Clean the training lines of one pair, in any process, and sample the dropped lines.
+
+The sample is uniform and does not depend on how pairs are spread over processes: every dropped line
+has a rank that depends on the seed, its rule, its pair and its line number, and the smallest ranks
+are kept. Memory is therefore constant, and samples of parts add up to the sample of all.
+"""
 
 import hashlib
 from array import array
@@ -26,11 +31,11 @@ DROPPED_SAMPLES_NAME = "dropped_samples.jsonl"
 
 
 SAMPLES = 10
-"""Of each rule, over all pairs."""
+"""Sampled lines per rule, over all pairs."""
 
 
 SHOWN_CHARACTERS = 300
-"""Of either side."""
+"""Characters kept of either side of a sampled line."""
 
 
 SEED = 1
@@ -38,7 +43,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class PairTask:
-    """What a worker needs to clean the training lines of one pair."""
+    """Input of a worker: the files, facts and settings of one pair."""
 
     pair: str
     sources: tuple[Path, Path]
@@ -49,16 +54,16 @@ class PairTask:
 
 @dataclass(frozen=True)
 class DroppedLine:
-    """A line that a rule dropped."""
+    """Line that a rule dropped."""
 
     rule: Rule
     pair: str
     line: int
-    """In the training text that came in, counted from 1."""
+    """Line number in the training text read, from 1."""
     sides: tuple[str, ...]
-    """Languages of the sides that broke the rule; none: both together did."""
+    """Languages of the sides that broke the rule; empty if both together did."""
     text: dict[str, str]
-    """Language → its side, cut."""
+    """Language → beginning of its side."""
 
 
 Ranked = tuple[bytes, DroppedLine]
@@ -66,14 +71,14 @@ Ranked = tuple[bytes, DroppedLine]
 
 @dataclass
 class DroppedSamples:
-    """A sample of the dropped lines of each rule."""
+    """Sample of the dropped lines of each rule."""
 
     of_rule: dict[Rule, list[Ranked]] = field(default_factory=dict)
 
     def offer(
         self, rule: Rule, *, pair: str, line: int, sides: Iterable[bool], text: tuple[str, str]
     ) -> None:
-        """Take notice of a dropped line."""
+        """Consider a dropped line for the sample."""
         rank = hashlib.blake2b(f"{SEED} {rule} {pair} {line}".encode(), digest_size=8).digest()
         if not self._has_room(rule, rank):
             return
@@ -83,14 +88,14 @@ class DroppedSamples:
         self._take(rank, DroppedLine(rule, pair, line, broken, cut))
 
     def add(self, other: "DroppedSamples") -> None:
-        """Become the sample of the lines of both."""
+        """Merge the sample of other lines into this one."""
         for ranked in other.of_rule.values():
             for rank, dropped in ranked:
                 if self._has_room(dropped.rule, rank):
                     self._take(rank, dropped)
 
     def rows(self) -> Iterator[dict[str, object]]:
-        """By rule, pair and line, as JSON has them."""
+        """Yield the sample as JSON objects by rule, pair and line."""
         for rule in RULES:
             dropped = [one for _, one in self.of_rule.get(rule, [])]
             yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
@@ -107,23 +112,23 @@ class DroppedSamples:
 
 @dataclass
 class PairResult:
-    """What is left of a pair, and why the rest is not."""
+    """Lines kept of a pair, and the rules that dropped the others."""
 
     pair: str
     lines: int = 0
     characters: list[int] = field(default_factory=lambda: [0, 0])
     dropped: Counter[Rule] = field(default_factory=Counter)
     dropped_sides: Counter[tuple[Rule, int]] = field(default_factory=Counter)
-    """(Rule, side) → lines whose side breaks it; a line can count for both."""
+    """(Rule, side) → lines whose side breaks the rule; a line can count for both sides."""
     samples: DroppedSamples = field(default_factory=DroppedSamples)
     leaks: Counter[int] = field(default_factory=Counter)
     """Number of a held-out set → lines with a side in it."""
     language_not_known: dict[str, int] = field(default_factory=dict)
-    """Language → lines that were not judged for it, since the identifier does not know it."""
+    """Language unknown to the identifier → lines that were not judged for it."""
 
     @property
     def read(self) -> int:
-        """Training lines that came in."""
+        """Return the number of training lines read."""
         return self.lines + self.dropped.total()
 
 
@@ -160,7 +165,7 @@ def clean_pair(task: PairTask) -> PairResult:
 
 
 def _judge(task: PairTask, stack: ExitStack) -> Judge:
-    """The rules, with what only all lines of the pair say."""
+    """Build the rules, with the facts that need a pass over all lines of the pair."""
     ratios = LengthRatios()
     with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
         for block in _blocks(task):
@@ -192,13 +197,14 @@ def _blocks(task: PairTask) -> Iterator[Lines]:
 
 
 class StoredLines:
-    """The lines of two files by their number; keeps 16 bytes of each."""
+    """Lines of two files by number, with 16 bytes in memory per line."""
 
     def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
         self._streams = first, second
         self._starts = [array("q", _starts(stream)) for stream in self._streams]
 
     def line_at(self, number: int) -> tuple[str, str]:
+        """Return both sides of a line."""
         first, second = (self._read(side, number) for side in (0, 1))
         return first, second
 
@@ -208,7 +214,7 @@ class StoredLines:
 
 
 def _starts(stream: BinaryIO) -> Iterator[int]:
-    """Where the lines of a file begin."""
+    """Yield the offset of each line of a file."""
     start = 0
     for line in stream:
         yield start

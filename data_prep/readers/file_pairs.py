@@ -1,4 +1,17 @@
-"""S"""
+"""Read pairs of text files, in a tree of folders as OPUS-100 or with names as for Moses.
+
+A tree has folders ``en-de`` with ``train.en`` and ``train.de`` (or ``opus.en-de-train.en``), and
+the same for ``valid`` (``dev``, ``validation``) and ``test``; pairs without training text may lie
+below ``zero-shot``. Folder names alone decide which pairs are wanted; other folders are not looked
+into. Text of one pair in several trees follows in the order of the trees.
+
+Moses' files are ``NAME.de-en.de`` and ``NAME.de-en.en`` in any folder. Two files that differ only
+in their endings, ``train.de`` and ``train.en``, are a pair too, if both endings are codes of known
+languages. A word in the name says the split (``newstest2014.de-en.de``); without one, the text is
+training text.
+
+All files may be plain, ``.gz`` or ``.zst``; line n of one file translates line n of the other.
+"""
 
 import re
 from collections import defaultdict
@@ -50,33 +63,34 @@ _SIDE_FILE = re.compile(rf"(?:.*[.-])?({'|'.join(SPLIT_NAMES)})\.({CODE}){PACKED
 
 @dataclass(frozen=True)
 class NamedFolder:
-    """A folder named like a pair, not looked into yet."""
+    """Folder with the name of a pair, not looked into yet."""
 
     directory: Path
     tree: int
-    """Which of the trees it is in, from 0."""
+    """Number of its tree, from 0."""
     pair: NamedPair
 
 
 @dataclass(frozen=True)
 class PairFolder:
-    """One folder of a tree: per split, the file of each side in the order of the pair's name."""
+    """Folder of a tree with both files of each split, in the order of the pair's name."""
 
     directory: Path
     tree: int
-    """Which of the trees it is in, from 0."""
+    """Number of its tree, from 0."""
     languages: tuple[str, str]
     files: dict[Split, tuple[Path, Path]]
     spellings: tuple[str, str]
-    """How the folder spells the languages."""
+    """Spellings of the languages in the folder's name."""
 
     @property
     def pair(self) -> str:
+        """Return the name of the pair."""
         return pair_name(*self.languages)
 
 
 def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Every pair of files, in step.
+    """Read every pair of files in trees of pair folders, in step.
 
     Raises:
         ConfigError: no tree is given, or a wanted language is in no pair of wanted languages.
@@ -107,22 +121,23 @@ def find_pairs(
     counts: LeftOut,
     regions: Regions = "joined",
 ) -> list[PairFolder]:
-    """The pair folders of trees whose two languages are wanted, by pair, then by tree.
+    """Return the pair folders of trees with two wanted languages, by pair, then by tree.
 
-    Other folders are counted and left alone; so is a second folder of one tree with the same text
+    Other folders are counted and skipped; so is a second folder of one tree with the same text
     (``de-fr`` beside ``fr-de``).
 
     Args:
-        roots: the trees.
-        wanted: languages in any usual spelling; none: all.
-        max_line_bytes: see ``iterate_raw_lines``.
-        regions: see ``corpus.regions``.
-        counts: of ``folders_ignored``, ``files_ignored`` (of the folders that are looked into),
-            ``folders_repeated`` and ``pairs_not_selected``.
+        roots: Trees.
+        wanted: Languages in any usual spelling; empty for all.
+        max_line_bytes: As in :func:`iterate_raw_lines`.
+        counts: Counts of ``folders_ignored``, ``files_ignored`` (in the folders looked into),
+            ``folders_repeated`` and ``pairs_not_selected``, to add to.
+        regions: As ``corpus.regions``.
 
     Raises:
-        ConfigError: a wanted language is in no pair of wanted languages.
-        DataError: no pairs, a side missing, or two folders with different text of one pair.
+        ConfigError: A wanted language is in no pair of wanted languages.
+        DataError: There are no pairs, a side is missing, or two folders have different text of one
+            pair.
     """
     named = _name_folders(roots, regions=regions, counts=counts)
     wanted_pairs = select_pairs([folder.pair for folder in named], wanted)
@@ -176,18 +191,18 @@ def _folder_section(
 
 
 def _source(path: Path, *, roots: Sequence[Path], tree: int) -> Source:
-    """A file of a tree; where there are several trees, its name says which, from 1."""
+    """Return a file of a tree as a source."""
     return source_of(path, roots[tree])._replace(name=_name(path, roots=roots, tree=tree))
 
 
 def _name(path: Path, *, roots: Sequence[Path], tree: int) -> str:
-    """What a place in a tree is called, wherever the tree lies; of several trees, with which."""
+    """Return a name that does not depend on where the tree lies; of several, it has the number."""
     name = path.relative_to(roots[tree]).as_posix()
     return name if len(roots) == 1 else f"{tree + 1}/{name}"
 
 
 def _name_folders(roots: Sequence[Path], *, regions: Regions, counts: LeftOut) -> list[NamedFolder]:
-    """The folders of all trees that are named like a pair."""
+    """Return the folders of all trees that have the name of a pair."""
     places: list[tuple[Path, int]] = []
     for tree, root in enumerate(roots):
         if not root.is_dir():
@@ -202,7 +217,7 @@ def _name_folders(roots: Sequence[Path], *, regions: Regions, counts: LeftOut) -
 
 
 def _pair_directories(root: Path) -> tuple[list[Path], list[Path]]:
-    """The folders of a tree that are named like a pair, and the others."""
+    """Return the folders of a tree that have the name of a pair, and the others."""
     found: list[Path] = []
     others: list[Path] = []
     for entry in sorted(root.iterdir()):
@@ -259,7 +274,7 @@ def _open_folder(folder: NamedFolder, *, roots: Sequence[Path], counts: LeftOut)
 
 
 def _side_code(suffix: str, pair: NamedPair) -> str | None:
-    """The language that a file's ending means, None where it is neither of the pair's."""
+    """Return the language of a file's ending; None if it is neither of the pair's."""
     spelled = {
         spelling.lower(): code for spelling, code in zip(pair.spellings, pair.codes, strict=True)
     }
@@ -290,16 +305,16 @@ MOSES_LAYOUT = "NAME.de-en.de and NAME.de-en.en, or train.de and train.en, plain
 
 @dataclass(frozen=True)
 class FilePair:
-    """Two files of which line n of one translates line n of the other."""
+    """Two files in which line n of one translates line n of the other."""
 
     files: tuple[RawFile, RawFile]
     split: Split
     pair: NamedPair
-    """In the order of the files."""
+    """Pair in the order of the files."""
 
 
 def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """Every pair of files, in step.
+    """Read every pair of files with names as for Moses, in step.
 
     Raises:
         ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
@@ -319,11 +334,11 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def file_pairs(
     found: Sequence[tuple[RawFile, RawFile, str]], config: CorpusConfig, left_out: LeftOut
 ) -> RawText:
-    """Sections of pairs of files, each with the name of its pair, by pair, then as they are given.
+    """Return a section per pair of files, each given with the name of its pair, sorted by pair.
 
     Raises:
-        ConfigError: a wanted language is in no pair of wanted languages.
-        DataError: a pair of a language with itself.
+        ConfigError: A wanted language is in no pair of wanted languages.
+        DataError: A language is paired with itself.
     """
     named = name_pairs((name for *_, name in found), regions=config.regions)
     pairs = [
@@ -337,7 +352,7 @@ def file_pairs(
 
 
 def section_of(pair: FilePair, config: CorpusConfig) -> Section:
-    """The lines of two files, in the order of the pair's languages."""
+    """Return the lines of two files, in the order of the pair's languages."""
     codes, spellings = pair.pair.codes, pair.pair.spellings
     one, other = pair.files
     if codes[0] == codes[1]:
@@ -354,7 +369,7 @@ def section_of(pair: FilePair, config: CorpusConfig) -> Section:
 
 
 def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
-    """What names begin with → ending → file, of all files that are a side of something."""
+    """Return name without ending → ending → file, for all files that are a side of a pair."""
     found: dict[str, dict[str, RawFile]] = defaultdict(dict)
     for file in files:
         stem, _, ending = plain_name(file.name).rpartition(".")
@@ -367,7 +382,7 @@ def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
 
 
 def _is_side(stem: str, ending: str) -> bool:
-    """Whether an ending is one of the pair that a name says, or the code of a known language."""
+    """Return whether an ending is a language of the named pair, or else a known language."""
     name = _named_pair(stem)
     if name is not None:
         return ending in spellings_of(name)
@@ -375,7 +390,7 @@ def _is_side(stem: str, ending: str) -> bool:
 
 
 def _is_of_pair(stem: str, sides: Mapping[str, RawFile]) -> bool:
-    """Whether there is a counterpart, or should be by the name."""
+    """Return whether a file has a counterpart, or should have one by its name."""
     return len(sides) > 1 or _named_pair(stem) is not None
 
 

@@ -1,9 +1,8 @@
-"""A data set of the Hugging Face hub, laid out as OPUS-100 is, read while it is fetched.
+"""Read a data set of the Hugging Face hub in the layout of OPUS-100, while it is fetched.
 
-Its configurations are named like pairs, ``de-en``; their splits are ``train``, ``validation`` and
-``test``, as far as there are any; each row has a column ``translation`` with the text of both
-languages. What is read is pinned to a commit by its name. Lines beyond the number wanted are not
-fetched.
+Its configurations have the names of pairs, ``de-en``; their splits are any of ``train``,
+``validation`` and ``test``; each row has a column ``translation`` with the text of both languages.
+The name of the data set pins it to a commit. Lines beyond the number wanted are not fetched.
 """
 
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ COLUMN = "translation"
 
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """All splits of the pairs whose languages are wanted, row by row.
+    """Read all splits of the pairs whose languages are wanted, row by row.
 
     Raises:
         ConfigError: no data set is given, the library is missing, or a wanted language is in no
@@ -52,7 +51,7 @@ def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
 
 
 def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
-    """The sections of a data set that the library finds under this name."""
+    """Return the sections of a data set, given its name for the ``datasets`` library."""
     library = _library()
     with _told(dataset):
         names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
@@ -88,7 +87,7 @@ def _library() -> ModuleType:
 
 @contextmanager
 def _told(dataset: HubDataset) -> Iterator[None]:
-    """Whatever the library raises becomes one sentence; its errors have no class in common."""
+    """Turn any error of the library into a DataError, because its errors share no class."""
     try:
         yield
     except (UserError, Interrupted):
@@ -126,7 +125,11 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
 
 
 def _refuse_repeated(sections: list[Section]) -> None:
-    """Raises DataError where two splits, or ``de-en`` and ``en-de``, are the text of one pair."""
+    """Refuse repeated text: two splits of one meaning, or ``de-en`` beside ``en-de``.
+
+    Raises:
+        DataError: Names both places.
+    """
     known: dict[tuple[str, str], Section] = {}
     for section in sections:
         first = known.setdefault((section.pair, section.split), section)
@@ -141,7 +144,7 @@ def _refuse_repeated(sections: list[Section]) -> None:
 def _lines(
     library: ModuleType, dataset: HubDataset, pair: str, split: str, *, spellings: tuple[str, str]
 ) -> Iterator[RawLine]:
-    """Rows as lines; a text that is missing is an empty one."""
+    """Yield rows as lines; missing text becomes an empty line."""
     with _told(dataset):
         rows = library.load_dataset(
             dataset.name, pair, split=split, revision=dataset.revision, streaming=True
@@ -158,5 +161,5 @@ def _lines(
 
 
 def _encoded(text: str) -> bytes:
-    """The bytes of a text; what is no Unicode becomes no UTF-8, for the quarantine."""
+    """Encode a text; lone surrogates become invalid UTF-8, which the quarantine takes."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,8 +1,8 @@
-"""A list of files in the recipe, as ``mtdata`` has them: each with its split, pair and paths.
+"""Read the files listed in the recipe, as ``mtdata`` lists them: split, pair and paths of each.
 
-Two paths are a pair of files, line by line; one is a file of both languages, read by its ending:
-``.tmx``, ``.tsv``, ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. All may be packed. Sections of
-one split and pair follow in the order of the list.
+Two paths are a pair of files, line by line. One path is a file of both languages, read by its
+ending: ``.tmx``, ``.tsv``, ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. All may be packed.
+Sections of one split and pair follow in the order of the list.
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ from pipeline.errors import ConfigError, DataError
 
 
 def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """The files of ``corpus.files`` whose languages are wanted.
+    """Read the files of ``corpus.files`` whose languages are wanted.
 
     Raises:
         ConfigError: no folder or files are given, a pair is misspelled, or a wanted language is in

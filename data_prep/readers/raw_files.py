@@ -1,4 +1,12 @@
-"""S"""
+"""Find raw text files, and read them in bounded memory: plain, gzip or Zstandard.
+
+A word in the name of a file, or of a folder below the named one, says the split
+(``all_talks_train.tsv``); without one, the text is training text. The pair is a part of the name
+between dots (``newstest2014.de-en.tsv.gz``), or the name of a folder.
+
+Memory holds the longest wanted line and one block: longer lines are skipped to their end, and
+packed files are unpacked block by block.
+"""
 
 import gzip
 import os
@@ -26,52 +34,52 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.terminal import counted, listed
 
 BLOCK_BYTES = 2**18
-"""Read at a time; a block of nothing but line ends is a list of as many empty lines."""
+"""Bytes read at a time; a block of line ends alone becomes as many empty lines."""
 
 PACKED = r"(?:\.gz|\.zst)?"
-"""How the name of a file may go on behind the ending that says what it holds."""
+"""Pattern of the endings of packed files."""
 
 ZSTD_WINDOW_BYTES = 2**27
-"""Of a Zstandard file that was packed with more (``--long`` beyond 27), reading is refused."""
+"""Largest window of a Zstandard file (``--long=27``); larger ones are refused."""
 
 
 _ZSTD_FED_BYTES = 2**10
-"""Unpacked at once: 256 blocks of 128 KiB, were it nothing but repetitions."""
+"""Packed bytes unpacked at once: at most 256 blocks of 128 KiB, if all is repetition."""
 
 
 class ByteStream(Protocol):
-    """What bytes are read from, some at a time."""
+    """Stream to read bytes from."""
 
     def read(self, size: int, /) -> bytes:
-        """About so many bytes, fewer at the end, none behind it."""
+        """Return about this many bytes, fewer at the end, and none after it."""
 
 
 def source_of(path: Path, root: Path) -> Source:
-    """A file below a folder."""
+    """Return a file below a folder as a source."""
     return Source(name=path.relative_to(root).as_posix(), place=str(path))
 
 
 def plain_name(name: str) -> str:
-    """The name that a file has unpacked."""
+    """Return the name of a file without the ending of its compression."""
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
 def iterate_raw_lines(path: Path, *, max_line_bytes: int) -> Iterator[bytes]:
-    """Lines of a plain or packed file without their ``\\n``; no other byte ends a line.
+    """Yield the lines of a file without their newline; no other byte ends a line.
 
-    Of a line that is longer than ``max_line_bytes`` come its first ``max_line_bytes + 1`` bytes:
-    its length tells that it is one of these. Its rest is read over and not held.
+    A line longer than ``max_line_bytes`` is cut to ``max_line_bytes + 1`` bytes, which tells that
+    it is too long. The rest is skipped and not held in memory.
 
     Raises:
-        ConfigError: a Zstandard file without the package that unpacks it.
-        DataError: the file is cut off, damaged, or not packed as its name says.
+        ConfigError: The package for Zstandard is missing.
+        DataError: The file is cut off, damaged, or not packed as its name says.
     """
     with open_bytes(path) as stream:
         yield from _lines_of(stream, longest=max_line_bytes + 1)
 
 
 def iterate_blocks(path: Path) -> Iterator[bytes]:
-    """The bytes of a plain or packed file, ``BLOCK_BYTES`` or fewer at a time.
+    """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
 
     Raises:
         ConfigError, DataError: as ``iterate_raw_lines``.
@@ -83,7 +91,7 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[ByteStream]:
-    """A plain or packed file to read from; what goes wrong meanwhile is told in a sentence.
+    """Open a plain or packed file, translating its errors within the block.
 
     Raises:
         ConfigError, DataError: as ``iterate_raw_lines``.
@@ -109,9 +117,12 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
 
 @dataclass(frozen=True)
 class FilesInStep:
-    """Lines of all files; DataError with the counts of two of them where one is longer.
+    """Lines of several files side by side.
 
-    Nothing is opened until the lines are asked for, so that another process can do it.
+    Nothing is opened before iteration, so that another process can iterate.
+
+    Raises:
+        DataError: On iteration, if one file has more lines than another.
     """
 
     paths: tuple[Path, ...]
@@ -134,7 +145,7 @@ class FilesInStep:
 
 
 class _Frame(Protocol):
-    """One Zstandard frame while it is unpacked."""
+    """Zstandard frame while it is unpacked."""
 
     @property
     def eof(self) -> bool: ...
@@ -144,7 +155,7 @@ class _Frame(Protocol):
 
 
 class _ZstdFrames:
-    """The bytes of all frames of a file; zstandard's own reader takes a cut-off file for whole."""
+    """Bytes of all frames of a file; zstandard's own reader accepts a cut-off file."""
 
     def __init__(self, packed: BinaryIO, new_frame: Callable[[], _Frame]) -> None:
         self._packed, self._new_frame = packed, new_frame
@@ -152,7 +163,7 @@ class _ZstdFrames:
         self._fed, self._is_within = b"", False
 
     def read(self, size: int, /) -> bytes:
-        """As ``ByteStream``; EOFError where the last frame is cut off."""
+        """Read like ``ByteStream``; raise EOFError if the last frame is cut off."""
         parts, number = [], 0
         while number < size and (part := self._unpack()) is not None:
             parts.append(part)
@@ -160,7 +171,7 @@ class _ZstdFrames:
         return b"".join(parts)
 
     def _unpack(self) -> bytes | None:
-        """What the next few packed bytes hold; None at the end of the file."""
+        """Unpack the next few packed bytes; return None at the end of the file."""
         fed = self._fed or self._packed.read(_ZSTD_FED_BYTES)
         if not fed:
             if self._is_within:
@@ -194,7 +205,7 @@ def _open_zstd(path: Path) -> Iterator[ByteStream]:
 
 
 def _lines_of(stream: ByteStream, *, longest: int) -> Iterator[bytes]:
-    """Lines of a stream, each cut to ``longest`` bytes; holds one such line and one block."""
+    """Yield the lines of a stream, each cut to ``longest`` bytes."""
     begun = b""
     while block := stream.read(BLOCK_BYTES):
         first, *others = block.split(b"\n")
@@ -220,19 +231,24 @@ _SPLITS = {**SPLIT_NAMES, "devtest": SPLIT_NAMES["test"]}
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file below a raw folder, or one that was named itself."""
+    """File below a raw folder, or named itself."""
 
     path: Path
     name: str
-    """The same wherever the raw folder lies; of several, it begins with the folder's number."""
+    """Name that does not depend on where the raw folder lies; with several raw folders it begins
+    with the folder's number."""
 
     @property
     def ending(self) -> str:
-        """What its name says it holds, in small letters: ``tmx``."""
+        """Return the lower-case ending that says the form of the file: ``tmx``."""
         return PurePosixPath(plain_name(self.name)).suffix.lower().removeprefix(".")
 
     def split(self) -> Split:
-        """The split that its name says, ``train`` where it says none; DataError: several."""
+        """Return the split that its name says; ``train`` if it says none.
+
+        Raises:
+            DataError: Its name says several.
+        """
         found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
         if len(found) > 1:
             raise DataError(
@@ -242,10 +258,10 @@ class RawFile:
         return found.pop() if found else "train"
 
     def pair(self) -> tuple[str, str] | None:
-        """The pair that its name says, as it is spelled, in this order; None where it says none.
+        """Return the pair that its name says, in its spelling and order; None if it says none.
 
         Raises:
-            DataError: its name says several.
+            DataError: Its name says several.
         """
         *folders, name = PurePosixPath(plain_name(self.name)).parts
         found = list(filter(is_pair_name, name.split("."))) or list(filter(is_pair_name, folders))
@@ -257,20 +273,20 @@ class RawFile:
         return spellings_of(found[0]) if found else None
 
     def source(self, side: str = "") -> Source:
-        """Where the lines of one side come from, the only one or one of several."""
+        """Return the source of its lines, or of one of its sides."""
         return Source(name=self.name, place=f"{self.path} ({side})" if side else str(self.path))
 
 
 def find_files(
     raw: RawInput | None, *, source: str, endings: Sequence[str]
 ) -> tuple[list[RawFile], LeftOut]:
-    """Files with one of the endings, plain or packed, by name; and the others, as ignored.
+    """Return the files with one of the endings, by name, and count the others as ignored.
 
-    Hidden files and folders are left alone and not counted.
+    Hidden files and folders are neither read nor counted.
 
     Raises:
-        ConfigError: no paths are given.
-        DataError: a path does not exist, or there is no such file.
+        ConfigError: No paths are given.
+        DataError: A path does not exist, or there is no such file.
     """
     found = list_files(raw, source=source)
     chosen = [file for file in found if file.ending in endings]
@@ -287,7 +303,7 @@ def find_files(
 
 
 def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
-    """All files that are not hidden, by name.
+    """Return all files that are not hidden, by name.
 
     Raises:
         ConfigError: no paths are given.
@@ -304,7 +320,11 @@ def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
 
 
 def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
-    """The paths given; ConfigError where there are none."""
+    """Return the paths of a raw input.
+
+    Raises:
+        ConfigError: No paths are given.
+    """
     if raw is None:
         raise ConfigError(
             f"corpus.source is {source!r}, but no raw text was given: pass --raw DIR."

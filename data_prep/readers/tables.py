@@ -1,4 +1,16 @@
-"""S"""
+"""Read tables with a column of text per language: TSV, Parquet, JSON lines and CSV.
+
+TSV: without a pair in the file's name, the first line names the columns; those with the name of a
+language are read, as in the table of TED talks in 59 languages (``talk_name en es pt-br …``). For a
+file with a pair in its name, ``train.de-en.tsv``, the columns ``de`` and ``en`` are read if the
+first line names them; otherwise every row has these two, in this order. A blank cell or
+``__NULL__`` is missing. There is no quoting: a row is a line.
+
+Others: the languages are those of ``corpus.columns`` (``{ de = "source", en = "target" }``), else
+of the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
+``train.de-en.jsonl``. Without ``corpus.columns``, a column ``translation`` holds the text of both
+languages, or each has a column with its code as the name.
+"""
 
 import codecs
 import csv
@@ -19,14 +31,14 @@ from pipeline.errors import ConfigError, DataError, Interrupted, UserError
 from pipeline.terminal import listed
 
 MISSING = b"__NULL__"
-"""How the TED talks mark what is not translated."""
+"""Mark of missing translations in the TED talks."""
 
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns of a table are text."""
+    """Columns of a TSV table that hold text."""
 
     spellings: dict[int, str]
     """Column, from 0 → language."""
@@ -36,7 +48,7 @@ class Columns:
 
 
 def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """All pairs of the languages that the tables have.
+    """Read all pairs of the languages that TSV tables have.
 
     Raises:
         ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
@@ -50,7 +62,7 @@ def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def open_table(
     file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
 ) -> MultiwayFile:
-    """A table with the languages of its header, else of ``pair``, else of the file's name.
+    """Open a TSV table with the languages of its header, of ``pair``, or of its name.
 
     Raises:
         DataError: there is none of these, or the file cannot be read.
@@ -65,7 +77,7 @@ def open_table(
 
 
 def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Iterator[Record]:
-    """The rows of a table by line; one with more or fewer cells than its columns is malformed.
+    """Yield the rows of a TSV table; a row with a wrong number of cells, or too long, is malformed.
 
     So is one that is longer than its cells may be together, the cut one among them.
     """
@@ -91,7 +103,7 @@ def _is_text(cell: bytes) -> bool:
 
 
 def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
-    """Those of the header, of which only a pair's where one is known; else a pair's two."""
+    """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
     first = next(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), b"")
     cells = _header_cells(first)
     wanted = {spelling.lower() for spelling in pair or ()}
@@ -119,21 +131,23 @@ ENDINGS = ("parquet", "jsonl", "json", "csv")
 TRANSLATION = "translation"
 
 _BATCH_ROWS = 1000
-"""Rows of a Parquet file that are held at a time; a group of them stays packed."""
+"""Rows of a Parquet file held in memory; their row group stays packed."""
 _JSON_BYTES = 12
-"""In JSON, a side's byte may be an escape of six, and its row has other columns."""
+"""Bytes of a JSON row per byte of a side, which may be an escape of six; a row has other
+columns."""
 
 
 class Row(NamedTuple):
-    """A row of any of the forms; ``cells`` is None where it is malformed."""
+    """Row of a table."""
 
     line: int
-    """Where it begins; of a Parquet file the number of the row."""
+    """Line at which it begins; in a Parquet file, the number of the row."""
     cells: Mapping[str, Any] | None
+    """Column → cell; None if the row is malformed."""
 
 
 def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """All pairs of the languages that the files have columns for.
+    """Read all pairs of the languages that the files have columns for.
 
     Raises:
         ConfigError: nothing is given, a package is missing, or a wanted language is in no pair.
@@ -147,7 +161,7 @@ def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def open_columns(
     file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
 ) -> MultiwayFile:
-    """A file with the languages of ``corpus.columns``, else of ``pair``, else of its name.
+    """Open a file with the languages of ``corpus.columns``, of ``pair``, or of its name.
 
     Raises:
         ConfigError: a package is missing.
@@ -174,12 +188,12 @@ def open_columns(
 def iterate_records(
     file: RawFile, columns: Mapping[str, str], *, max_line_bytes: int
 ) -> Iterator[Record]:
-    """The rows of a file with the texts that are not blank.
+    """Yield the rows of a file with the texts that are not blank.
 
     Args:
-        file: one of ``ENDINGS``.
-        columns: language → column.
-        max_line_bytes: of a text; a row that is much longer is malformed.
+        file: File with one of ``ENDINGS``.
+        columns: Language → column.
+        max_line_bytes: Longest text; a much longer row is malformed.
     """
     for row in _rows(file, columns.values(), max_line_bytes=max_line_bytes):
         texts = None if row.cells is None else _texts(row.cells, columns)
@@ -187,7 +201,7 @@ def iterate_records(
 
 
 def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, bytes] | None:
-    """Language → text; None where a cell is neither a text nor missing."""
+    """Return language → text; None if a cell is neither text nor missing."""
     nested = cells.get(TRANSLATION)
     within = nested if isinstance(nested, dict) else cells
     found = {}
@@ -242,7 +256,7 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
-    """Rows below the header; a field in quotation marks may hold line ends."""
+    """Yield the rows below the header; a quoted field may hold line ends."""
     raws = iterate_raw_lines(file.path, max_line_bytes=2 * max_line_bytes)
     reader = csv.reader((f"{_decoded(raw)}\n" for raw in raws), strict=True)
     cells = _next_cells(reader)
@@ -257,7 +271,7 @@ def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
 
 
 def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
-    """The next row, an empty one where it breaks the rules of quoting; None at the end."""
+    """Return the next row; an empty one if its quoting is broken; None at the end."""
     try:
         return next(reader, None)
     except csv.Error:
@@ -265,7 +279,7 @@ def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
 
 
 def _decoded(raw: bytes) -> str:
-    """What is no UTF-8 stays so when it is encoded again, for the quarantine."""
+    """Decode so that invalid UTF-8 survives encoding, for the quarantine."""
     return raw.decode("utf-8", "surrogateescape")
 
 
@@ -284,7 +298,7 @@ def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[Row]:
 
 @contextmanager
 def _told(file: RawFile) -> Iterator[None]:
-    """What pyarrow raises becomes one sentence; its errors have no class in common."""
+    """Turn any error of pyarrow into a DataError, because its errors share no class."""
     try:
         yield
     except (UserError, Interrupted):

@@ -1,9 +1,8 @@
 """Read corpora and translations: pairs, directions, lines and hypotheses.
 
 A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, each line
-ended by ``\
-`` and by nothing else. A pair is two codes in alphabetical order, ``de-en``; a pair that never had
-training lines is a zero-shot pair. The statistics of a corpus hold
+ended by a newline and by nothing else. A pair is two codes in alphabetical order, ``de-en``; a pair
+that never had training lines is a zero-shot pair. The statistics of a corpus hold
 
 - ``pairs``: pair → split → lines;
 - ``emptied``: pairs that lost all their training lines;
@@ -284,9 +283,7 @@ def text_name(split: Split, pair: str, language: str) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file without their ``\
-
-    ``; no other character ends a line.
+    """Yield the lines of a text file without their newline; no other character ends a line.
 
     Raises:
         ArtifactError: it cannot be read, or is not UTF-8.
