@@ -54,7 +54,7 @@ LEAKS_NAME = "held_out_leaks.json"
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
-    line_identifier(config)  # refused now, not in a worker
+    line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
@@ -80,7 +80,7 @@ def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
         dropped += result.dropped
     if dropped and not any(result.lines for result in results):
         raise DataError(
-            f"{corpus.directory} has no training lines left ({_describe(dropped)}): look at its "
+            f"{corpus.directory} has no training lines left ({_describe(dropped)}). Look at its "
             "text, or relax the settings under [clean]."
         )
 

@@ -146,7 +146,7 @@ def by_embeddings(
     """
     if checkpoint is None:
         raise ConfigError(
-            "groups.method = 'embeddings' needs a dense model: give its checkpoint as input "
+            "groups.method = 'embeddings' needs a dense model. Give its checkpoint as input "
             "'checkpoint', or set groups.method to 'typology' or 'paper'."
         )
     clusters = family_clusters(
@@ -155,7 +155,7 @@ def by_embeddings(
         families=families,
     )
     corpus_size = sum(line_counts(shards, "train").values())
-    # Rounded, so that a share such as 15/56 of 56 sentences is 15 exactly.
+    # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
@@ -176,7 +176,7 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
             f"{checkpoint.directory} has embeddings of shape {tuple(weight.shape)} where its "
-            f"tokenizer has {tokenizer.size} ids: name a checkpoint whose files belong together."
+            f"tokenizer has {tokenizer.size} ids. Name a checkpoint whose files belong together."
         )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
@@ -296,8 +296,8 @@ def _group_in(table: Mapping[str, int], code: str) -> int:
     if group is None:
         nearest = ", ".join(nearest_codes(code, table)) or "none"
         raise ConfigError(
-            f"Language {code!r} is in none of the paper's groups, its nearest codes there are: "
-            f"{nearest}; put it into one with groups.extend = {{ {code} = 1 }}, say."
+            f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
+            f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
         )
     return group
 

@@ -412,7 +412,7 @@ def _swapped(section: Section) -> str:
     first, second = section.spellings
     one, other = section.sources
     return (
-        f"{one.place} reads as {second} and {other.place} as {first}: exchange the names of the "
+        f"{one.place} reads as {second} and {other.place} as {first}. Exchange the names of the "
         "two files, or set corpus.swapped_sides to 'accept' if they are right."
     )
 

@@ -58,7 +58,7 @@ def run(call: StageCall) -> None:
                     tally=tally,
                 )
         if not tally.lines["test"] and not tally.lines["valid"]:
-            raise DataError(f"{root} has no lines: fetch its files again.")
+            raise DataError(f"{root} has no lines. Fetch its files again.")
         writer.statistics |= statistics(tests, tally)
         writer.summary += summary(tests, tally)
 

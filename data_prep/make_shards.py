@@ -108,7 +108,7 @@ def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Pa
     if missing:
         raise ConfigError(
             f"The tokenizer {tokenizer_dir} has no token for {', '.join(missing)}, which the "
-            f"corpus {corpus.directory} has: train the tokenizer on this corpus."
+            f"corpus {corpus.directory} has. Train the tokenizer on this corpus."
         )
 
 
@@ -121,13 +121,13 @@ def check_training_lines(
         DataError: There are none at all, or all are too long.
     """
     if not line_counts(corpus, "train"):
-        raise DataError(f"{corpus.directory} has no training lines: import a corpus that has.")
+        raise DataError(f"{corpus.directory} has no training lines. Import a corpus that has.")
     if not any(counts.kept["train"] for counts in results):
         follows = "model.max_positions and batches.tokens, which shards.max_tokens follows"
         setting = "shards.max_tokens" if config.max_tokens is not None else follows
         raise DataError(
             f"No training sentence of {corpus.directory} is within {counted(max_tokens, 'token')}, "
-            f"the limit by {setting}: raise it, or split the lines into sentences."
+            f"the limit by {setting}. Raise it, or split the lines into sentences."
         )
 
 
@@ -185,12 +185,12 @@ def _executor(processes: int, *, mpi: bool) -> Executor:
     if not mpi:
         return WorkerPool(processes)
     if "mpi4py.futures" not in sys.orig_argv:
-        raise ConfigError(f"--mpi is for the ranks of a launcher: start {MPI_COMMAND}.")
+        raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI
     from mpi4py.futures import MPIPoolExecutor
 
     if MPI.COMM_WORLD.Get_size() < 2:
-        raise ConfigError(f"--mpi needs a rank beside the one that leads: start {MPI_COMMAND}.")
+        raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
     pool: Executor = MPIPoolExecutor()
     return pool
 

@@ -67,7 +67,7 @@ def run(call: StageCall) -> None:
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     if recipe.training.updates_of == "bytes":
-        # Loads PyTorch, which takes more than a second and is of no use otherwise.
+        # Imported here because loading PyTorch takes more than a second.
         from pipeline.batching.equal_epochs import with_resolved_updates
         from pipeline.batching.feed import TrainingData
 
@@ -111,7 +111,7 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
         sides = [tokens.get(pair, {}).get(code) for code in pair.split("-")]
         if not any(sides) or None in sides:
             raise ArtifactError(
-                f"The statistics of {shards.directory} do not say how many tokens {pair} has: run "
+                f"The statistics of {shards.directory} do not say how many tokens {pair} has. Run "
                 "make_shards again."
             )
         found[pair] = PairSize(lines, *(count or 0 for count in sides))
@@ -140,7 +140,7 @@ def weigh(
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
         capped = [name for name in shares if shares[name] < before[name]]
-    # Of sentences, where the shares are of tokens: a draw of long sentences takes more of these.
+    # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
     draws = {name: shares[name] / weighed[name].per_draw for name in shares}
     total = math.fsum(draws.values())
     drawn = {name: draw / total for name, draw in draws.items()}
@@ -196,7 +196,7 @@ def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
     found = [way for way in ways if not config.targets or way.target in config.targets]
     if not found:
         raise ConfigError(
-            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}: name one of "
+            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name one of "
             "its languages, too, or leave the pair out of the corpus (corpus.languages)."
         )
     return found
@@ -212,8 +212,8 @@ def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
     unknown = [code for code in config.targets if code not in known]
     if unknown:
         raise ConfigError(
-            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it: "
-            f"choose from {listed(sorted(known))}."
+            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
+            f"Choose from {listed(sorted(known))}."
         )
 
 
@@ -234,7 +234,7 @@ def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
     if unknown:
         raise ConfigError(
             f"mixture.phases, from update {phase.from_update:,}, names {unknown[0]!r}, and the "
-            f"shards have no training lines of it: choose from {listed(sorted(sizes))}."
+            f"shards have no training lines of it. Choose from {listed(sorted(sizes))}."
         )
     return sorted(named) if named else sorted(sizes)
 

@@ -279,7 +279,7 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], lis
     except ValueError as error:
         raise DataError(
             f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
-            "of lines: run the stage that made this corpus again."
+            "of lines. Run the stage that made this corpus again."
         ) from error
 
 

@@ -110,7 +110,7 @@ def good_lines(
             _set_aside(sources, number=number, quarantine=quarantine, counts=counts)
             continue
         try:
-            # Nearly all lines are plain; the others are looked at again, more slowly.
+            # Nearly all lines are plain; the slow path handles the others.
             texts = [_plain(raw, max_line_bytes=max_line_bytes) for raw in raws]
         except (_NotPlain, UnicodeDecodeError):
             texts = _look_again(
@@ -143,7 +143,7 @@ def _set_aside(
 def _plain(raw: bytes, *, max_line_bytes: int) -> str:
     """Return a line that is text as it stands; raise an error for any other."""
     text = raw.decode()
-    # str.splitlines splits at every one of the separators.
+    # str.splitlines splits at each of _SEPARATORS.
     if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or text.isspace():
         raise _NotPlain
     if len(raw) > max_line_bytes:
@@ -204,15 +204,15 @@ def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: s
     reasons = sorted({reason for side in counts.no_text for reason in side})
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}): {_remedy(reasons, setting=setting)}."
+        f"most {setting} ({', '.join(reasons)}). {_suggested_fix(reasons, setting=setting)}."
     )
 
 
-def _remedy(reasons: Sequence[str], *, setting: str) -> str:
+def _suggested_fix(reasons: Sequence[str], *, setting: str) -> str:
     match reasons:
         case ["too_long"]:
-            return f"raise {setting}, or split them into sentences"
+            return f"Raise {setting}, or split them into sentences"
         case ["malformed"]:
-            return "correct their columns, or fetch the file again"
+            return "Correct their columns, or fetch the file again"
         case _:
-            return "convert the files to UTF-8 or fetch them again"
+            return "Convert the files to UTF-8 or fetch them again"

@@ -93,7 +93,7 @@ def run(call: StageCall) -> None:
     corpus = call.artifacts["corpus"]
     sides = sides_of(corpus, config) if config.kind != "bytes" else []
     description = TokenizerDescription(
-        # Characters are a kind of SentencePiece model: nothing else is to be known to read them.
+        # Readers treat a character model like any other SentencePiece model.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
@@ -139,15 +139,15 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
             else f"names all languages of {corpus.directory}"
         )
         raise ConfigError(
-            f"tokenizer.target_languages {problem}: name those that are translated into and have "
+            f"tokenizer.target_languages {problem}. Name those that are translated into and have "
             "pieces of their own, or leave it out for one vocabulary."
         )
     lines = lines_per_language(corpus)
     for side in (others, own):
         if not any(lines[code] for code in side):
             raise DataError(
-                f"{corpus.directory} has no training lines in {listed(sorted(side))}, which are to "
-                "have pieces of their own (tokenizer.target_languages parts the languages): give "
+                f"{corpus.directory} has no training lines in {listed(sorted(side))}, which need "
+                "pieces of their own (tokenizer.target_languages splits the languages). Give "
                 "it some, or change that setting."
             )
     return [
@@ -174,7 +174,7 @@ def draw_sample(
     line_bytes = bytes_per_line(corpus, every)
     totals = {code: lines for code, lines in every.items() if among is None or code in among}
     most = min(config.sample_lines, sum(totals.values()))
-    # The largest number of lines that there is room for.
+    # Find the largest number of lines that fits.
     fits = bisect_right(
         range(1, most + 1),
         config.memory_bytes,
@@ -184,7 +184,7 @@ def draw_sample(
     if fits < most and (not fits or not any(quotas.values())):
         raise ConfigError(
             f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
-            "language: raise it."
+            "language. Raise it."
         )
     predicted = predicted_memory(quotas, line_bytes)
     return Sample(corpus, quotas, config.seed, predicted_bytes=predicted)
@@ -284,7 +284,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             bos_id=SPECIALS["bos"],
             eos_id=SPECIALS["eos"],
             unk_id=SPECIALS["unk"],
-            # With more threads the unigram trainer adds in another order, and learns other pieces.
+            # With more threads the unigram trainer sums in another order and learns other pieces.
             num_threads=1,
             minloglevel=2,
             **_options_of_kind(config),
@@ -300,10 +300,10 @@ def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
     """Return SentencePiece's options for the kind of pieces."""
     match config.kind:
         case "characters":
-            # As many as there are, if that is less than the vocabulary may have.
+            # The sample may have fewer characters than the vocabulary allows.
             kind: dict[str, Any] = {"model_type": "char", "hard_vocab_limit": False}
         case "byte_bpe":
-            # A byte is no letter or digit; spaces are kept as they are.
+            # Bytes have no script and no digits; spaces stay as they are.
             return {
                 "model_type": "bpe",
                 "character_coverage": 1.0,
@@ -343,16 +343,16 @@ def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataErr
     where = f"tokenizer.{side.setting} = {side.size} is too"
     if found := re.search(r"set it to a value <= (\d+)", text):
         return ConfigError(
-            f"{where} large for the sample: the largest vocabulary possible is {found[1]}; set "
-            "that or less, or draw more sample_lines."
+            f"{where} large for the sample, which allows at most {found[1]}. Set that or less, or "
+            "draw more sample_lines."
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return ConfigError(
             f"{where} small: the characters of the sample and the specials alone need "
-            f"{found[1]}; set more, or a lower character_coverage."
+            f"{found[1]}. Set more, or a lower character_coverage."
         )
     return DataError(
-        f"SentencePiece could not train on the sample ({text.strip()}): look for empty or "
+        f"SentencePiece could not train on the sample ({text.strip()}). Look for empty or "
         "damaged text in the corpus."
     )
 
@@ -363,7 +363,7 @@ def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[s
     found = covered = 0
     for sample in samples:
         quotas |= sample.quotas
-        # SentencePiece takes a space for the mark of a word.
+        # SentencePiece encodes a space as the mark of a word.
         characters = sorted(sample.characters - {" "})
         encoded = tokenizer.encode_batch(characters, language=next(iter(sample.quotas)))
         found += len(characters)

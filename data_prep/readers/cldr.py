@@ -219,18 +219,18 @@ def check_languages(config: CldrConfig) -> CldrConfig:
     zero_shot = tuple(canonical(code) for code in config.zero_shot)
     if not train_pairs:
         raise ConfigError(
-            "corpus.cldr.train_pairs is empty: name each language and its number of phrases, "
+            "corpus.cldr.train_pairs is empty. Name each language and its number of phrases, "
             "for instance train_pairs = { de = 20000 }."
         )
     if pivot in train_pairs or len(train_pairs) < len(config.train_pairs):
         raise ConfigError(
-            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice: "
-            "name every other language once."
+            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice. "
+            "Name every other language once."
         )
     if unpaired := sorted(set(zero_shot) - set(train_pairs)):
         raise ConfigError(
             f"corpus.cldr.zero_shot names {', '.join(unpaired)}, which corpus.cldr.train_pairs "
-            f"does not pair with {pivot!r}: add these pairs or take the languages out."
+            f"does not pair with {pivot!r}. Add these pairs or take the languages out."
         )
     for code in (pivot, *train_pairs):
         locale(code)
@@ -300,8 +300,8 @@ def format_part(part: Part, language: str) -> str:
         return _format_value(part, locale(language))
     except (KeyError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}: "
-            "take this language out of corpus.cldr."
+            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}. "
+            "Take this language out of corpus.cldr."
         ) from error
 
 
@@ -316,7 +316,7 @@ def locale(language: str) -> Locale:
         return Locale.parse(_CLDR_LOCALES.get(language, language))
     except (UnknownLocaleError, ValueError) as error:
         raise ConfigError(
-            f"Unicode CLDR has no locale for {language!r}: take this language out of corpus.cldr."
+            f"Unicode CLDR has no locale for {language!r}. Take this language out of corpus.cldr."
         ) from error
 
 

@@ -151,7 +151,7 @@ def find_pairs(
         if not _holds_same_text(known, folder, max_line_bytes=max_line_bytes):
             raise DataError(
                 f"{known.directory} and {folder.directory} hold different text of the pair "
-                f"{folder.pair}: join them or remove one."
+                f"{folder.pair}. Join them or remove one."
             )
         counts["folders_repeated"] += 1
     return [found[key] for key in sorted(found)]
@@ -161,18 +161,18 @@ def _roots(raw: RawInput | None) -> tuple[Path, ...]:
     match raw:
         case None:
             raise ConfigError(
-                "corpus.source is 'tree', but no raw folder was given: pass --raw DIR, a tree with "
+                "corpus.source is 'tree', but no raw folder was given. Pass --raw DIR, a tree with "
                 f"{TREE_LAYOUT}, or set corpus.source to 'cldr'."
             )
         case HubDataset():
             raise ConfigError(
-                f"corpus.source is 'tree', but {raw} is a data set of the hub: set corpus.source "
+                f"corpus.source is 'tree', but {raw} is a data set of the hub. Set corpus.source "
                 "to 'hub', for instance with the overlay RECIPE+hub, or pass --raw DIR."
             )
     for root in raw.paths:
         if root.is_file():
             raise DataError(
-                f"{root} is a file where a tree of pair folders is wanted: {TREE_LAYOUT}."
+                f"{root} is a file, but a tree of pair folders is expected. Name {TREE_LAYOUT}."
             )
     return raw.paths
 
@@ -206,11 +206,11 @@ def _name_folders(roots: Sequence[Path], *, regions: Regions, counts: LeftOut) -
     places: list[tuple[Path, int]] = []
     for tree, root in enumerate(roots):
         if not root.is_dir():
-            raise DataError(f"{root} is no folder: name a tree with {TREE_LAYOUT}.")
+            raise DataError(f"{root} is not a folder. Name a tree with {TREE_LAYOUT}.")
         directories, others = _pair_directories(root)
         counts.ignore(FOLDERS_IGNORED, (_name(path, roots=roots, tree=tree) for path in others))
         if not directories:
-            raise DataError(f"{root} holds no language pairs: {TREE_LAYOUT} are expected.")
+            raise DataError(f"{root} holds no language pairs. Name a tree with {TREE_LAYOUT}.")
         places += [(directory, tree) for directory in directories]
     pairs = name_pairs((directory.name for directory, _ in places), regions=regions)
     return [NamedFolder(*place, pair) for place, pair in zip(places, pairs, strict=True)]
@@ -247,7 +247,7 @@ def _holds_same_text(one: PairFolder, other: PairFolder, *, max_line_bytes: int)
 def _open_folder(folder: NamedFolder, *, roots: Sequence[Path], counts: LeftOut) -> PairFolder:
     directory, codes = folder.directory, folder.pair.codes
     if len(set(codes)) < 2:
-        raise DataError(f"{directory} pairs a language with itself: rename or remove the folder.")
+        raise DataError(f"{directory} pairs a language with itself. Rename or remove the folder.")
     first, second = sorted(codes)
     found: dict[tuple[Split, str], Path] = {}
     others: list[Path] = []
@@ -261,13 +261,13 @@ def _open_folder(folder: NamedFolder, *, roots: Sequence[Path], counts: LeftOut)
         side = (SPLIT_NAMES[match[1]], code)
         if side in found:
             raise DataError(
-                f"{found[side]} and {path} are both the {side[0]} text of {code}: remove one."
+                f"{found[side]} and {path} are both the {side[0]} text of {code}. Remove one."
             )
         found[side] = path
     files = {split: _both_sides(found, split, first, second) for split in SPLITS}
     present = {split: paths for split, paths in files.items() if paths is not None}
     if not present:
-        raise DataError(f"{directory} holds no text of its pair: {TREE_LAYOUT} are expected.")
+        raise DataError(f"{directory} holds no text of its pair. Name a tree with {TREE_LAYOUT}.")
     counts.ignore(FILES_IGNORED, (_name(path, roots=roots, tree=folder.tree) for path in others))
     spellings = folder.pair.spellings if codes == (first, second) else folder.pair.spellings[::-1]
     return PairFolder(directory, folder.tree, (first, second), present, spellings)
@@ -295,7 +295,7 @@ def _both_sides(
     missing = first if sides[0] is None else second
     present = sides[0] or sides[1]
     raise DataError(
-        f"{present} has no counterpart in {missing}: add the {split} text of {missing} "
+        f"{present} has no counterpart in {missing}. Add the {split} text of {missing} "
         "beside it or remove the file."
     )
 
@@ -324,7 +324,7 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     sides = _sides_by_name(files)
     if not sides:
         places = listed(raw.values) if raw else ""
-        raise DataError(f"{places} holds no pairs of files: {MOSES_LAYOUT} are expected.")
+        raise DataError(f"{places} holds no pairs of files. Name a folder with {MOSES_LAYOUT}.")
     read = {file.name for of_name in sides.values() for file in of_name.values()}
     left_out = LeftOut()
     left_out.ignore(FILES_IGNORED, [file.name for file in files if file.name not in read])
@@ -356,7 +356,7 @@ def section_of(pair: FilePair, config: CorpusConfig) -> Section:
     codes, spellings = pair.pair.codes, pair.pair.spellings
     one, other = pair.files
     if codes[0] == codes[1]:
-        raise DataError(f"{one.path} and {other.path} are both text of {codes[0]}: remove one.")
+        raise DataError(f"{one.path} and {other.path} are both text of {codes[0]}. Remove one.")
     if codes[0] > codes[1]:
         codes, spellings, one, other = codes[::-1], spellings[::-1], other, one
     return Section(
@@ -376,7 +376,7 @@ def _sides_by_name(files: Sequence[RawFile]) -> dict[str, dict[str, RawFile]]:
         if not _is_side(stem, ending):
             continue
         if ending in found[stem]:
-            raise DataError(f"{found[stem][ending].path} and {file.path} are one text: remove one.")
+            raise DataError(f"{found[stem][ending].path} and {file.path} are one text. Remove one.")
         found[stem][ending] = file
     return {stem: sides for stem, sides in found.items() if _is_of_pair(stem, sides)}
 
@@ -405,13 +405,13 @@ def _both(stem: str, sides: Mapping[str, RawFile]) -> tuple[RawFile, RawFile, st
     if len(wanted) > 2:
         raise DataError(
             f"{listed(sorted(str(file.path) for file in sides.values()))} are more than two files "
-            "of one name: name each pair, NAME.de-en.de and NAME.de-en.en."
+            "of one name. Name each pair, NAME.de-en.de and NAME.de-en.en."
         )
     missing = [side for side in wanted if side not in sides]
     if missing:
         there = next(iter(sides.values()))
         raise DataError(
-            f"{there.path} has no counterpart in {missing[0]}: add {stem}.{missing[0]} beside it "
+            f"{there.path} has no counterpart in {missing[0]}. Add {stem}.{missing[0]} beside it "
             "or remove the file."
         )
     first, second = wanted

@@ -40,12 +40,12 @@ def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """
     if not isinstance(raw, HubDataset):
         raise ConfigError(
-            "corpus.source is 'hub', but no data set of the hub was given: pass "
+            "corpus.source is 'hub', but no data set of the hub was given. Pass "
             "--raw hub:OWNER/NAME@REVISION, or set corpus.source to 'tree'."
         )
     if Path(raw.name).exists():
         raise ConfigError(
-            f"{Path(raw.name).absolute()} would be read in place of {raw}: run from another folder."
+            f"{Path(raw.name).absolute()} would be read in place of {raw}. Run from another folder."
         )
     return read_dataset(raw, config)
 
@@ -58,7 +58,7 @@ def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
     named = name_pairs(sorted(filter(is_pair_name, names)), regions=config.regions)
     if not named:
         raise DataError(
-            f"{dataset} has no configurations named like de-en: name a data set laid out as "
+            f"{dataset} has no configurations named like de-en. Name a data set laid out as "
             "OPUS-100 is."
         )
     selected = select_pairs(named, config.languages)
@@ -78,7 +78,7 @@ def _library() -> ModuleType:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "corpus.source is 'hub', which needs the package datasets: run "
+            "corpus.source is 'hub', which needs the package datasets. Run "
             "pip install 'mmnmt[hub]'."
         ) from error
     library: ModuleType = datasets
@@ -95,8 +95,8 @@ def _told(dataset: HubDataset) -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"{dataset} cannot be read ({reason}): correct its name and revision, or see to it "
-            "that the hub can be reached."
+            f"{dataset} cannot be read ({reason}). Correct its name and revision, or make "
+            "sure that the hub can be reached."
         ) from error
 
 
@@ -107,7 +107,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
     first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
     if first[0] == second[0]:
-        raise DataError(f"{dataset} pairs a language with itself in {pair.name}: leave it out.")
+        raise DataError(f"{dataset} pairs a language with itself in {pair.name}. Leave it out.")
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (
@@ -136,7 +136,7 @@ def _refuse_repeated(sections: list[Section]) -> None:
         if first is not section:
             raise DataError(
                 f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
-                f"text of the pair {section.pair}: name a data set that has it once, or leave "
+                f"text of the pair {section.pair}. Name a data set that has it once, or leave "
                 "these languages out of corpus.languages."
             )
 
@@ -154,7 +154,7 @@ def _lines(
             if not isinstance(texts, dict) or not texts.keys() >= set(spellings):
                 raise DataError(
                     f"{dataset} {pair}/{split} has no {COLUMN} in {' and '.join(spellings)} in row "
-                    f"{number}: name a data set laid out as OPUS-100 is."
+                    f"{number}. Name a data set laid out as OPUS-100 is."
                 )
             one, other = (texts[spelling] or "" for spelling in spellings)
             yield RawLine(number, (_encoded(one), _encoded(other)))

@@ -39,7 +39,7 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     root = _root(raw)
     if not config.files:
         raise ConfigError(
-            "corpus.source is 'listed', but corpus.files is empty: name each file, for instance "
+            "corpus.source is 'listed', but corpus.files is empty. Name each file, for instance "
             'files = [{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }].'
         )
     for entry in config.files:
@@ -56,7 +56,7 @@ def _root(raw: RawInput | None) -> Path:
     paths = raw_paths(raw, source="listed")
     if len(paths) > 1 or not paths[0].is_dir():
         raise ConfigError(
-            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder: name "
+            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder. Name "
             "the one that the paths of corpus.files start from."
         )
     return paths[0]
@@ -66,7 +66,7 @@ def _check_pair(entry: ListedText) -> None:
     first, _, second = entry.pair.partition("-")
     if not is_pair_name(entry.pair) or first.lower() == second.lower():
         raise ConfigError(
-            f"corpus.files names the pair {entry.pair!r}: write two language codes, like de-en."
+            f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
         )
 
 
@@ -83,9 +83,9 @@ def _section(
 def _file(root: Path, name: str) -> RawFile:
     path = root / name
     if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}: move it in.")
+        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}. Move it in.")
     if not path.is_file():
-        raise DataError(f"{path}, which corpus.files names, is no file: correct its name.")
+        raise DataError(f"{path}, which corpus.files names, is not a file. Correct its name.")
     return RawFile(path, name)
 
 
@@ -105,5 +105,5 @@ def _open(
             return open_columns(file, entry.split, config, pair=pair.spellings)
     raise DataError(
         f"{file.path} is one file of both languages, but ends in none of .tmx, .tsv, "
-        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}: name a file per language."
+        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}. Name a file per language."
     )

@@ -89,7 +89,7 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
     found = [(pair, file) for file in files for pair in _pairs(file, codes)]
     if not found:
         paths = listed([str(file.file.path) for file in files])
-        raise DataError(f"No record has text in two languages in {paths}: name other files.")
+        raise DataError(f"No record has text in two languages in {paths}. Name other files.")
     selected = _select({pair for pair, _ in found}, config)
     sections = [
         _section(file, pair, codes, left_out)
@@ -99,7 +99,7 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
     if not sections:
         names = listed(sorted({pair_name(*pair) for pair in selected}))
         raise ConfigError(
-            f"No pair that was found ({names}) has the pivot {config.pivot!r}: set corpus.pivot to "
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
             "another, or corpus.directions to 'all'."
         )
     left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
@@ -123,7 +123,7 @@ def section_of_pair(
     )
     if not _pairs(file, codes) & {(one, other), (other, one)}:
         raise DataError(
-            f"{file.file.path} has no record with text in both languages of {pair.name}: correct "
+            f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
             "the pair, or take the file out."
         )
     section = _section(file, (one, other), codes, left_out)

@@ -101,7 +101,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
         DataError: no layout or several, a side of a pair is missing, or two files are one text.
     """
     if not root.is_dir():
-        raise DataError(f"{root} is no folder: name one with {LAYOUTS}.")
+        raise DataError(f"{root} is not a folder. Name one with {LAYOUTS}.")
     paths = list(_files(root, depth=DEPTH))
     found = [file for path in paths if (file := describe_file(path))]
     layout = _one_layout(root, found)
@@ -115,7 +115,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
-            f"({listed(config.languages) or 'all'}): add the other language of a pair."
+            f"({listed(config.languages) or 'all'}). Add the other language of a pair."
         )
     versions = sorted(file.path.name for file in selected if file not in read)
     return OutsideTests(
@@ -164,7 +164,7 @@ def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextF
     if missing:
         near = sorted({code for spelling in missing for code in nearest_codes(spelling, present)})
         raise ConfigError(
-            f"tests.languages asks for {', '.join(missing)}, of which there is no file: correct it "
+            f"tests.languages asks for {', '.join(missing)}, but no file is in it. Correct it "
             f"(nearest codes that are there: {', '.join(near) or 'none'})."
         )
     return [
@@ -193,13 +193,13 @@ def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
     match list(examples):
         case []:
             raise DataError(
-                f"{root} holds no test sets: expected are {LAYOUTS}; for folders like en-de with "
-                "test.en and test.de, use import_corpus."
+                f"{root} holds no test sets. Name a folder with {LAYOUTS}; for folders like en-de "
+                "with test.en and test.de, use import_corpus."
             )
         case [layout]:
             return layout
     named = " and ".join(f"{layout} ({path})" for layout, path in examples.items())
-    raise DataError(f"{root} holds several test sets, {named}: import each from its own folder.")
+    raise DataError(f"{root} holds several test sets, {named}. Import each from its own folder.")
 
 
 def _align_languages(
@@ -209,7 +209,7 @@ def _align_languages(
     names = sorted({file.set_name for file in files})
     if len(names) > 1:
         raise DataError(
-            f"There are several test sets, {listed(names)}: import each from its own folder."
+            f"There are several test sets, {listed(names)}. Import each from its own folder."
         )
     versions: dict[tuple[Split, str], list[TextFile]] = defaultdict(list)
     for file in files:
@@ -238,7 +238,7 @@ def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile
     if others and others[0].spelling == first.spelling and not first.is_source:
         raise DataError(
             f"{first.path} and {others[0].path} are both the {first.split} text of "
-            f"{first.spelling}: remove one."
+            f"{first.spelling}. Remove one."
         )
     return first
 
@@ -251,7 +251,7 @@ def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple
     pivot = find_code(config.pivot, paths)
     if pivot is None:
         raise ConfigError(
-            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}: name "
+            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}. Name "
             'another tests.pivot, or set tests.directions = "all".'
         )
     for code in sorted(paths):
@@ -268,13 +268,13 @@ def _align_pairs(
     for file in files:
         first, second = (codes[spelling] for spelling in file.languages)
         if first == second:
-            raise DataError(f"{file.path} pairs a language with itself: rename or remove it.")
+            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
         sides = found[file.split, pair_name(first, second)]
         other = sides.setdefault(codes[file.spelling], file)
         if other is not file:
             raise DataError(
                 f"{other.path} and {file.path} are both {file.split} text of one pair and "
-                "language: import each test set from its own folder."
+                "language. Import each test set from its own folder."
             )
     aligned = []
     for (split, name), sides in sorted(found.items()):
@@ -290,11 +290,11 @@ def _require_both(sides: dict[str, TextFile], first: str, second: str) -> None:
         if missing not in sides:
             file = sides[here]
             raise DataError(
-                f"{file.path} has no counterpart in {missing}: add the {file.split} text of "
+                f"{file.path} has no counterpart in {missing}. Add the {file.split} text of "
                 f"{missing} beside it or remove the file."
             )
         if sides[here].set_name != sides[missing].set_name:
             raise DataError(
-                f"{sides[here].path} and {sides[missing].path} are of two test sets: import each "
+                f"{sides[here].path} and {sides[missing].path} are of two test sets. Import each "
                 "from its own folder."
             )

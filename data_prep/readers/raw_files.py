@@ -108,11 +108,11 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
                 yield plain
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} is no complete gzip file ({error}): fetch it again, or unpack it and remove "
-            "the .gz from its name."
+            f"{path} is not a complete gzip file ({error}). Fetch it again, or unpack it and "
+            "remove the .gz from its name."
         ) from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}). Make it readable.") from error
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class FilesInStep:
                 first, second = sorted(found)
                 raise DataError(
                     f"{self.paths[first]} has {counted(found[first], 'line')} and "
-                    f"{self.paths[second]} has {found[second]}: line n of one must translate "
-                    "line n of the other, so fetch or align them again."
+                    f"{self.paths[second]} has {found[second]}. Line n of one must translate "
+                    "line n of the other: fetch or align them again."
                 )
             yield RawLine(number, raws)
 
@@ -190,7 +190,7 @@ def _open_zstd(path: Path) -> Iterator[ByteStream]:
         import zstandard
     except ImportError as error:
         raise ConfigError(
-            f"{path} is a Zstandard file, which needs the package zstandard: run "
+            f"{path} is a Zstandard file, which needs the package zstandard. Run "
             "pip install 'mmnmt[zstd]', or unpack it."
         ) from error
     unpacker = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
@@ -199,7 +199,7 @@ def _open_zstd(path: Path) -> Iterator[ByteStream]:
             yield _ZstdFrames(packed, unpacker.decompressobj)
     except (EOFError, zstandard.ZstdError) as error:
         raise DataError(
-            f"{path} is no complete Zstandard file ({error}): fetch it again, or unpack it and "
+            f"{path} is not a complete Zstandard file ({error}). Fetch it again, or unpack it and "
             "remove the .zst from its name."
         ) from error
 
@@ -252,7 +252,7 @@ class RawFile:
         found = {_SPLITS[word.lower()] for word in _SPLIT_WORD.findall(self.name)}
         if len(found) > 1:
             raise DataError(
-                f"{self.path} is named as {' and '.join(sorted(found))} text: rename it so that "
+                f"{self.path} is named as {' and '.join(sorted(found))} text. Rename it so that "
                 "one of them is left."
             )
         return found.pop() if found else "train"
@@ -267,7 +267,7 @@ class RawFile:
         found = list(filter(is_pair_name, name.split("."))) or list(filter(is_pair_name, folders))
         if len({entry.lower() for entry in found}) > 1:
             raise DataError(
-                f"{self.path} is named as text of {' and '.join(found)}: rename it so that one of "
+                f"{self.path} is named as text of {' and '.join(found)}. Rename it so that one of "
                 "them is left."
             )
         return spellings_of(found[0]) if found else None
@@ -295,7 +295,7 @@ def find_files(
         names = ", ".join(f".{ending}" for ending in endings)
         raise DataError(
             f"{places} holds no file that ends in {names} (plain, .gz or .zst), which "
-            f"corpus.source = {source!r} reads: name another folder or source."
+            f"corpus.source = {source!r} reads. Name another folder or source."
         )
     left_out = LeftOut()
     left_out.ignore(FILES_IGNORED, [file.name for file in found if file.ending not in endings])
@@ -327,11 +327,11 @@ def raw_paths(raw: RawInput | None, *, source: str) -> tuple[Path, ...]:
     """
     if raw is None:
         raise ConfigError(
-            f"corpus.source is {source!r}, but no raw text was given: pass --raw DIR."
+            f"corpus.source is {source!r}, but no raw text was given. Pass --raw DIR."
         )
     if isinstance(raw, HubDataset):
         raise ConfigError(
-            f"corpus.source is {source!r}, but {raw} is a data set of the hub: set corpus.source "
+            f"corpus.source is {source!r}, but {raw} is a data set of the hub. Set corpus.source "
             "to 'hub', or pass --raw DIR."
         )
     return raw.paths
@@ -341,7 +341,7 @@ def _files_at(path: Path) -> list[RawFile]:
     if path.is_file():
         return [RawFile(path, path.name)]
     if not path.is_dir():
-        raise DataError(f"{path} does not exist: name an existing file or folder.")
+        raise DataError(f"{path} does not exist. Name an existing file or folder.")
     found: list[RawFile] = []
     for folder, below, names in os.walk(path):
         below[:] = [name for name in below if not name.startswith(".")]

@@ -87,7 +87,7 @@ def require_languages(
     hint = f" (nearest codes that are there: {', '.join(near)})" if near else ""
     raise ConfigError(
         f"corpus.languages asks for {', '.join(missing)}, which no pair of the languages asked "
-        f"for has: correct corpus.languages{hint}, or add the other language of a pair."
+        f"for has. Correct corpus.languages{hint}, or add the other language of a pair."
     )
 
 

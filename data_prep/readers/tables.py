@@ -116,8 +116,8 @@ def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes
         return Columns(named, width=len(cells), has_header=True)
     if pair is None:
         raise DataError(
-            f"{file.path}, line 1, names fewer than two languages, and the file's name no pair: "
-            "name the columns (de, en, …), or the file like train.de-en.tsv."
+            f"{file.path}, line 1, names fewer than two languages, and the file's name no pair. "
+            "Name the columns (de, en, …), or the file like train.de-en.tsv."
         )
     return Columns(dict(enumerate(pair)), width=2, has_header=False)
 
@@ -170,7 +170,7 @@ def open_columns(
     languages = tuple(config.columns) or pair or file.pair()
     if languages is None or len(languages) < 2:
         raise DataError(
-            f"Nothing says which languages {file.path} has: set corpus.columns, for instance "
+            f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
             '{ de = "source", en = "target" }, or put the file into a folder named like de-en.'
         )
     columns = {language: config.columns.get(language, language) for language in languages}
@@ -218,16 +218,16 @@ def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, by
 def _require_columns(file: RawFile, first: Row, columns: Mapping[str, str]) -> None:
     if first.cells is None:
         raise DataError(
-            f"{file.path}, line {first.line}, is no row of a .{file.ending} file: rename the file "
-            "to what it is, or correct the line."
+            f"{file.path}, line {first.line}, is not a row of a .{file.ending} file. Rename the "
+            "file to what it is, or correct the line."
         )
     nested = first.cells.get(TRANSLATION)
     present = nested if isinstance(nested, dict) else first.cells
     missing = [column for column in columns.values() if column not in present]
     if missing:
         raise DataError(
-            f"{file.path} has no column {listed(missing)} (it has {listed(present) or 'none'}): "
-            "set corpus.columns, language = column."
+            f"{file.path} has no column {listed(missing)} (it has {listed(present) or 'none'}). "
+            "Set corpus.columns, language = column."
         )
 
 
@@ -305,11 +305,11 @@ def _told(file: RawFile) -> Iterator[None]:
         raise
     except ImportError as error:
         raise ConfigError(
-            f"{file.path} is a Parquet file, which needs the package pyarrow ({error}): "
-            "run pip install 'mmnmt[parquet]'."
+            f"{file.path} is a Parquet file, which needs the package pyarrow ({error}). "
+            "Run pip install 'mmnmt[parquet]'."
         ) from error
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"{file.path} is no complete Parquet file ({reason}): fetch it again."
+            f"{file.path} is not a complete Parquet file ({reason}). Fetch it again."
         ) from error

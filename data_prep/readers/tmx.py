@@ -96,7 +96,7 @@ def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
         parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
         yield from parser.feed(block)
     if parser is None:
-        raise DataError(f"{path} is empty: export the translation memory again.")
+        raise DataError(f"{path} is empty. Export the translation memory again.")
     yield from parser.finish()
 
 
@@ -155,13 +155,12 @@ class UnitParser:
             self._parser.Parse(block, is_last)
         except expat.ExpatError as error:
             raise DataError(
-                f"{self._path}, line {error.lineno}, is no well-formed XML "
-                f"({expat.ErrorString(error.code)}): export the translation memory again."
+                f"{self._path}, line {error.lineno}, is not well-formed XML "
+                f"({expat.ErrorString(error.code)}). Export the translation memory again."
             ) from error
         except (LookupError, ValueError) as error:
             raise DataError(
-                f"{self._path} is in an encoding that is not known here ({error}): export it as "
-                "UTF-8."
+                f"{self._path} is in an unknown encoding ({error}). Export it as UTF-8."
             ) from error
 
     def _root(self, name: str, attributes: dict[str, str]) -> None:
@@ -212,7 +211,7 @@ class UnitParser:
             return None
         spelling = without_variant(tag)
         if spelling is None:
-            self._refuse(f"{tag[:40]!r} is no language code")
+            self._refuse(f"{tag[:40]!r} is not a language code")
         return spelling
 
     def _refuse_entity(self, name: str, *_: object) -> NoReturn:
@@ -224,6 +223,6 @@ class UnitParser:
 
     def _refuse(self, fault: str) -> NoReturn:
         raise DataError(
-            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}: export the translation "
+            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}. Export the translation "
             "memory again as TMX 1.4."
         )

@@ -179,7 +179,7 @@ def _ngram_hashes(keys: Sequence[str]) -> tuple[Hashes, npt.NDArray[np.int64]]:
     ends = np.cumsum(lengths)
     within = np.ones(len(hashes), dtype=np.bool_)
     for place in range(1, NGRAM):
-        within[ends[:-1] - place] = False  # n-grams that reach into the next key
+        within[ends[:-1] - place] = False  # this n-gram reaches into the next key
     counts = lengths - NGRAM + 1
     return _mixed(hashes[within]), np.cumsum(counts) - counts
 
@@ -236,7 +236,7 @@ class NearDuplicates:
         before = self._before[number]
         for band, earlier in enumerate(before.tolist()):
             if earlier >= 0 and not self._is_kept[earlier]:
-                before[band] = self._before[earlier, band]  # where that one's kept one is
+                before[band] = self._before[earlier, band]  # skip a line that was not kept
 
     def _candidates(self, number: int) -> list[int]:
         """Return kept lines that share a band, the latest first, limited per band."""

@@ -87,21 +87,21 @@ class FastText:
         """
         if not Path(path).is_file():
             raise ConfigError(
-                f"clean.language_model names {path!r}, which is no file: name fastText's "
+                f"clean.language_model names {path!r}, which is not a file. Name fastText's "
                 "lid.176.bin or GlotLID's model.bin."
             )
         try:
             fasttext = importlib.import_module("fasttext")
         except ImportError as error:
             raise ConfigError(
-                "clean.identify_languages is fasttext, which is not installed: install fasttext, "
+                "clean.identify_languages is fasttext, which is not installed. Install fasttext, "
                 "or set it to langdetect."
             ) from error
         try:
             return cls(fasttext.load_model(path))
         except (ValueError, OSError) as error:
             raise ConfigError(
-                f"fastText cannot read {path} ({error}): name another file."
+                f"fastText cannot read {path} ({error}). Name another file."
             ) from error
 
     def identify(self, texts: Sequence[str]) -> list[str | None]:

@@ -185,7 +185,7 @@ class Artifact:
         if name not in self.manifest.files:
             raise ArtifactError(
                 f"{self.directory} has no file {name!r}; it was written by stage "
-                f"{self.manifest.stage!r}: run that stage again."
+                f"{self.manifest.stage!r}. Run that stage again."
             )
         return self.manifest.files[name]
 
@@ -240,7 +240,7 @@ class ArtifactWriter:
         problem = describe_name(name)
         if problem is not None:
             raise ArtifactError(
-                f"A file of an artifact would be called {name!r}, which {problem}: look at the "
+                f"A file of an artifact would be called {name!r}, which {problem}. Look at the "
                 "names in the input it is made from."
             )
         path = self.directory / name
@@ -287,21 +287,21 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
         ArtifactError: missing, unfinished, of another kind or of another format version.
     """
     if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist: run the stage that makes the {kind} first.")
+        raise ArtifactError(f"{path} does not exist. Run the stage that makes the {kind} first.")
     manifest = read_manifest(path)
     if manifest is None:
         raise ArtifactError(
-            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}: run its stage again."
+            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}. Run its stage again."
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name "
+            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted. Name "
             f"the folder of {with_article(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(
             f"{path} has format version {manifest.format_version}, this version of mmnmt reads "
-            f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
+            f"{FORMAT_VERSION[kind]}. Run stage {manifest.stage!r} again."
         )
     return Artifact(directory=path, manifest=manifest)
 
@@ -414,7 +414,7 @@ def seal_artifact(
         files = settle_files(writer, files_below(writer.directory))
     problem = describe_names(files)
     if problem is not None:
-        raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")
+        raise ArtifactError(f"An artifact would hold a file {problem}. Name its inputs otherwise.")
     manifest = Manifest(
         kind=kind,
         format_version=FORMAT_VERSION[kind],
@@ -485,7 +485,7 @@ def open_recorded(record: InputRecord) -> Artifact | None:
     path = Path(record.path)
     try:
         manifest = read_manifest(path)
-    except (ArtifactError, ValueError):  # a NUL in the path
+    except (ArtifactError, ValueError):  # ValueError: a NUL in the path
         return None
     if manifest is None or digest_of_part(manifest, record.splits) != record.digest:
         return None

@@ -175,7 +175,7 @@ def _is_count(value: object) -> bool:
 
 def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
     raise ArtifactError(
-        f"The statistics of {artifact.directory} {problem}: run stage "
+        f"The statistics of {artifact.directory} {problem}. Run stage "
         f"{artifact.manifest.stage!r} again."
     )
 

@@ -116,12 +116,12 @@ def raw_digest(path: Path) -> str:
     if path.is_file():
         return json_digest(file_record(path).model_dump())
     if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist: name an existing file or folder.")
+        raise ArtifactError(f"{path} does not exist. Name an existing file or folder.")
     files = sorted(_files_below(path))
     for entry in files:
         if not is_text(str(entry)):
             raise ArtifactError(
-                f"{as_text(entry)} has a name that is not UTF-8: rename it, or move it away."
+                f"{as_text(entry)} has a name that is not UTF-8. Rename it, or move it away."
             )
     records = file_records(files)
     return json_digest(
@@ -140,7 +140,7 @@ def _files_below(root: Path) -> Iterable[Path]:
         yield from (path for name in names if (path := Path(folder) / name).is_file())
 
 
-# ---------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------- remembering
 
 
 _MEMORY: dict[tuple[str, str], dict[str, Stamp]] = {}
@@ -271,14 +271,14 @@ class Check:
             if found != self.files[chunk.name].chunks[chunk.number]:
                 return (
                     f"{self.directory / chunk.name} is damaged in chunk {chunk.number} (64 MiB "
-                    f"each): its digest differs from the manifest: {suggested_fix(self.directory)}."
+                    f"each): its digest differs from the manifest. {suggested_fix(self.directory)}."
                 )
         return None
 
 
 def suggested_fix(directory: Path) -> str:
     """Return the suggested fix for a damaged file of an artifact."""
-    return f"restore it from a copy, or remove the folder {directory} and run its stage again"
+    return f"Restore it from a copy, or remove the folder {directory} and run its stage again"
 
 
 def refuse_links(directory: Path, name: str) -> None:
@@ -292,7 +292,7 @@ def refuse_links(directory: Path, name: str) -> None:
         path = path / part
         if path.is_symlink():
             raise ArtifactError(
-                f"{path} is a link, and no part of an artifact is one: {suggested_fix(directory)}."
+                f"{path} is a link, which an artifact never contains. {suggested_fix(directory)}."
             )
 
 
@@ -300,12 +300,12 @@ def _refuse_size(directory: Path, name: str, record: FileRecord) -> None:
     path = directory / name
     if not path.is_file():
         raise ArtifactError(
-            f"{path} is missing though its manifest lists it: {suggested_fix(directory)}."
+            f"{path} is missing, although its manifest lists it. {suggested_fix(directory)}."
         )
     size = path.stat().st_size
     if size != record.size or number_of_chunks(size) != len(record.chunks):
         raise ArtifactError(
-            f"{path} has {size} bytes, its manifest says {record.size}: {suggested_fix(directory)}."
+            f"{path} has {size} bytes, its manifest says {record.size}. {suggested_fix(directory)}."
         )
 
 
@@ -355,7 +355,7 @@ class HashedFiles:
 
     def __init__(self) -> None:
         self.records: dict[Path, FileRecord] = {}
-        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))  # one core writes
+        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))  # one core is for writing
         self._hashing = ThreadPoolExecutor(threads, thread_name_prefix="hash")
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._synced: list[Future[None]] = []

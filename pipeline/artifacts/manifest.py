@@ -220,24 +220,26 @@ def read_manifest(directory: Path) -> Manifest | None:
     path = directory / MANIFEST_NAME
     try:
         if path.is_symlink():
-            raise ArtifactError(f"{path} is a link, and no part of an artifact is one: copy it.")
+            raise ArtifactError(
+                f"{path} is a link, which an artifact never contains. Copy the file."
+            )
         if not path.is_file():
             return None
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems): remove "
+            f"{path} is not a manifest of this version ({error.error_count()} problems). Remove "
             f"the folder {directory} and run its stage again."
         ) from error
     except OSError as error:
         raise ArtifactError(
-            f"{path} cannot be read ({error.strerror or error}): see to it that it can."
+            f"{path} cannot be read ({error.strerror or error}). Make it readable."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:
         raise ArtifactError(
-            f"{path} lists a file {problem}: this is not as a stage writes it; do not use the "
-            "folder, and have its stage make it again."
+            f"{path} lists a file {problem}. No stage writes this: do not use the folder, and run "
+            "its stage again."
         )
     return manifest
 

@@ -80,8 +80,8 @@ def temperature_probabilities(
     """
     largest = max(counts.values(), default=0)
     if largest <= 0:
-        raise DataError("There is nothing to draw from: every pair has 0 training lines.")
-    # Relative to the largest count the logarithms are at most 0, so that no power overflows.
+        raise DataError("Every pair has 0 training lines. Use a corpus with training text.")
+    # Divide by the largest count: all logarithms are then at most 0, and no power overflows.
     weights = {
         name: math.exp((math.log(count) - math.log(largest)) / sampling_temperature)
         if count
@@ -108,7 +108,7 @@ def capped_shares(
     total = sum(counts.values())
     caps = {name: max_upsampling * (counts[name] / total) for name in shares}
     drawn = [name for name, share in shares.items() if share > 0]
-    # By the λ at which each meets its cap: those before a place are capped, if any.
+    # Sort by the λ at which each share meets its cap: the capped ones come first.
     ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
     kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
     found = dict.fromkeys(shares, 0.0)
@@ -169,7 +169,7 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
-    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}: run stage 'mix' again.")
+    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}. Run stage 'mix' again.")
 
 
 GROUPS_NAME = "groups.json"
@@ -185,14 +185,14 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
     groups = document.get("groups") if isinstance(document, dict) else None
     if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
         raise ArtifactError(
-            f"{artifact.file(GROUPS_NAME)} does not give languages a group each: run stage "
+            f"{artifact.file(GROUPS_NAME)} does not give languages a group each. Run stage "
             "'group_languages' again."
         )
     numbers = set(groups.values())
     if numbers != set(range(len(numbers))):
         raise ArtifactError(
             f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
-            f"to {len(numbers) - 1} is wanted: run stage 'group_languages' again."
+            f"to {len(numbers) - 1} is wanted. Run stage 'group_languages' again."
         )
     return dict(sorted(groups.items()))
 

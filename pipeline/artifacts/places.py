@@ -62,15 +62,15 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
     absolute = path.absolute()
     if not is_text(str(absolute)):
         raise ConfigError(
-            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text: "
-            "rename it, or name another."
+            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text. "
+            "Rename it, or name another."
         )
     *folders, last = map(_num_bytes, absolute.parts)
     most = LONGEST_PART - (_longest_addition() if is_output else 0)
     if last > most or max(folders, default=0) > LONGEST_PART:
         raise ConfigError(
             f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
-            f"{most if last > most else LONGEST_PART} fit: choose a shorter one."
+            f"{most if last > most else LONGEST_PART} fit. Choose a shorter one."
         )
 
 
@@ -156,9 +156,10 @@ class Lock:
         except OSError:
             found = ""
         if found != self.signature:
+            lost = f"it is being written by {found}" if found else "its lock is gone"
             raise ArtifactError(
-                f"{self.what} is being written by {found or 'nobody any more: its lock is gone'}: "
-                "this run stops, since two would spoil each other's files."
+                f"{self.what}: {lost}. This run stops, because two would damage each other's "
+                "files. Wait for the other one, or stop it, then run again."
             )
 
 
@@ -200,7 +201,7 @@ def _locked(path: Path, *, what: str, give_up: float) -> int:
         if text and not text.startswith(SIGNATURE):
             os.close(descriptor)
             raise ArtifactError(
-                f"{path} is where {what} is locked, but it is another file: move it away."
+                f"{path} should be the lock of {what}, but it is another file. Move it away."
             )
         if not _lock(descriptor):
             os.close(descriptor)
@@ -208,7 +209,7 @@ def _locked(path: Path, *, what: str, give_up: float) -> int:
                 time.sleep(0.1)
                 continue
             raise ArtifactError(
-                f"{what} is being written by {text.strip() or 'another process'}: wait for it or "
+                f"{what} is being written by {text.strip() or 'another process'}. Wait for it or "
                 "stop it, then run again."
             )
         if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
@@ -245,7 +246,7 @@ def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
     return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
-# ---------------------------------------------------------------- what is ours
+# ---------------------------------------------------------------- ownership
 
 
 def why_not_ours(directory: Path) -> str | None:
@@ -311,11 +312,11 @@ def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
     try:
         manifest = read_manifest(out_dir)
     except ArtifactError:
-        return  # not a finished artifact: why_not_ours has a sentence for it
+        return  # not a finished artifact: why_not_ours describes it
     if manifest is not None and manifest.kind != kind:
         raise ArtifactError(
             f"{out_dir} holds {with_article(manifest.kind)} made by {manifest.stage}, which "
-            f"{with_article(kind)} never replaces: name another --out, or move it away."
+            f"{with_article(kind)} never replaces. Name another --out, or move it away."
         )
 
 
@@ -332,7 +333,7 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
     """
     if out_dir.name in ("", ".."):
         raise ArtifactError(
-            f"{out_dir} does not end in a name: give the new folder one of its own."
+            f"{out_dir} does not end in a name. Give the new folder one of its own."
         )
     for working in (unfinished_dir(out_dir), replaced_dir(out_dir)):
         if os.path.lexists(working):
@@ -346,12 +347,12 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         return  # rank 0 of this stage has just set it aside
     if reason is not None:
         raise ArtifactError(
-            f"{out_dir} exists already and {reason}: it is never replaced; name another --out, or "
-            "move away what is yours."
+            f"{out_dir} exists already and {reason}, so it is never replaced. Name another --out, "
+            "or move your files away."
         )
     if not overwrite and any(out_dir.iterdir()):
         raise ArtifactError(
-            f"{out_dir} exists already: name another --out, or pass --overwrite to replace it."
+            f"{out_dir} exists already. Name another --out, or pass --overwrite to replace it."
         )
 
 
@@ -359,8 +360,8 @@ def _refuse_foreign(working: Path) -> None:
     reason = None if is_working(working) else why_not_ours(working)
     if reason is not None:
         raise ArtifactError(
-            f"{working} is where a stage would work, but it {reason}: nothing there is touched; "
-            "name another --out, or move the folder away."
+            f"The stage needs {working} to work in, but it {reason}. Name another --out, or move "
+            "the folder away."
         )
 
 
@@ -377,9 +378,9 @@ def remove_artifact(directory: Path) -> None:
         return
     reason = why_not_ours(directory)
     if reason is not None:
-        raise ArtifactError(f"{directory} {reason}: it is not removed; move it away.")
+        raise ArtifactError(f"{directory} {reason}, so it is not removed. Move it away.")
     manifest = read_manifest(directory)
-    # First the file beside it: a later start that finds the directory gone looks for nothing else.
+    # The file beside it goes first: once the directory is gone, no later start would look for it.
     with contextlib.suppress(OSError):
         if is_verified_file(verified_path(directory)):
             verified_path(directory).unlink()
@@ -474,7 +475,7 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
         if aside.exists():
             aside.rename(out_dir)
         raise
-    with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
+    with contextlib.suppress(OSError):  # the next stage here removes the rest
         _clear_replaced(out_dir)
 
 
@@ -567,14 +568,14 @@ def refuse_inputs(
         if relation is not None:
             raise ConfigError(
                 f"{what} {out_dir} {relation} the input {name} ({path}), which must stay as it "
-                "is: choose another folder for the output."
+                "is. Choose another folder for the output."
             )
         for folder in working:
             relation = _relation(folder, path)
             if relation is not None:
                 raise ConfigError(
                     f"{what} {out_dir} needs {folder} to work in, which {relation} the input "
-                    f"{name} ({path}): choose another folder for the output."
+                    f"{name} ({path}). Choose another folder for the output."
                 )
 
 

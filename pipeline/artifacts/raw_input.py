@@ -56,7 +56,7 @@ class RawPaths:
         """
         if len(self.paths) > 1:
             raise ConfigError(
-                f"{', '.join(self.values)} are several paths where one is wanted: name one."
+                f"{', '.join(self.values)} are several paths where one is wanted. Name one."
             )
         return self.paths[0]
 
@@ -93,7 +93,7 @@ class HubDataset:
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(f"{self} is a data set of the hub where a path is wanted: name a path.")
+        raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
 
 
 RawInput: TypeAlias = RawPaths | HubDataset
@@ -111,12 +111,12 @@ def raw_input(values: Sequence[str]) -> RawInput:
     found = _DATASET.fullmatch(datasets[0])
     if found is None:
         raise ConfigError(
-            f"{datasets[0]} does not say which text it is: write hub:OWNER/NAME@REVISION, where "
+            f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
             "REVISION is the full commit of 40 digits (branches and tags can move)."
         )
     if len(values) > 1:
         raise ConfigError(
-            f"{datasets[0]} is one of {len(values)} raw inputs: name one data set of the hub "
+            f"{datasets[0]} is one of {len(values)} raw inputs. Name one data set of the hub "
             "alone, or paths."
         )
     return HubDataset(name=found["name"], revision=found["revision"])
@@ -126,5 +126,5 @@ def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:
-        raise ConfigError(f"{repeated[0]} is named twice: name each path once.")
+        raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
     return RawPaths(paths)

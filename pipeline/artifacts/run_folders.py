@@ -82,8 +82,8 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
     if not os.path.lexists(directory):
         return  # rank 0 of this stage has just set it aside
     raise ArtifactError(
-        f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
-        "nothing there is touched; name another --out, or move the folder away."
+        f"The stage needs {directory} as its run folder, but it {problem}. Name another --out, or "
+        "move the folder away."
     )
 
 
@@ -271,7 +271,7 @@ def _is_due(out_dir: Path) -> bool:
 def remove_contents(run_folder: Path) -> None:
     """Remove states, best weights and curves; the caller holds the folder's lock."""
     for place in _artifacts(run_folder):
-        with suppress(ArtifactError):  # something of the user's is in it: it is named at the end
+        with suppress(ArtifactError):  # it has a user's files, which are named at the end
             remove_artifact(place)
         for leftover in (unfinished_dir(place), replaced_dir(place)):
             with suppress(ArtifactError):

@@ -111,15 +111,15 @@ class Segmenters:
                 raise TypeError("it returns a text, not a list of words")
             words = list(found)
             changed = "".join(words)
-        except Exception as error:  # of the user's code, whatever it is
+        except Exception as error:  # user code may raise anything
             raise ConfigError(
-                f"{what} failed on {shown_text(text)} ({_said(error)}): mend it, "
+                f"{what} failed on {shown_text(text)} ({_said(error)}). Correct it, "
                 "or name another under tokenizer.segmenters."
             ) from error
         if changed != text:
             raise ConfigError(
-                f"{what} changes the text, it makes {shown_text(changed)} of {shown_text(text)}: "
-                "its words must join to what it is given; mend it, or name another under "
+                f"{what} changes {shown_text(text)} to {shown_text(changed)}. Its words must join "
+                "to the text that it is given: correct it, or name another under "
                 "tokenizer.segmenters."
             )
         return [word for word in words if word]
@@ -131,8 +131,8 @@ class Segmenters:
         name = self._named.get(language, "")
         if name in ("", *SEGMENTERS):
             raise ConfigError(
-                f"The words of {language} are found by a function {record.name!r} of its user's, "
-                "which comes with no model: name its file in the recipe, as [tokenizer.segmenters] "
+                f"The words of {language} are found by a user's function {record.name!r}, which no "
+                "model includes. Name its file in the recipe, as [tokenizer.segmenters] "
                 f'{language} = "path/to/file.py:{record.name}".'
             )
         path, function, content = read_function_file(name)
@@ -140,7 +140,7 @@ class Segmenters:
             raise ConfigError(
                 f"tokenizer.segmenters names {name} for {language}, and the tokenizer was made "
                 f"with a function {record.name!r} of a file with other contents (SHA-256 "
-                f"{record.sha256[:12]}…): name that one, or train the tokenizer and what follows "
+                f"{record.sha256[:12]}…). Name that one, or train the tokenizer and what follows "
                 "anew."
             )
         return load_function(path, function, content)
@@ -162,12 +162,12 @@ def segmenter_records(
             raise ConfigError(
                 f"tokenizer.segmenters names {spelling!r}, "
                 + ("a second time" if code else f"and the corpus has no such language ({near})")
-                + ": change it, or leave it out."
+                + ". Change it, or leave it out."
             )
         if name == "mecab" and canonical(code) != "ja":
             raise ConfigError(
-                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese: "
-                "name another."
+                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese. "
+                "Name another."
             )
         if name in SEGMENTERS:
             _built_in(name)
@@ -230,8 +230,8 @@ class JapaneseWords:
             self._tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}): pip "
-                "install mecab-python3 ipadic."
+                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}). Run "
+                "pip install mecab-python3 ipadic."
             ) from error
 
     def __call__(self, text: str) -> list[str]:
@@ -242,7 +242,7 @@ class JapaneseWords:
         while node is not None:
             bounds.append(bounds[-1] + node.rlength)
             node = node.next
-        bounds.append(len(content))  # it ends at a character NUL
+        bounds.append(len(content))  # MeCab stops at a NUL character
         return [content[begin:end].decode() for begin, end in pairwise(bounds)]
 
 
@@ -269,15 +269,15 @@ def load_function(path: Path, function: str, content: bytes) -> Segmenter:
     sys.modules[module.__name__] = module
     try:
         exec(compile(content, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # of the user's code, whatever it is
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(
-            f"tokenizer.segmenters names {path}, which fails ({_said(error)}): mend it."
+            f"tokenizer.segmenters names {path}, which fails ({_said(error)}). Correct it."
         ) from error
     found = module.__dict__.get(function)
     if not callable(found):
         raise ConfigError(
-            f"tokenizer.segmenters names {path}:{function}, and the file has no such function: "
-            "correct the name."
+            f"tokenizer.segmenters names {path}:{function}, and the file has no such function. "
+            "Correct the name."
         )
     segmenter: Segmenter = found
     return segmenter

@@ -100,7 +100,7 @@ def open_shard(
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}): run stage "
+            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}). Run stage "
             f"{artifact.manifest.stage!r} again."
         ) from error
     tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))
@@ -174,14 +174,14 @@ def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
             return np.asarray(np.memmap(path, dtype=stored_type, mode="r"))
     raise ArtifactError(
         f"{path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of its "
-        "offsets: restore both files from a copy or run the stage again."
+        "offsets. Restore both files from a copy or run the stage again."
     )
 
 
 def _map_begins(path: Path, *, num_tokens: int) -> Flags:
     if path.stat().st_size != num_tokens:
         raise ArtifactError(
-            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens: restore both files "
+            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens. Restore both files "
             "from a copy or run the stage again."
         )
     if num_tokens == 0:

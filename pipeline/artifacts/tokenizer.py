@@ -253,7 +253,7 @@ class Tokenizer:
         if mixed:
             raise ConfigError(
                 f"The vocabulary has pieces of white space and text at once ({mixed[0]!r}), so "
-                "that words cannot be told by ids: use one of bytes or characters."
+                "that words cannot be told by ids. Use one of bytes or characters."
             )
         return tuple(
             index for index, piece in pieces.items() if piece is None or is_white_space(piece)
@@ -268,7 +268,7 @@ class Tokenizer:
         if code not in self._language_ids:
             nearest = ", ".join(nearest_codes(code, self.languages)) or "none"
             raise ConfigError(
-                f"The tokenizer has no language {code!r}, its nearest codes are: {nearest}; name "
+                f"The tokenizer has no language {code!r}. Its nearest codes are: {nearest}. Name "
                 "one it has, or train it on a corpus with that language."
             )
         return self._language_ids[code]
@@ -286,7 +286,7 @@ class Tokenizer:
         if not self.writes(code):
             raise ConfigError(
                 f"The tokenizer has pieces to translate into {listed(self.target_languages)} "
-                f"alone, not into {code}: leave that out (mixture.targets and decoding.targets "
+                f"only, not into {code}. Leave it out (mixture.targets and decoding.targets "
                 "choose directions), or train another tokenizer."
             )
 
@@ -497,7 +497,7 @@ def _read_description(directory: Path) -> TokenizerDescription:
         return TokenizerDescription.model_validate_json(_read(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} does not describe a tokenizer ({error.error_count()} problems): restore it "
+            f"{path} does not describe a tokenizer ({error.error_count()} problems). Restore it "
             "from a copy or train the tokenizer again."
         ) from error
 

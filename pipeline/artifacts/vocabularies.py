@@ -137,13 +137,13 @@ class SentencePieceVocabulary:
     """
 
     def __init__(self, model: bytes, *, has_specials: bool = True, name: str = MODEL_NAME) -> None:
-        if not model:  # without one the processor is made, and complains of every question
-            raise ArtifactError(f"{name} is empty: restore it from a copy.")
+        if not model:  # SentencePiece accepts an empty model, and then fails in every call
+            raise ArtifactError(f"{name} is empty. Restore it from a copy.")
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{name} is not a SentencePiece model: restore it from a copy."
+                f"{name} is not a SentencePiece model. Restore it from a copy."
             ) from error
         self._model = model
         self._has_specials = has_specials
@@ -217,7 +217,7 @@ class SentencePieceVocabulary:
         if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
             raise ArtifactError(
                 f"{MODEL_NAME} has the special ids {ids}, where four distinct ids from 0 on are "
-                "wanted (-1 means none): train it with a piece of its own for each of them."
+                "wanted (-1 means none). Train it with a piece of its own for each of them."
             )
 
 
@@ -273,7 +273,7 @@ class ByteLevelVocabulary:
         if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
             raise ArtifactError(
                 f"{name} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
-                "bytes (byte_bpe): restore both from one copy."
+                "bytes (byte_bpe). Restore both from one copy."
             )
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
@@ -327,7 +327,7 @@ class SourceAndTargetVocabulary:
             if (one.pad_id, one.bos_id, one.eos_id, one.unk_id) != tuple(SPECIALS.values()):
                 raise ArtifactError(
                     f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials "
-                    f"{SPECIALS}: restore them from a copy."
+                    f"{SPECIALS}. Restore them from a copy."
                 )
         self._source, self._target = source, target
         self._encodes = encodes
@@ -386,7 +386,7 @@ class RenumberedVocabulary:
         if len(numbering.pieces) != vocabulary.size:
             raise ArtifactError(
                 f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
-                f"has {vocabulary.size:,}: restore both from one copy."
+                f"has {vocabulary.size:,}. Restore both from one copy."
             )
         self._vocabulary = vocabulary
         self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
@@ -429,7 +429,7 @@ def decode_bytes(content: bytes) -> Decoded:
     text = content.decode(errors="ignore")
     if len(text.encode()) == len(content):
         return Decoded(text)
-    # A replacement character can be text as well.
+    # The text may also contain replacement characters of its own.
     marked = content.decode(errors="replace").count("\ufffd")
     return Decoded(text, dropped=marked - text.count("\ufffd"))
 
@@ -497,7 +497,7 @@ class DrawnPieces:
     def _has_nbest(self) -> bool:
         try:
             self._processor.nbest_encode_as_ids("a", 2)
-        except RuntimeError:  # of other models than unigram ones
+        except RuntimeError:  # only unigram models have n best segmentations
             return False
         return True
 

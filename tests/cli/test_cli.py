@@ -360,7 +360,7 @@ def test_an_artifact_is_never_replaced_by_one_of_another_kind(
     said = capsys.readouterr().err
     assert said == (
         f"mmnmt read: {bench.at('model')} holds a checkpoint made by train, which a corpus never "
-        "replaces: name another --out, or move it away.\n"
+        "replaces. Name another --out, or move it away.\n"
     )
     assert open_artifact(Path(bench.at("model")), kind="checkpoint").digest == before
     assert len(bench.calls) == 2
@@ -433,7 +433,7 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
     ("options", "said"),
     [
         (["--recipe", "nowhere"], "There is no recipe 'nowhere'"),
-        (["--corpus", "nowhere"], "nowhere does not exist: run the stage that makes the corpus"),
+        (["--corpus", "nowhere"], "nowhere does not exist. Run the stage that makes the corpus"),
         (["--others", "corpus"], "--others 'corpus' is not of the form NAME=PATH"),
         (["--others", "a=x", "a=y"], "--others names 'a' twice"),
         (
@@ -969,7 +969,7 @@ def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
     (bench.folder / "raw" / NOT_UTF_8).write_text("text")
     assert bench.read("--raw", bench.at("raw")) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "raw/o\\xff has a name that is not UTF-8: rename it, or move it away." in said
+    assert "raw/o\\xff has a name that is not UTF-8. Rename it, or move it away." in said
     assert bench.calls == []
 
 
@@ -983,7 +983,7 @@ def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
     for length in (240, 247, 256, 5000):
         assert bench.read(out="b" * length) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"has a name of {length} bytes, where at most 239 fit: choose a shorter" in said
+        assert f"has a name of {length} bytes, where at most 239 fit. Choose a shorter" in said
     assert len(bench.calls) == 2
     deep = "/".join(["folder"] * 1000)
     assert bench.read(out=deep) == EXIT_USER_ERROR

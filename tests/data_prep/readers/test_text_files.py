@@ -69,7 +69,7 @@ def test_unequal_counts_are_told_in_full(tmp_path: Path, first: int, second: int
     paths = tmp_path / "a", tmp_path / "b"
     for path, count in zip(paths, (first, second), strict=True):
         path.write_bytes(b"x\n" * count)
-    with pytest.raises(DataError, match=rf"a has {counted(first, 'line')} and .*b has {second}:"):
+    with pytest.raises(DataError, match=rf"a has {counted(first, 'line')} and .*b has {second}\."):
         list(FilesInStep(tuple(paths), max_line_bytes=10))
 
 

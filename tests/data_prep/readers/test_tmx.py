@@ -237,13 +237,13 @@ def test_the_usual_document_type_is_not_fetched_and_entities_of_it_are_refused(
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b"eins\tone\n", "line 1, is no well-formed XML"),
+        (b"eins\tone\n", "line 1, is not well-formed XML"),
         (b"<html><body/></html>", "its outermost element is <html>, not <tmx>"),
-        (memory(unit(en="a", de="b"))[:-20].encode(), "line 3, is no well-formed XML"),
-        (memory(unit(en="a\0", de="b")).encode(), "line 3, is no well-formed XML"),
-        (memory(unit(en="a", de="\xff")).encode("latin-1"), "line 3, is no well-formed XML"),
-        (memory(unit(English="a")).encode(), "line 3: 'English' is no language code"),
-        (memory().replace("utf-8", "klingon").encode(), "is no well-formed XML|encoding"),
+        (memory(unit(en="a", de="b"))[:-20].encode(), "line 3, is not well-formed XML"),
+        (memory(unit(en="a\0", de="b")).encode(), "line 3, is not well-formed XML"),
+        (memory(unit(en="a", de="\xff")).encode("latin-1"), "line 3, is not well-formed XML"),
+        (memory(unit(English="a")).encode(), "line 3: 'English' is not a language code"),
+        (memory().replace("utf-8", "klingon").encode(), "is not well-formed XML|encoding"),
         (HEAD.encode() + b"<!--" + b"x" * (2**24 + 2**20), "that does not end"),
     ],
 )
@@ -258,7 +258,7 @@ def test_what_is_no_translation_memory_is_told_in_one_sentence(
 
 def test_memories_without_a_pair_and_pairs_without_the_pivot_are_told(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"a.tmx": memory(unit(en="one"), unit(en="two"))})
-    with pytest.raises(DataError, match=r"No record has text in two languages in .*a\.tmx: "):
+    with pytest.raises(DataError, match=r"No record has text in two languages in .*a\.tmx\. "):
         imported(tmp_path / "corpus", raw)
     write(tmp_path / "raw", {"a.tmx": memory(unit(fr="un", de="eins"))})
     with pytest.raises(ConfigError, match=r"No pair that was found \(de-fr\) has the pivot 'en'"):
@@ -269,7 +269,7 @@ def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> Non
     raw = write(tmp_path / "raw", {"a.txt": "x"})
     with pytest.raises(DataError, match=r"holds no file that ends in \.tmx"):
         imported(tmp_path / "corpus", raw)
-    with pytest.raises(ConfigError, match="pass --raw DIR"):
+    with pytest.raises(ConfigError, match="Pass --raw DIR"):
         imported(tmp_path / "corpus", None)
     with pytest.raises(DataError, match="does not exist"):
         imported(tmp_path / "corpus", RawPaths((tmp_path / "nowhere",)))

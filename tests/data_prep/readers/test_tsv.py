@@ -163,7 +163,7 @@ def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(tmp_path: Path) 
 
 def test_a_table_of_other_columns_throughout_is_refused(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.de-en.tsv": "0.9\teins\tone\n" * 2})
-    with pytest.raises(DataError, match=r"2 of 2 lines .*\(malformed\): correct their columns"):
+    with pytest.raises(DataError, match=r"2 of 2 lines .*\(malformed\)\. Correct their columns"):
         imported(tmp_path / "corpus", raw)
 
 
