@@ -79,7 +79,7 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
     assert [(folder.pair, set(folder.files)) for folder in folders] == [
         ("en-pt_BR", {"train", "test"})
     ]
-    with pytest.raises(DataError, match="different text of the pair en-pt\. Join them"):
+    with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
         found(root)
 
 
