@@ -652,7 +652,7 @@ def test_a_run_folder_that_is_not_of_translations_is_left_alone(
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     assert bench.run("out", "--overwrite") == EXIT_USER_ERROR
-    assert "nothing there is touched" in capsys.readouterr().err
+    assert "Name another --out, or move the folder away" in capsys.readouterr().err
     assert path.read_text() == "mine"
     assert names_in(path.parent) == [path.name]
 

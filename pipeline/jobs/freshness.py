@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import FORMAT_VERSION, Artifact, Manifest, read
 from pipeline.artifacts.digests import changed_files
 from pipeline.artifacts.manifest import setting_changes, with_defaults
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
-from pipeline.artifacts.training_states import newest_state, updates_done, why_not_to_go_on
+from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.registry import Stage

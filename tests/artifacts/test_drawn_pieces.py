@@ -94,7 +94,7 @@ def test_segmentations_come_in_proportion_to_their_probabilities_power() -> None
 DRAW = """
 import sys
 from sentencepiece import SentencePieceProcessor
-from pipeline.artifacts.drawn_pieces import DrawnPieces
+from pipeline.artifacts.vocabularies import DrawnPieces
 drawn = DrawnPieces(SentencePieceProcessor(model_file=sys.argv[1]))
 print([drawn.draw(line, alpha=0.2, nbest=64, seed=n) for n, line in enumerate(sys.argv[2:])])
 """

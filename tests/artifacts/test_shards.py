@@ -301,7 +301,7 @@ def test_a_corpus_of_which_nothing_is_short_enough_is_refused(
     inputs: tuple[Artifact, Artifact], tmp_path: Path
 ) -> None:
     texts: Texts = {"train": {"de-ru": {"de": ["a" * 99], "ru": ["b"]}}}
-    with pytest.raises(DataError, match=r"No training sentence of .* shards\.max_tokens: raise"):
+    with pytest.raises(DataError, match=r"No training sentence of .* shards\.max_tokens\. Raise"):
         shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -43,7 +43,7 @@ def test_a_file_given_for_a_tree_is_refused_in_a_sentence(
     options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "train.en")]
     assert cli.main(["import_corpus", *options, "--out", str(out)]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "train.en is a file where a tree of pair folders is wanted" in said
+    assert "train.en is a file, but a tree of pair folders is expected" in said
     assert said.count("\n") == 1
     assert not out.exists()
 
@@ -190,14 +190,14 @@ def test_a_truncated_gzip_file_is_named(raw: Path, out: Path, kept: int) -> None
     write(raw, {"de-en/train.de.gz": "ein Satz\n" * 500, "de-en/train.en": "a sentence\n" * 500})
     path = raw / "de-en" / "train.de.gz"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+    with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
         imported(out, raw)
 
 
 def test_a_file_that_is_no_gzip_file_is_named(raw: Path, out: Path) -> None:
     write(raw, {"de-en/train.de.gz": "a\n", "de-en/train.en": "a\n"})
     (raw / "de-en" / "train.de.gz").write_text("a\n")
-    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+    with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
         imported(out, raw)
 
 
@@ -240,7 +240,7 @@ def test_what_is_ignored_of_a_tree_is_named_in_the_summary(raw: Path, out: Path)
 
 def test_a_tree_without_pairs_is_told_the_expected_layout(raw: Path, out: Path) -> None:
     write(raw, {"train.en": "a\n", "train.de": "b\n"})
-    with pytest.raises(DataError, match=r"holds no language pairs: folders like en-de"):
+    with pytest.raises(DataError, match=r"holds no language pairs\. Name a tree with folders"):
         imported(out, raw)
 
 
@@ -340,8 +340,8 @@ def test_exchanged_files_are_refused_with_what_to_do_unless_they_are_accepted(
     write(raw, {"de-en/test.de": numbered(ENGLISH), "de-en/test.en": numbered(GERMAN)})
     with pytest.raises(
         DataError,
-        match=r"test\.de reads as en and .*test\.en as de: exchange the names of the two files, or "
-        r"set corpus\.swapped_sides to 'accept'",
+        match=r"test\.de reads as en and .*test\.en as de\. Exchange the names of the two files, "
+        r"or set corpus\.swapped_sides to 'accept'",
     ):
         imported(out, raw)
     assert not out.exists()

@@ -20,7 +20,8 @@ from torch import Tensor
 from pipeline.artifacts.artifact import to_json
 from pipeline.artifacts.digests import HashedFiles
 from pipeline.artifacts.manifest import FileRecord, json_digest
-from pipeline.artifacts.places import claim_run_folder, link_or_copy, remove_files
+from pipeline.artifacts.places import link_or_copy
+from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.checkpoints.assembly.receipt import ReceiptEntry, seed_of
 from pipeline.checkpoints.assembly.rules import Assignment
 from pipeline.checkpoints.assembly.values import Blueprint

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, Lineage, open_recorded
 from pipeline.artifacts.corpus import pair_name
-from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles
 from pipeline.checkpoints.foreign.layouts import Layout

@@ -472,7 +472,7 @@ def test_a_declaration_that_cannot_be_is_one_sentence(
 @pytest.mark.usefixtures("at_shelf")
 def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upcycle", declare(ROW_12), "--out", "dense", "--overwrite"]) == 2
-    assert "choose another folder for the output" in capsys.readouterr().err
+    assert "Choose another folder for the output" in capsys.readouterr().err
     assert json.loads(Path("dense/manifest.json").read_text())["kind"] == "checkpoint"
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers.columns import open_columns
 from data_prep.readers.raw_files import RawFile
+from data_prep.readers.tables import open_columns
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.settings import CorpusConfig
@@ -129,7 +129,7 @@ def test_csv_is_read_as_the_standard_library_wrote_it(
     [
         ("de-en/a.jsonl", json_lines({"de": "x", "fr": "y"}), r"no column en \(it has de, fr\)"),
         ("de-en/a.csv", "fr,en\na,b\n", r"has no column de"),
-        ("de-en/a.jsonl", "eins\n", "line 1, is no row of a .jsonl file"),
+        ("de-en/a.jsonl", "eins\n", "line 1, is not a row of a .jsonl file"),
         ("a.jsonl", json_lines({"de": "x", "en": "y"}), "Nothing says which languages"),
         ("a.de-en.en-fr.jsonl", "", "is named as text of de-en and en-fr"),
     ],
@@ -187,5 +187,5 @@ def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "raw" / "de-en" / "train.parquet"
     write_parquet(path, [{"de": "eins", "en": "one"}])
     path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(DataError, match=r"train\.parquet is no complete Parquet file \("):
+    with pytest.raises(DataError, match=r"train\.parquet is not a complete Parquet file \("):
         imported(tmp_path / "corpus", tmp_path / "raw")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.raw_trees import run_import, write
 
-from data_prep.readers.text_files import iterate_blocks, iterate_raw_lines
+from data_prep.readers.raw_files import iterate_blocks, iterate_raw_lines
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import read_lines
 from pipeline.artifacts.settings import CorpusConfig
@@ -60,8 +60,8 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["a.de-en.de"], r"a\.de-en\.de has no counterpart in en: add a\.de-en\.en"),
-        (["a.de-en.de", "a.de-en.de.gz", "a.de-en.en"], "are one text: remove one"),
+        (["a.de-en.de"], r"a\.de-en\.de has no counterpart in en\. Add a\.de-en\.en"),
+        (["a.de-en.de", "a.de-en.de.gz", "a.de-en.en"], "are one text. Remove one"),
         (["train.de", "train.en", "train.fr"], "are more than two files of one name"),
         (["a.de-deu.de", "a.de-deu.deu"], "are both text of de"),
         (["a.txt"], "holds no pairs of files"),
@@ -101,5 +101,5 @@ def test_damaged_zstandard_files_are_told(tmp_path: Path, fault: str) -> None:
     whole = zstandard.ZstdCompressor().compress(b"one\ntwo\n" * 50_000)
     path = tmp_path / "a.zst"
     path.write_bytes({"cut": whole[:-3], "junk": whole + b"junk" * 9, "other": b"text\n"}[fault])
-    with pytest.raises(DataError, match=r"a\.zst is no complete Zstandard file \("):
+    with pytest.raises(DataError, match=r"a\.zst is not a complete Zstandard file \("):
         list(iterate_raw_lines(path, max_line_bytes=100))

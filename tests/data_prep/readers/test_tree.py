@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.readers.file_pairs import PairFolder, find_pairs
 from data_prep.readers.section import LeftOut
-from data_prep.readers.tree import PairFolder, find_pairs
 from pipeline.errors import ConfigError, DataError
 
 
@@ -79,7 +79,7 @@ def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_pat
     assert [(folder.pair, set(folder.files)) for folder in folders] == [
         ("en-pt_BR", {"train", "test"})
     ]
-    with pytest.raises(DataError, match="different text of the pair en-pt: join them"):
+    with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
         found(root)
 
 
@@ -114,12 +114,12 @@ def test_a_wanted_language_that_is_not_there_is_refused_with_the_nearest(tmp_pat
     with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
         found(root, "cherokee", "en")
     with pytest.raises(
-        ConfigError, match=r"asks for chr, de, which .* correct corpus\.languages, or add"
+        ConfigError, match=r"asks for chr, de, which .* Correct corpus\.languages, or add"
     ):
         found(root, "chr", "de")
 
 
 def test_a_raw_path_that_is_no_folder_is_told_the_layout(tmp_path: Path) -> None:
     (tmp_path / "corpus.tar").write_text("x")
-    with pytest.raises(DataError, match=r"corpus\.tar is no folder: name a tree with folders like"):
+    with pytest.raises(DataError, match=r"corpus\.tar is not a folder\. Name a tree with folders"):
         found(tmp_path / "corpus.tar")

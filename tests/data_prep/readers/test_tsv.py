@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.raw_trees import run_import, write
 
-from data_prep.readers import text_files
+from data_prep.readers import raw_files
 from data_prep.readers.raw_files import RawFile
-from data_prep.readers.tsv import open_table
+from data_prep.readers.tables import open_table
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import line_counts, read_lines
 from pipeline.artifacts.settings import CorpusConfig
@@ -163,7 +163,7 @@ def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(tmp_path: Path) 
 
 def test_a_table_of_other_columns_throughout_is_refused(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"train.de-en.tsv": "0.9\teins\tone\n" * 2})
-    with pytest.raises(DataError, match=r"2 of 2 lines .*\(malformed\): correct their columns"):
+    with pytest.raises(DataError, match=r"2 of 2 lines .*\(malformed\)\. Correct their columns"):
         imported(tmp_path / "corpus", raw)
 
 
@@ -182,11 +182,11 @@ def test_no_more_is_read_than_the_rows_given_need(
 
     def counted(place: Path, *, max_line_bytes: int) -> Iterator[bytes]:
         nonlocal read
-        for line in text_files.iterate_raw_lines(place, max_line_bytes=max_line_bytes):
+        for line in raw_files.iterate_raw_lines(place, max_line_bytes=max_line_bytes):
             read += 1
             yield line
 
-    monkeypatch.setattr("data_prep.readers.tsv.iterate_raw_lines", counted)
+    monkeypatch.setattr("data_prep.readers.tables.iterate_raw_lines", counted)
     table = open_table(RawFile(path, path.name), "train", CorpusConfig())
     read = 0
     for given, _ in enumerate(table.records(), start=1):

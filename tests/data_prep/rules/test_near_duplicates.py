@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from data_prep.rules.near_duplicates import (
+from data_prep.rules.duplicates import (
     NearDuplicates,
     key_of,
     ngrams,
