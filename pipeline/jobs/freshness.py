@@ -9,7 +9,7 @@ default, and a setting that the stage no longer reads does not count. Another ``
 that leaves out the same sentences changes nothing.
 
 A training stage resumes from its newest state if that is a state of the same training
-(``artifacts/training_states.py``), also for more updates. Otherwise, or if a finished model was
+(``artifacts/run_folders.py``), also for more updates. Otherwise, or if a finished model was
 trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
 a stage alone refuses without ``--overwrite``. Earlier training is then set aside, not deleted.
 """

@@ -131,7 +131,7 @@ class RunDirectory:
         """Return the highest complete training state of this run, or None to begin.
 
         Unfinished leftovers are removed. Settings or inputs with which the state cannot be
-        continued (``artifacts/training_states.py``) are an error that names the difference: states
+        continued (``artifacts/run_folders.py``) are an error that names the difference: states
         are set aside before a run begins, or never. A changed number of updates is printed.
         """
         name = on_rank_zero(self._newest_state, path=self.directory, error=CheckpointError)
