@@ -1,4 +1,4 @@
-"""M2M-100 and NLLB-200's dense models, as Hugging Face's M2M100ForConditionalGeneration keeps them.
+"""Read M2M-100 and the dense NLLB-200, Hugging Face's M2M100ForConditionalGeneration.
 
 Pre-norm, tied embeddings, sinusoidal positions that count from ``pad_token_id`` + 1.
 """
@@ -8,8 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, Described
-from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
+from pipeline.checkpoints.foreign.model_folder import (
+    CONFIG_FILE,
+    Described,
+    refuse_other,
+    refuse_quantized,
+)
 from pipeline.checkpoints.foreign.tensors import NameTable, Row
 from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
@@ -45,7 +49,7 @@ UNTIED_OUTPUT = Row("lm_head.weight", "embedding.output_weight", "tie_word_embed
 
 
 class M2M100Config(Described):
-    """What ``config.json`` says of the model."""
+    """The fields of ``config.json`` that describe the model."""
 
     vocab_size: int
     d_model: int
@@ -67,17 +71,22 @@ class M2M100Config(Described):
 
 
 def name_table(table: NameTable, config: M2M100Config) -> NameTable:
-    """A family's table, for a model whose output is tied to its embedding or not."""
+    """Return the table of a family for a model whose output is tied to its embedding, or not."""
     return table if config.tie_word_embeddings else table.with_row(UNTIED_OUTPUT)
 
 
 def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelConfig:
-    """The model that ``config.json`` describes; ``more``: what its family has beside M2M-100.
+    """Return the model that ``config.json`` describes.
+
+    Args:
+        origin: The folder that an error names.
+        config: The fields of ``config.json``.
+        **more: Settings of the model that its family has beyond M2M-100's.
 
     Raises:
-        CheckpointError: it has something that our model lacks; names it.
+        CheckpointError: A setting is not supported.
     """
-    refuse_quantised(origin, config.quantization_config)
+    refuse_quantized(origin, config.quantization_config)
     refuse_other(
         origin,
         decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
@@ -102,6 +111,6 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
         return ModelConfig.model_validate(settings | more)
     except ValidationError as error:
         raise CheckpointError(
-            f"{origin / CONFIG_FILE} describes no model that can be: "
+            f"{origin / CONFIG_FILE} describes no valid model: "
             f"{describe_validation(error, ModelConfig)}"
         ) from error

@@ -1,6 +1,6 @@
-"""mBART-50, as Hugging Face's MBartForConditionalGeneration keeps it.
+"""Read mBART-50 in the format of Hugging Face's MBartForConditionalGeneration.
 
-Pre-norm, tied embeddings that are normalised, learned positions.
+Pre-norm, tied embeddings with a norm, learned positions.
 """
 
 from pathlib import Path
@@ -39,23 +39,23 @@ model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{lay
 
 
 class MBartConfig(M2M100Config):
-    """What ``config.json`` says of the model; defaults are those of transformers."""
+    """The fields of ``config.json`` that describe the model; defaults are those of transformers."""
 
     activation_function: Activation = "gelu"
     scale_embedding: bool = False
     decoder_start_token_id: int | None = None
-    """Without one, transformers begins as mBART-25 does: with the language's token."""
+    """None: transformers begins a translation as mBART-25 does, with the language's token."""
 
 
 def mbart_model_config(origin: Path, config: MBartConfig) -> ModelConfig:
-    """The model that ``config.json`` describes; CheckpointError as for M2M-100."""
+    """Return the model that ``config.json`` describes; refuses what M2M-100's does."""
     return model_config(origin, config, positions="learned", embedding_norm=True)
 
 
 def refuse_final_bias(folder: ModelFolder) -> None:
-    """Raises CheckpointError where the logits have a bias that is not zero, which ours lack."""
+    """Raise CheckpointError if the logits have a bias that is not zero."""
     if FINAL_BIAS in folder.names() and folder.read(FINAL_BIAS).count_nonzero() > 0:
         raise CheckpointError(
-            f"{folder.origin} has a {FINAL_BIAS} that is not zero, and our logits have no bias: "
-            "name a checkpoint without."
+            f"{folder.origin} has a {FINAL_BIAS} that is not zero, which is not supported. Name a "
+            "checkpoint without it."
         )

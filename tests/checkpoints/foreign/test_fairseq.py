@@ -381,5 +381,5 @@ def test_a_file_needs_its_vocabulary_and_a_folder_has_one(
     with pytest.raises(CheckpointError, match="--dictionary"):
         open_foreign(path)
     (tmp_path / "config.json").write_text('{"model_type": "m2m_100"}')
-    with pytest.raises(CheckpointError, match="leave out --dictionary"):
+    with pytest.raises(CheckpointError, match="Leave out --dictionary"):
         open_foreign(tmp_path, vocabulary=files.vocabulary)

@@ -13,8 +13,12 @@ from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
-from pipeline.checkpoints.foreign.tokenizer_choice import folder_tokenizer
-from pipeline.checkpoints.foreign.vocabularies import MBART50_LANGUAGES, NLLB_LANGUAGES, model_codes
+from pipeline.checkpoints.foreign.vocabularies import (
+    MBART50_LANGUAGES,
+    NLLB_LANGUAGES,
+    folder_tokenizer,
+    model_codes,
+)
 
 BIBLE = Path(__file__).parents[4] / "shared" / "data" / "bible"
 needs_bible = pytest.mark.skipif(
