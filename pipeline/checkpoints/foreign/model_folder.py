@@ -5,16 +5,16 @@ at the end refuse a configuration that a model of ours cannot have, and name the
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.checkpoints.weights import UNREADABLE
+from pipeline.checkpoints.weights import TensorFolder
 from pipeline.config.documents import parse_json, read_bytes
-from pipeline.config.settings import one_line, shown
+from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -47,8 +47,6 @@ class ModelFolder:
 
     def __init__(self, directory: Path) -> None:
         self.origin = directory
-        self._file_of: dict[str, Path] | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def read_object(self, name: str) -> dict[str, Any]:
         """Return the object in one of the folder's JSON files."""
@@ -88,24 +86,19 @@ class ModelFolder:
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
-        return sorted(self._files())
+        return self._tensors.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading its values."""
-        self._files()
-        return self._shapes[name]
+        return self._tensors.shape(name)
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, mapped from its file."""
-        path = self._files()[name]
-        try:
-            with safe_open(path, framework="pt") as stream:
-                tensor: Tensor = stream.get_tensor(name)
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{path}: tensor {name} cannot be read ({one_line(error)}). {RESTORE}"
-            ) from error
-        return tensor
+        return self._tensors.read(name)
+
+    @cached_property
+    def _tensors(self) -> TensorFolder:
+        return TensorFolder(self.origin, self.weight_files(), fix=RESTORE)
 
     def weight_files(self) -> list[Path]:
         """Return the paths of the weight files, in order."""
@@ -125,24 +118,6 @@ class ModelFolder:
                 "model.save_pretrained(DIR))."
             )
         return [self.origin / WEIGHTS_FILE]
-
-    def _files(self) -> dict[str, Path]:
-        if self._file_of is None:
-            self._file_of = {}
-            for path in self.weight_files():
-                self._read_header(path, self._file_of)
-        return self._file_of
-
-    def _read_header(self, path: Path, file_of: dict[str, Path]) -> None:
-        try:
-            with safe_open(path, framework="pt") as stream:
-                for name in sorted(stream.keys()):
-                    self._shapes[name] = tuple(stream.get_slice(name).get_shape())
-                    file_of[name] = path
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors ({one_line(error)}). {RESTORE}"
-            ) from error
 
 
 class _Index(Described):

@@ -195,7 +195,7 @@ def test_weights_of_another_floating_point_type_are_taken_over_as_they_are(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "t5"}, "a model of the type 't5'"),
+        ({"model_type": "t5"}, "a model of the unknown type 't5'"),
         ({"model_type": "nllb-moe"}, "described there has"),
         ({"pad_token_id": 0}, "pad_token_id = 0"),
         ({"eos_token_id": 5, "decoder_start_token_id": 5}, "eos_token_id = 5 in its model's"),
@@ -263,7 +263,7 @@ def test_a_vocabulary_with_specials_elsewhere_is_refused(folder: Path) -> None:
     [
         ({"pad_token": "<unk>"}, "two pieces, specials or languages have one id"),
         ({"pad_token": "<nothing>"}, "pad Input should be a valid integer"),
-        ({"tokenizer_class": "T5Tokenizer"}, "a tokenizer of the class 'T5Tokenizer'"),
+        ({"tokenizer_class": "T5Tokenizer"}, "a tokenizer of the unknown class 'T5Tokenizer'"),
         ({"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs"),
         ({"added_tokens_decoder": {"9999": {"content": "deu_Latn"}}}, "an id lies beyond size"),
         (
