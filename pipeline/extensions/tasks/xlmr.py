@@ -26,8 +26,9 @@ from pipeline.checkpoints.foreign.model_folder import (
     WEIGHTS_FILE,
     Described,
     ModelFolder,
+    refuse_other,
+    refuse_quantized,
 )
-from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
 from pipeline.checkpoints.foreign.tensors import NameTable, Stored
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.names import initial_value, named_slices
@@ -271,7 +272,7 @@ def _read_config(folder: ModelFolder) -> _Config:
             "an XLM-R (xlm-roberta): name the folder of one."
         )
     config = folder.described(_Config)
-    refuse_quantised(folder.origin, config.quantization_config)
+    refuse_quantized(folder.origin, config.quantization_config)
     refuse_other(
         folder.origin,
         layer_norm_eps=(config.layer_norm_eps, 1e-5),
