@@ -248,7 +248,7 @@ def test_a_prefix_is_kept_beyond_the_length_limit_and_refused_beyond_the_positio
     ((found,),) = beam_search_n_best(model, [fits], config, eos_id=EOS_ID)
     assert found.tokens == (7,) * 9
     longer = replace(fits, prefix=(7,) * 10)
-    with pytest.raises(ConfigError, match=r"has 10 tokens, and the model .* for 9"):
+    with pytest.raises(ConfigError, match=r"have 10 tokens, and the model .* for 9"):
         beam_search_n_best(model, [longer], config, eos_id=EOS_ID)
 
 
@@ -257,7 +257,7 @@ def test_a_prefix_is_kept_beyond_the_length_limit_and_refused_beyond_the_positio
     [
         ({"prefix": (7, EOS_ID)}, "padding or end-of-sentence"),
         ({"banned": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"banned": ((),)}, "none"),
+        ({"banned": ((),)}, "is empty"),
         ({"prefix": (7, 8, 9), "banned": ((8, 9),)}, "has the banned tokens"),
     ],
 )
@@ -275,7 +275,7 @@ def test_restrictions_that_no_hypothesis_can_keep_are_refused(
     ("settings", "said"),
     [
         ({"n_best": 6}, "n_best 6 exceeds beam_size 5"),
-        ({"top_p": 0.5}, 'top_p is of sampling, and search is "beam"'),
+        ({"top_p": 0.5}, 'top_p is a setting of sampling, and search is "beam"'),
         ({"search": "sampling", "top_p": 1.5}, "top_p"),
         ({"search": "sampling", "sampling_temperature": 0}, "sampling_temperature"),
     ],

@@ -113,9 +113,9 @@ def test_progress_counts_phrases_that_stand_there_and_the_one_begun() -> None:
     [
         ({"required": ((7, EOS_ID),)}, "padding or end-of-sentence"),
         ({"required": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"required": ((),)}, "none"),
+        ({"required": ((),)}, "is empty"),
         ({"required": ((7, 8, 9),), "banned": ((8, 9),)}, "has a banned one"),
-        ({"required": ((7,) * 200,)}, "must have is 200 tokens"),
+        ({"required": ((7,) * 200,)}, "have 200 tokens"),
         ({"required": ((8, 9),), "prefix": (7,), "banned": ((8,), (7, 9))}, "banned"),
     ],
 )
