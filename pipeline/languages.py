@@ -1,17 +1,16 @@
-"""The language registry: one code per language, its family, and the paper's table of groups.
+"""Registry of languages (code, family, script), and recognition of a text's script.
 
-Codes are those of OPUS-100: two letters of ISO 639-1 where they exist, else three of ISO 639-3;
-Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep the codes OPUS-100 gives them.
-Any other well-formed code stands for itself; its family is unknown until the recipe names it. A
-language that comes in two scripts has the code alone for its usual script and ``zh_Hant`` for the
-other; the language of a region, where a corpus keeps regions apart, is ``pt_BR``. Names and scripts
-come from Unicode CLDR through Babel, which is imported only where they are asked for: training and
-decoding need neither.
+Codes are those of OPUS-100: two letters of ISO 639-1 if they exist, else three of ISO 639-3.
+Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep OPUS-100's codes. Any other
+well-formed code stands for itself; its family is unknown until the recipe names it. In a corpus
+with two scripts of a language, the code alone means the usual script and ``zh_Hant`` the other one.
+In a corpus that separates regions, ``pt_BR`` is the language of a region.
 
-Which script a text is written in, by the names that Unicode gives its letters.
+Scripts have the codes of ISO 15924 (``Latn``, ``Cher``). The Unicode name of a letter begins with
+its script, as in CHEROKEE LETTER A.
 
-Scripts have the codes of ISO 15924 (``Latn``, ``Cher``). A letter belongs to the script its name
-begins with, CHEROKEE LETTER A to Cherokee; CLDR, through Babel, has the codes of these names.
+Names of languages and scripts come from Unicode CLDR through Babel, which is imported only when
+they are needed: training and decoding do without.
 """
 
 import re
@@ -65,7 +64,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 UNKNOWN_FAMILY = "unknown"
 UNKNOWN_SCRIPT = "Zzzz"
-"""ISO 15924's code for a script that is not known."""
+"""ISO 15924's code for an unknown script."""
 
 PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     1: tuple(
@@ -76,7 +75,7 @@ PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     3: tuple("af ca da de en eo es fr fy gl is it li nb nl nn no oc pt ro sv wa yi".split()),
     4: tuple("el eu ig ja km ko lt lv my rw sq th vi xh zh zu".split()),
 }
-"""Group → codes: the result of the paper's clustering on OPUS-100 (MMNMT, table 5)."""
+"""Language group → codes: the paper's clustering of OPUS-100 (MMNMT, table 5)."""
 
 ALIASES: dict[str, str] = {
     alias: code
@@ -105,14 +104,14 @@ za:zha
     for alias in aliases.split(",")
 }
 """Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code. The first
-three-letter code of each language is that of ISO 639-3, from its table of two-letter codes."""
+three-letter code of each language is that of ISO 639-3."""
 
 UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
-"""Those that white space does not part into words."""
+"""Languages and scripts that are written without spaces between words."""
 
 Regions = Literal["joined", "apart"]
-"""Whether text of several regions, ``pt`` and ``pt-br``, is of one language or of several."""
+"""Whether regions of a language, ``pt`` and ``pt-br``, are one language or several."""
 
 _FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes}
 _SUBTAGS = re.compile(
@@ -124,44 +123,43 @@ _CLDR_CODES = {"sh": "sr_Latn"}
 
 @dataclass(frozen=True)
 class Language:
-    """A language: code, English name, family, and the ISO 15924 code of its script.
-
-    The script is the usual one, or the one the code names; ``UNKNOWN_SCRIPT`` where CLDR has none.
-    """
+    """A language of the registry."""
 
     code: str
     name: str
+    """English name."""
     family: str
     script: str
+    """ISO 15924 code: the code's own script or the usual one; ``UNKNOWN_SCRIPT`` without either."""
 
 
 @dataclass(frozen=True)
 class LanguageTag:
-    """A spelling taken apart: the registry's code, and script and region where it has them."""
+    """Parts of a spelling of a language."""
 
     language: str
+    """The registry's code."""
     script: str | None
-    """As ISO 15924 spells it: ``Hant``."""
+    """ISO 15924 code, as in ``Hant``; None if the spelling names none."""
     region: str | None
+    """Region, as in ``BR`` or ``419``; None if the spelling names none."""
 
 
 def parse_tag(code: str) -> LanguageTag:
-    """Take any usual spelling apart: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
+    """Parse any usual spelling: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
 
     Raises:
-        ConfigError: the spelling is that of no language code; names the code of a language whose
-            English name it is, else the nearest codes.
+        ConfigError: the spelling is not a language code. The message suggests the code of a
+            language of this English name, or else the nearest codes.
     """
     spelling = code.strip().lower().replace("-", "_")
     subtags = _SUBTAGS.fullmatch(spelling)
     if subtags is None:
         if named := code_of_name(code):
-            raise ConfigError(
-                f"{code!r} is the name of a language where its code is wanted: write {named!r}."
-            )
+            raise ConfigError(f"{code!r} is the name of a language. Write its code {named!r}.")
         near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
         raise ConfigError(
-            f"{code!r} is no language code: write two or three letters of ISO 639 and, where it "
+            f"{code!r} is not a language code. Write two or three letters of ISO 639 and, where it "
             f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
             f"{near or 'none'})."
         )
@@ -174,30 +172,28 @@ def parse_tag(code: str) -> LanguageTag:
 
 
 def canonical(code: str) -> str:
-    """The code of a language for any usual spelling, without script and region.
+    """Return the code of a language for any usual spelling, without script and region.
 
-    A language that the registry does not have keeps the code it is given.
+    A language that is not in the registry keeps its code.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     return parse_tag(code).language
 
 
 def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> dict[str, str]:
-    """Spelling → code for the spellings of one corpus, so that two scripts stay two languages.
+    """Map the spellings of a corpus to codes that keep scripts apart.
 
-    One script, whichever it is, needs no mention: ``zho_Hant`` alone is ``zh``. Beside
-    ``zho_Hans``, the usual script of Chinese, it is ``zh_Hant``. Needs Babel where a language is
-    spelled in several ways.
+    A single script of a language is not named: ``zho_Hant`` alone is ``zh``. Beside ``zho_Hans``,
+    the usual script of Chinese, it is ``zh_Hant``. Needs Babel if a language has several spellings.
 
     Args:
-        spellings: any usual ones.
-        regions: ``apart``: where a language is spelled in several ways, a region counts as a script
-            does, and ``pt-br`` beside ``pt`` is ``pt_BR``.
+        spellings: any usual spellings.
+        regions: ``apart`` also keeps regions apart: beside ``pt``, ``pt-br`` is ``pt_BR``.
 
     Raises:
-        ConfigError: a spelling is that of no language code.
+        ConfigError: a spelling is not a language code.
     """
     tags = {spelling: parse_tag(spelling) for spelling in spellings}
     apart = regions == "apart"
@@ -216,13 +212,13 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 
 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
-    """Which of the codes of a corpus or model a spelling means, None if none of them.
+    """Return the code of a corpus or model that a spelling means; None if it means none of them.
 
-    ``zh_Hant`` is itself where it is among them, else ``zh``, and so is ``pt_BR`` with ``pt``;
-    ``prs_Arab`` is ``prs`` where that is told apart from ``fa``.
+    ``zh_Hant`` means itself if it is among the codes, else ``zh``; likewise ``pt_BR`` and ``pt``.
+    ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     tag = parse_tag(spelling)
     for regional in (f"{tag.language}_{tag.script}_{tag.region}", f"{tag.language}_{tag.region}"):
@@ -237,14 +233,14 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
 
 
 def family(code: str, families: Mapping[str, str] | None = None) -> str:
-    """The family of a language, ``UNKNOWN_FAMILY`` where neither recipe nor registry has one.
+    """Return the family of a language; ``UNKNOWN_FAMILY`` if recipe and registry have none.
 
     Args:
         code: any usual spelling.
-        families: code → family, which goes before the registry.
+        families: code → family of the recipe, which takes precedence over the registry.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     found = canonical(code)
     named = families or {}
@@ -252,7 +248,11 @@ def family(code: str, families: Mapping[str, str] | None = None) -> str:
 
 
 def language(code: str) -> Language:
-    """Look a language up; ConfigError as in ``canonical``. Needs Babel."""
+    """Look up a language by any usual spelling. Needs Babel.
+
+    Raises:
+        ConfigError: the spelling is not a language code.
+    """
     tag = parse_tag(code)
     found = _code_with_script(tag) if tag.script else tag.language
     found = _code_with_region(tag) if tag.region else found
@@ -268,7 +268,7 @@ def iso_639_3(code: str) -> str:
     """Return the three-letter code of ISO 639-3 for a language, or its code if none is known.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     found = canonical(code)
     aliases = (alias for alias, known in ALIASES.items() if known == found and len(alias) == 3)
@@ -276,33 +276,31 @@ def iso_639_3(code: str) -> str:
 
 
 def without_region(code: str) -> str:
-    """``pt`` of ``pt_BR``; other codes of a corpus as they are.
-
-    For tables that know a language, and not its regions.
-    """
+    """Return a code without its region, ``pt`` for ``pt_BR``, for tables without regions."""
     return _REGION.sub("", code)
 
 
 def is_known(code: str) -> bool:
-    """Whether the registry or CLDR knows the language of a code. Needs Babel."""
+    """Return whether the registry or CLDR knows the language of a code. Needs Babel."""
     found = canonical(code)
     return found in _FAMILY_OF or found in _cldr_names()
 
 
 def usual_script(code: str) -> str | None:
-    """The ISO 15924 code of the script a language is usually written in; None: CLDR has none."""
+    """Return the ISO 15924 code of a language's usual script; None if CLDR has none."""
     found = canonical(code)
     return _likely_script(_CLDR_CODES.get(found, found))
 
 
 def written_script(code: str) -> str | None:
-    """The script a spelling names, that of its region, or the usual one; None: CLDR has none."""
+    """Return the script of a spelling, of its region, or the usual one; None if CLDR has none."""
     return _script_of_tag(parse_tag(code))
 
 
 def parts_words_by_spaces(code: str) -> bool:
-    """Whether a language is written with spaces between words, by the script that its code names
-    or else by its usual one; True where nothing is known of it.
+    """Return whether a language has spaces between words; True if nothing is known of it.
+
+    The script that the code names decides, or else the language.
     """
     try:
         tag = parse_tag(code)
@@ -314,7 +312,7 @@ def parts_words_by_spaces(code: str) -> bool:
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three candidates spelled most like ``code``, the nearest first."""
+    """Return up to three candidates spelled most like ``code``, the nearest first."""
     return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
 
 
@@ -322,7 +320,7 @@ def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
 def code_of_name(name: str) -> str | None:
     """Return the code of a language by its English name, ``de`` for German. Needs Babel.
 
-    One wrong letter of eight is allowed. None: CLDR has no language of that name.
+    One wrong letter of eight is allowed. Returns None if CLDR has no language of that name.
     """
     codes = {known.casefold(): code for code, known in _cldr_names().items()}
     near = nearest_names(" ".join(name.split()).casefold(), codes, cutoff=0.85)
@@ -330,7 +328,7 @@ def code_of_name(name: str) -> str | None:
 
 
 def codes_one_edit_away(code: str) -> list[str]:
-    """The registry's languages that have a code with one letter more, less or other, sorted."""
+    """Return the registry's languages with a code of one letter more, less or other, sorted."""
     found = {
         ALIASES.get(known, known)
         for known in (*_FAMILY_OF, *ALIASES)
@@ -347,7 +345,7 @@ def _is_one_edit(one: str, other: str) -> bool:
 
 
 def _script_of_tag(tag: LanguageTag) -> str | None:
-    """The script a tag names, that of its region, or the usual one."""
+    """Return the script that a tag names, that of its region, or the usual one."""
     if tag.script is not None:
         return tag.script
     regional = _likely_script(f"{tag.language}_{tag.region}") if tag.region else None
@@ -355,7 +353,7 @@ def _script_of_tag(tag: LanguageTag) -> str | None:
 
 
 def _code_with_script(tag: LanguageTag) -> str:
-    """The language's code alone for its usual script, else with the script."""
+    """Return the language's code, with the script unless it is the usual one."""
     script = _script_of_tag(tag)
     if script is None or script == usual_script(tag.language):
         return tag.language
@@ -363,7 +361,7 @@ def _code_with_script(tag: LanguageTag) -> str:
 
 
 def _code_with_region(tag: LanguageTag) -> str:
-    """The language's code with its region, and with the script where that is not the region's."""
+    """Return the language's code with its region, and the script unless it is the region's."""
     of_region = LanguageTag(tag.language, script=None, region=tag.region)
     if tag.script is None or tag.script == _script_of_tag(of_region):
         return f"{tag.language}_{tag.region}"
@@ -378,7 +376,7 @@ def _cldr_names() -> Mapping[str, str]:
 
 
 def _english_name(code: str) -> str:
-    """CLDR's name of a language, with script and region where the code has them; else the code."""
+    """Return CLDR's name of a language, with the code's script and region; else the code."""
     names = _cldr_names()
     if code in names or "_" not in code:
         return names.get(code, code)
@@ -405,7 +403,7 @@ _LETTERS_OF = {
     "Jpan": frozenset({"Hira", "Kana", "Hani"}),
     "Kore": frozenset({"Hang", "Hani"}),
 }
-"""Scripts of ISO 15924 that are written with the letters of others."""
+"""Script of ISO 15924 → scripts whose letters it is written with, if not its own alone."""
 
 _UNICODE_NAMES = {
     "BENGALI": "Beng",
@@ -429,25 +427,25 @@ _UNICODE_NAMES = {
     "TAI THAM": "Lana",
     "WARANG CITI": "Wara",
 }
-"""What Unicode calls scripts that CLDR calls otherwise."""
+"""First words of Unicode's names of letters → script, where CLDR names the script otherwise."""
 
 _LONGEST_NAME = 3
-"""Words in the longest name of a script."""
+"""Number of words in the longest name of a script."""
 
 
 def letters_of(script: str) -> frozenset[str]:
-    """The scripts whose letters a script is written with: kana and Han for ``Jpan``."""
+    """Return the scripts whose letters a script is written with: kana and Han for ``Jpan``."""
     return _LETTERS_OF.get(script, frozenset({script}))
 
 
 def script_of_text(text: str) -> str | None:
-    """The script of most letters of a text; the first in the alphabet of several, None of none."""
+    """Return the script of most letters, the first in the alphabet at a tie; None if no letters."""
     found = count_scripts(text)
     return min(found, key=lambda script: (-found[script], script), default=None)
 
 
 def count_scripts(text: str) -> Counter[str]:
-    """Script → number of its letters in a text."""
+    """Count the letters of each script in a text."""
     found: Counter[str] = Counter()
     for character, count in Counter(text).items():
         if script := script_of_character(character):
@@ -457,7 +455,7 @@ def count_scripts(text: str) -> Counter[str]:
 
 @lru_cache(maxsize=2**16)
 def script_of_character(character: str) -> str | None:
-    """The script of a letter; None for what is no letter, or one that all scripts share."""
+    """Return the script of a letter; None for other characters and letters of no one script."""
     if not character.isalpha():
         return None
     words = unicodedata.name(character, "").replace("-", " ").split()
@@ -466,13 +464,13 @@ def script_of_character(character: str) -> str | None:
 
 
 def has_letter_of(text: str, scripts: frozenset[str]) -> bool:
-    """Whether a letter of one of the scripts is in a text; quick where the text begins with one."""
+    """Return whether a text has a letter of one of the scripts; stops at the first one."""
     return any(script_of_character(character) in scripts for character in text)
 
 
 @lru_cache(maxsize=1)
 def _scripts() -> dict[str, str]:
-    """First words of the names of characters → script."""
+    """Map the first words of characters' names to scripts."""
     from babel import Locale
 
     named = {

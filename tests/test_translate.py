@@ -413,7 +413,7 @@ def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
     [
         ("n_best = 3", "n_best 3 exceeds beam_size 2"),
         ("top_p = 1.5", "top_p"),
-        ('banned = ["  "]', "The banned phrase '  ' is empty"),
+        ('banned = ["  "]', "the banned phrase '  ': it is empty"),
         ("alignments = true\nalignment_layer = 2", "the model has 2 decoder layers"),
     ],
 )

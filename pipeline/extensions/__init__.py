@@ -1,5 +1,5 @@
 """Systems of other papers than MMNMT, which the core does without.
 
-``tasks`` labels text with an XLM-R (LMS/FD); ``analysis`` looks into byte-level models (MoCE and
+``tasks`` labels text with an XLM-R (LMS/FD); ``analysis`` analyzes byte-level models (MoCE and
 LOBEF).
 """

@@ -190,7 +190,7 @@ def test_what_has_no_scales_is_refused_in_one_sentence(
     routed = routed_checkpoint(tmp_path / "routed")
     empty = make_corpus(tmp_path / "empty", {"test": {"de-en": {"de": [""], "en": [" "]}}})
     for model, given, said in [
-        (plain, corpus, "front is 'subwords', which chooses no scales"),
+        (plain, corpus, "front end is 'subwords', which has no scales"),
         (routed.directory, empty, "are all empty"),
     ]:
         named = ["--checkpoint", str(model), "--corpus", str(given.directory)]

@@ -282,10 +282,10 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--must", " "], "The required phrase ' ' is empty"),
+        (["--must", " "], "the required phrase ' ': it is empty"),
         (["--must-file", "nowhere"], "nowhere cannot be read"),
         (["--n-best", "3"], "n_best 3 exceeds beam_size 2"),
-        (["--banned", " "], "The banned phrase ' ' is empty"),
+        (["--banned", " "], "the banned phrase ' ': it is empty"),
     ],
 )
 def test_what_a_filter_cannot_be_asked_for_is_refused_in_one_sentence(

@@ -334,7 +334,7 @@ def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
         ("qa", {"loss": {"label_smoothing": 0.1}}, "label_smoothing is 0.1"),
         ("qa", {"tasks": {"stride": 47}}, "leaves no step"),
         ("qa", {"tasks": {"max_tokens": 80}}, "65|66|64 positions"),
-        ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "low_rank ones alone"),
+        ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "supports only low_rank"),
     ],
     ids=str,
 )

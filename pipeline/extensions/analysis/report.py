@@ -1,7 +1,4 @@
-"""Pictures of analyses, from what stands in their JSON.
-
-Analyses in the reports of an evaluation: their tables in both, their pictures on the page.
-"""
+"""Draw analyses from their JSON, and show them in the reports of an evaluation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +10,12 @@ from pipeline.evaluation.comparison_tables import TableSection, TextTable
 from pipeline.evaluation.pictures import picture
 
 JsonObject = Mapping[str, Any]
+SHOWN_PAIRS = 12
+"""Most pairs or directions that are drawn; tables have all of them."""
 
 
 def scale_series(document: JsonObject, pair: str) -> list[Series]:
-    """The shares of δ in both directions of a pair, and their means."""
+    """Return the shares of δ in both directions of a pair, and their means."""
     first, second = pair.split("-")
     names = [f"{first}-{second}", f"{second}-{first}"]
     return [
@@ -32,7 +31,7 @@ def scale_series(document: JsonObject, pair: str) -> list[Series]:
 
 
 def scale_chart(document: JsonObject, pair: str) -> str:
-    """MoCE's Figure 4, for one pair."""
+    """Draw the scales of both directions of a pair (MoCE, Figure 4)."""
     return line_chart(
         scale_series(document, pair),
         title=f"Scales chosen, {pair}",
@@ -42,12 +41,12 @@ def scale_chart(document: JsonObject, pair: str) -> str:
 
 
 def scale_picture(document: JsonObject, pair: str) -> str:
-    """As a file of its own."""
+    """Return :func:`scale_chart` as an SVG file with its legend."""
     return picture(scale_chart(document, pair), scale_series(document, pair))
 
 
 def lengths_chart(document: JsonObject) -> str:
-    """MoCE's Figure 3: languages from the longest to the most concise."""
+    """Draw the lengths of languages from the longest to the most concise (MoCE, Figure 3)."""
     lengths, label = document["mean_bytes"], "mean bytes per line"
     if not lengths:
         lengths, label = document["ratio_to_pivot"], f"bytes by those of {document['pivot']}"
@@ -56,12 +55,12 @@ def lengths_chart(document: JsonObject) -> str:
 
 
 def lengths_picture(document: JsonObject) -> str:
-    """As a file of its own."""
+    """Return :func:`lengths_chart` as an SVG file."""
     return picture(lengths_chart(document))
 
 
 def vectors_chart(document: JsonObject, direction: str) -> str:
-    """MoCE's Figure 7, for one direction: chrF++ by the language that the router is shown."""
+    """Draw the chrF++ of a direction by the language shown to the router (MoCE, Figure 7)."""
     found = document["directions"][direction]
     bars = [Bar("right", found["right"]["chrf"], 2)]
     if found["without"] is not None:
@@ -73,19 +72,15 @@ def vectors_chart(document: JsonObject, direction: str) -> str:
 
 
 def vectors_picture(document: JsonObject, direction: str) -> str:
-    """As a file of its own."""
+    """Return :func:`vectors_chart` as an SVG file."""
     return picture(vectors_chart(document, direction))
 
 
-SHOWN_PAIRS = 12
-"""Pairs whose scales are drawn; the tables have all of them."""
-
-
 def analysis_sections(analyses: Mapping[str, Artifact]) -> list[TableSection]:
-    """One per analysis, by its name.
+    """Make a section of the report for each analysis, by its name.
 
     Raises:
-        ArtifactError: a file is not what its stage writes.
+        ArtifactError: a file does not have the format of its stage.
     """
     return [_section(name, artifact) for name, artifact in analyses.items()]
 
@@ -102,7 +97,7 @@ def _section(name: str, artifact: Artifact) -> TableSection:
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         pass
     raise ArtifactError(
-        f"{artifact.directory} holds no analysis that reports can show: run stage "
+        f"{artifact.directory} has no analysis that reports can show. Run stage "
         f"{artifact.manifest.stage!r} again."
     )
 
@@ -135,8 +130,8 @@ def _scales(name: str, document: JsonObject) -> TableSection:
     return TableSection(
         f"Scales chosen by {name}",
         "Shares of each δ among the top-k choices for the vectors of all source tokens, heads, "
-        "and queries, keys and values; their mean, by number of choices and by weight. Drawn are "
-        f"the pairs whose two directions differ most, up to {SHOWN_PAIRS}; dotted lines are means.",
+        "and queries, keys and values; their mean, by number of choices and by weight. The charts "
+        f"show the {SHOWN_PAIRS} pairs whose directions differ most; dotted lines are means.",
         (
             TextTable("By direction", ("Direction", *heads), rows),
             TextTable(
@@ -173,8 +168,8 @@ def _vectors(name: str, document: JsonObject) -> TableSection:
     )
     return TableSection(
         f"Wrong language vectors: {name}",
-        "Translations whose router is shown the vector of another language than the source's, "
-        "while tags stay right; and how many of them differ from those with the right one. The "
+        "Scores of translations whose router is shown the vector of another language than the "
+        "source's, with the right tags, and the number of translations that this changes. The "
         "bars do not begin at 0.",
         (TextTable("By language shown", ("Direction", "BLEU", "chrF++", "changed"), rows),),
         tuple(
@@ -198,7 +193,7 @@ def _lengths(name: str, document: JsonObject) -> TableSection:
     measured = (
         f"Mean length in bytes of UTF-8 of {lines:,} test lines that all languages have"
         if lines
-        else f"No test line of {pivot} stands in all pairs, so that there is no mean length"
+        else f"No test line of {pivot} is in all pairs, so that there is no mean length"
     )
     return TableSection(
         f"Lengths in bytes: {name}",
@@ -216,7 +211,7 @@ def _lengths(name: str, document: JsonObject) -> TableSection:
 
 
 def _segmentation(languages: JsonObject) -> tuple[TextTable, ...]:
-    """Return the table of pieces a word, where a tokenizer was named."""
+    """Return the table of pieces per word, or nothing without a tokenizer."""
     rows = tuple(
         (
             code,

@@ -1,4 +1,4 @@
-"""Scores of task models by language, their means, and the means of several runs of one system."""
+"""Report the scores of task models by language, with means over languages and over runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,34 +6,31 @@ from statistics import fmean, stdev
 from typing import Any
 
 RUN_MARK = "@"
-"""``lms@1``: run 1 of the system ``lms``."""
+"""Separator of system and run: ``lms@1`` is run 1 of the system ``lms``."""
 TITLES = {"f1": "F1", "precision": "precision", "recall": "recall", "exact_match": "exact match"}
 MAIN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
-"""The scores that the tables show."""
+"""Head → scores that the tables show."""
 
 Scores = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class SystemReport:
-    """One system.
-
-    Attributes:
-        runs: run → language → score → percent.
-        languages: language → score → mean over runs.
-        mean: score → mean over languages of these.
-        spread: score → standard deviation over runs of the mean over languages; none of one run.
-    """
+    """Scores of one system."""
 
     name: str
     runs: Mapping[str, Mapping[str, Scores]]
+    """Run → language → score → percent."""
     languages: Mapping[str, Scores]
+    """Language → score → mean over runs."""
     mean: Scores
+    """Score → mean over languages of the means over runs."""
     spread: Scores
+    """Score → standard deviation over runs of the mean over languages; empty for one run."""
 
 
 def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemReport]:
-    """Of scores by name of system (and run) and language, in the order given."""
+    """Group scores, by name (of system and run) and language, into systems in the order given."""
     grouped: dict[str, dict[str, Mapping[str, Scores]]] = {}
     for name, found in scores.items():
         system, _, run = name.partition(RUN_MARK)
@@ -60,7 +57,7 @@ def scores_document(
     examples: Mapping[str, int],
     skipped: Mapping[str, int],
 ) -> dict[str, Any]:
-    """``scores.json``: a function of the predictions and the data alone."""
+    """Return the content of ``scores.json``, a function of the predictions and the data alone."""
     return {
         "head": head,
         "examples": dict(examples),
@@ -76,7 +73,7 @@ def markdown(
     examples: Mapping[str, int],
     skipped: Mapping[str, int],
 ) -> str:
-    """One table per score: languages down, systems across."""
+    """Render a table per score with a row per language and a column per system."""
     what = "sentences" if head == "tagger" else "questions"
     lines = ["# Scores by language", ""]
     for score in MAIN[head]:

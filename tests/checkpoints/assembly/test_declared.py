@@ -453,7 +453,7 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
         (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
         (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "knows the language 'de' already"),
         (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "'deu' already, as 'de'"),
-        (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
+        (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is not a language code"),
     ],
 )
 def test_a_declaration_that_cannot_be_is_one_sentence(
