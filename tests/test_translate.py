@@ -442,7 +442,7 @@ def test_no_translation_has_a_banned_phrase(bench: Bench) -> None:
 
 
 def corpus_of(directory: Path, pairs: Sequence[str]) -> Artifact:
-    """A corpus of two test lines per pair and no training lines."""
+    """Make a corpus of two test lines per pair and no training lines."""
     with new_artifact(directory, kind="corpus", stage="import_tests", config={}, inputs={}) as made:
         for pair in pairs:
             for language in pair.split("-"):
@@ -562,7 +562,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return next(asked) >= batches
 
         def ignore(_: StopFlag, _value: bool) -> None:
-            """What the flag itself says of being asked."""
+            """Return the flag's own answer."""
 
         monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
 
@@ -570,7 +570,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def record_translated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The (direction, line) of everything that is translated from now on."""
+    """Record the (direction, line) of everything that is translated from now on."""
     translated: list[tuple[str, int]] = []
     whole = Translator.translate
 

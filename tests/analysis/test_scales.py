@@ -35,7 +35,7 @@ Places = Counter[tuple[str, int, int]]
 
 @torch.inference_mode()
 def choices_by_hand(translator: Translator, direction: Direction, lines: list[str]) -> Places:
-    """Of a front in the first layer of a pre-norm model."""
+    """Count the choices of the front end of a pre-norm model, vector by vector."""
     model, tokenizer = translator.model, translator.tokenizer
     front: Any = model.front
     layer: Any = model.encoder.layers[0]

@@ -1,4 +1,4 @@
-"""The filter as its users meet it: pipes, one line at a time, bad lines, ends of all kinds."""
+"""Tests of pipeline/decoding/line_filter.py: pipes, single lines, unreadable lines, all ends."""
 
 import json
 import os
@@ -33,7 +33,7 @@ MAX_POSITIONS = 40
 SETTINGS: Mapping[str, float] = {"beam_size": 2, "max_length_ratio": 0.3, "max_extra_length": 6}
 DECODING = DecodingConfig.model_validate(SETTINGS)
 SECONDS = 120.0
-"""For one answer: loading torch takes most of it on a busy machine."""
+"""Time limit of one answer: loading torch takes most of it on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def translated(checkpoint: Artifact) -> Callable[[str], str]:
-    """A line from German into English, as the translator has it without any filter."""
+    """Translate a line from German into English without the filter."""
     translator = Translator(checkpoint, DECODING)
 
     def translate(text: str) -> str:
@@ -94,7 +94,7 @@ def pipe(
     target: str = "en",
     more: Sequence[str] = (),
 ) -> tuple[int, list[str]]:
-    """Exit code and output lines of the filter."""
+    """Run the filter; return its exit code and output lines."""
     (tmp_path / "input").write_bytes(data)
     with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
         monkeypatch.setattr("sys.stdin", given)
@@ -410,7 +410,7 @@ class Conversation:
         self.stdin.flush()
 
     def read_line(self, *, seconds: float = SECONDS) -> str:
-        """The next line of output; fails where it does not come in time."""
+        """Return the next line of output; fail if it does not come in time."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.stdout, selectors.EVENT_READ)
