@@ -96,5 +96,5 @@ def test_an_analysis_of_no_known_kind_is_refused(tmp_path: Path) -> None:
         tmp_path / "new", kind="analysis", stage="analyze_it", config={}, inputs={}
     ) as writer:
         writer.statistics["analysis"] = "of tomorrow"
-    with pytest.raises(ArtifactError, match="run stage 'analyze_it' again"):
+    with pytest.raises(ArtifactError, match="Run stage 'analyze_it' again"):
         analysis_sections({"x": open_artifact(tmp_path / "new", kind="analysis")})

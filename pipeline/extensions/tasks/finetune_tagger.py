@@ -6,7 +6,7 @@ The training loop, training states, resuming and ranks are those of translation 
 
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.extensions.tasks.files import entity_files, trained_languages
-from pipeline.extensions.tasks.named_entities import read_training, tagging_data
+from pipeline.extensions.tasks.named_entities import tagging_data
 from pipeline.extensions.tasks.task_model import TaskSpec
 from pipeline.extensions.tasks.training import train_labeller
 from pipeline.extensions.tasks.xlmr import Pretrained
@@ -26,13 +26,12 @@ def run(call: StageCall) -> None:
         connect(world)
         files = entity_files(call.raw["data"].only_path())
         languages = trained_languages(files, recipe.tasks.languages)
-        train, valid, tags = read_training(files, languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
         encoder = pretrained.spec(languages, recipe.model.language_modules)
-        spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=recipe.tasks)
-        data = tagging_data(
-            train, valid, tags, pieces=pretrained.pieces, recipe=recipe, languages=languages
+        data, tags = tagging_data(
+            files, pieces=pretrained.pieces, recipe=recipe, languages=languages
         )
+        spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=recipe.tasks)
         train_labeller(call, world, data=data, spec=spec, pretrained=pretrained)
 
 

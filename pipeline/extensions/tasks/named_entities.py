@@ -60,55 +60,39 @@ def read_entities(path: Path, *, language: str) -> list[Sentence]:
     return sentences
 
 
-def read_training(
-    files: Found, languages: tuple[str, ...]
-) -> tuple[dict[str, list[Sentence]], dict[str, list[Sentence]], tuple[str, ...]]:
-    """Read training and validation sentences by language, and all tags of the training sentences.
+def tagging_data(
+    files: Found, *, pieces: Pieces, recipe: Recipe, languages: tuple[str, ...]
+) -> tuple[LabelledData, tuple[str, ...]]:
+    """Read the training and validation data of a tagger.
+
+    Returns:
+        The data, and all tags of the training sentences, ``O`` first.
 
     Raises:
-        ArtifactError: a file is broken, or has a tag that no training file has.
+        ArtifactError: a file is broken, or a dev file has a tag that no training file has.
     """
     train = {code: read_entities(files[code]["train"], language=code) for code in languages}
     dev = chosen_files(files, languages, "dev")
     valid = {code: read_entities(splits["dev"], language=code) for code, splits in dev.items()}
-    tags = tags_of(train)
+    tags = (OUTSIDE, *sorted(set[str]().union(*map(_tags, train.values())) - {OUTSIDE}))
     for code, sentences in valid.items():
-        unknown = {tag for one in sentences for tag in one.tags} - set(tags)
-        if unknown:
+        if unknown := _tags(sentences) - set(tags):
             raise ArtifactError(
                 f"{dev[code]['dev']} has the tag {shown(min(unknown))!r}, which no training file "
                 "has. Correct it, or train on text that has it."
             )
-    return train, valid, tags
-
-
-def tags_of(sentences: Mapping[str, Sequence[Sentence]]) -> tuple[str, ...]:
-    """Return all tags, ``O`` first."""
-    found = {tag for group in sentences.values() for one in group for tag in one.tags}
-    return (OUTSIDE, *sorted(found - {OUTSIDE}))
-
-
-def tagging_data(
-    train: Mapping[str, Sequence[Sentence]],
-    valid: Mapping[str, Sequence[Sentence]],
-    tags: tuple[str, ...],
-    *,
-    pieces: Pieces,
-    recipe: Recipe,
-    languages: Sequence[str],
-) -> LabelledData:
-    """Cut and label the training and validation sentences of a tagger."""
-    limit = recipe.tasks.max_tokens
 
     def labelled(groups: Mapping[str, Sequence[Sentence]]) -> dict[str, list[Labelled]]:
+        limit = recipe.tasks.max_tokens
         return {
             code: [part for one in group for part in label(one, tags, pieces, max_tokens=limit)]
             for code, group in groups.items()
         }
 
-    return LabelledData(
+    data = LabelledData(
         labelled(train), labelled(valid), recipe, languages=languages, collate=collate_tags
     )
+    return data, tags
 
 
 def label(
@@ -235,6 +219,10 @@ def _token(line: str, where: str) -> tuple[str, str]:
             "Correct it."
         )
     return columns[0], columns[1]
+
+
+def _tags(sentences: Sequence[Sentence]) -> set[str]:
+    return {tag for one in sentences for tag in one.tags}
 
 
 def _pieces_of(token: str, pieces: Pieces) -> Integers:
