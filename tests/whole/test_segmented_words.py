@@ -38,9 +38,8 @@ from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
 from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
 from pipeline.decoding.line_filter import filter_lines
-from pipeline.decoding.search import search
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.translator import Job, Translator
+from pipeline.decoding.translator import Job, Translator, search
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.spec import ModelSpec
 

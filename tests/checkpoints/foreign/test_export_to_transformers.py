@@ -81,7 +81,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     assert type(peer) is PEERS[to]
     english, german = NAMES[languages]
     tokenizer, tag = named_tokenizer(folder / "out", english=english, german=german)
-    return Exported(source, peer.eval(), loading, tokenizer, tag)
+    found: Any = peer
+    return Exported(source, found.eval(), loading, tokenizer, tag)
 
 
 def test_nothing_is_missing_when_it_is_loaded(exported: Exported) -> None:
