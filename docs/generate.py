@@ -17,7 +17,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +194,20 @@ def _settings(
 
 def _meanings(settings: type[Settings]) -> dict[str, str]:
     """Return the string below each field of a table of settings; empty where there is none."""
-    (body,) = (
-        node.body
-        for node in ast.parse(textwrap.dedent(inspect.getsource(settings))).body
+    bases = [base for base in settings.__mro__ if issubclass(base, Settings)]
+    lines = [
+        pairwise(node.body)
+        for base in reversed(bases)
+        for node in ast.parse(textwrap.dedent(inspect.getsource(base))).body
         if isinstance(node, ast.ClassDef)
-    )
+    ]
     found = dict.fromkeys(settings.model_fields, "")
-    for field, below in pairwise(body):
+    for field, below in chain.from_iterable(lines):
         match field, below:
             case (
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str() as text)),
-            ):
+            ) if name in found:
                 found[name] = text
     return found
 

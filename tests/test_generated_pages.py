@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (
     *(
@@ -27,11 +29,13 @@ def check(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_committed_pages_are_those_of_the_code_and_the_results() -> None:
     done = check()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_page_that_is_out_of_date_or_missing_is_named(tmp_path: Path) -> None:
     for name in GENERATED:
         (tmp_path / name).parent.mkdir(exist_ok=True)

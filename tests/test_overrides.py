@@ -124,6 +124,7 @@ def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[
     assert (described["training"]["updates"], described["training"]["seed"]) == (301, 7)
 
 
+@pytest.mark.slow
 def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

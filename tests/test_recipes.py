@@ -288,19 +288,24 @@ def test_a_recipe_in_a_file_may_build_on_one_that_ships(tmp_path: Path) -> None:
     assert recipe.optimizer == parent.optimizer
 
 
+@pytest.fixture(scope="module")
+def bases() -> list[Recipe]:
+    return [load_recipe(name) for name in BASES]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ds_config", ds_config_names())
-@pytest.mark.parametrize("name", BASES)
-def test_every_recipe_merges_with_every_ds_config(name: str, ds_config: str) -> None:
-    recipe, machine = load_recipe(name), load_ds_config(ds_config)
-    micro_batches = recipe.batches.micro_batches
-    for world_size in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
-        merged = merge_ds_config(machine, recipe, world_size=world_size)
-        assert merged["gradient_accumulation_steps"] * world_size == micro_batches
-        assert merged["gradient_clipping"] == recipe.optimizer.clip_norm
-        zero = {**machine["zero_optimization"], "contiguous_gradients": world_size > 1}
-        assert merged["zero_optimization"].items() >= zero.items()
-        assert merged.get("bf16") == machine.get("bf16")
+def test_every_recipe_merges_with_every_ds_config(bases: list[Recipe], ds_config: str) -> None:
+    machine = load_ds_config(ds_config)
+    for recipe in bases:
+        micro_batches = recipe.batches.micro_batches
+        for world_size in (n for n in range(1, micro_batches + 1) if micro_batches % n == 0):
+            merged = merge_ds_config(machine, recipe, world_size=world_size)
+            assert merged["gradient_accumulation_steps"] * world_size == micro_batches, recipe.name
+            assert merged["gradient_clipping"] == recipe.optimizer.clip_norm, recipe.name
+            zero = {**machine["zero_optimization"], "contiguous_gradients": world_size > 1}
+            assert merged["zero_optimization"].items() >= zero.items(), recipe.name
+            assert merged.get("bf16") == machine.get("bf16"), recipe.name
 
 
 def merged_with(changes: dict[str, Any], *, world_size: int = 1) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from pipeline.checkpoints.weights import TensorFiles, tensor_headers
 from pipeline.config.documents import toml_lines
 from pipeline.config.settings import describe_validation, shown
 from pipeline.errors import CheckpointError
+from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2

@@ -41,7 +41,6 @@ from pipeline.checkpoints.foreign.written_folder import (
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.model.language_modules.choice import has_two_routes
 
 Format = Literal["hf-m2m100", "hf-nllb-moe", "ctranslate2"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -74,7 +73,7 @@ def export_checkpoint(
     if export.scores_dir is not None:
         scores = open_artifact(export.scores_dir, kind="evaluation")
     whole = own_source(checkpoint)
-    _refuse_language_modules(whole, directory)
+    _refuse_variants(whole, directory)
     source, targets = _fitted(whole, export)
     _refuse_unwritable(source, export.to)
     card = Card(
@@ -99,22 +98,11 @@ def export_checkpoint(
     return source
 
 
-def _refuse_language_modules(source: ModelSource, directory: Path) -> None:
-    """Raises CheckpointError where languages have weights of their own: no format has such."""
-    model = source.spec.model
-    if model.language_modules is None:
-        return
-    fix = (
-        f"fold the route that all languages share into a plain model, `mmnmt checkpoint fold "
-        f"{directory} --out DIR`, and export that"
-        if has_two_routes(model)
-        else "`mmnmt checkpoint fold` makes a plain model where model.language_modules.shared is "
-        "true, and here it is not: train one with it"
-    )
-    raise CheckpointError(
-        f"{directory} has weights of languages' own (model.language_modules), which no format "
-        f"can have: {fix}."
-    )
+def _refuse_variants(source: ModelSource, directory: Path) -> None:
+    """Raise CheckpointError for a model with a variant that no format has."""
+    for variant in source.spec.model.variants:
+        if problem := variant.export_problem(directory):
+            raise CheckpointError(problem)
 
 
 def _settings(export: Export) -> Mapping[str, object]:

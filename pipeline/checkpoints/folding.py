@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pipeline.artifacts.artifact import new_artifact
@@ -17,9 +16,9 @@ from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.checkpoints.checkpoint import open_checkpoint, read_spec, write_model_files
 from pipeline.checkpoints.names import num_parameters, tensor_shapes
 from pipeline.checkpoints.weights import TensorFiles, write_weights
+from pipeline.config.variants import SHARED
 from pipeline.errors import ConfigError
-from pipeline.model.language_modules.choice import has_two_routes
-from pipeline.model.language_modules.stack import SHARED
+from pipeline.model.extension import extensions
 from pipeline.model.spec import ModelSpec
 from pipeline.terminal import track
 
@@ -43,13 +42,14 @@ def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) 
     """
     checkpoint = open_checkpoint(directory)
     spec = read_spec(checkpoint)
-    if not has_two_routes(spec.model):
+    if not spec.model.has_shared_route:
         raise ConfigError(
             f"{directory} has no route that all languages share (model.language_modules.shared): "
             "name a checkpoint of fuse distillation."
         )
     target = without_language_modules(spec)
     files = TensorFiles(checkpoint, "weights/")
+    folded: list[str] = []
     with new_artifact(
         out_dir,
         kind="checkpoint",
@@ -58,14 +58,13 @@ def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) 
         inputs={"checkpoint": checkpoint.as_input},
         overwrite=overwrite,
     ) as writer:
-        weights = folded_tensors(files, target)
+        weights = folded_tensors(files, target, folded=folded)
         writer.settled |= write_weights(writer.directory / "weights", weights)
         write_model_files(writer, spec=target, tokenizer_dir=tokenizer_folder(checkpoint))
-    suffix = f".low_rank.{SHARED}.flat"
     return Folded(
         before=num_parameters(spec),
         after=num_parameters(target),
-        matrices=sum(name.endswith(suffix) for name in files.names()),
+        matrices=len(folded),
     )
 
 
@@ -75,14 +74,14 @@ def without_language_modules(spec: ModelSpec) -> ModelSpec:
     return spec.model_copy(update={"model": model})
 
 
-def folded_tensors(files: TensorFiles, target: ModelSpec) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the folded model, in its order; sums are made in float64."""
+def folded_tensors(
+    files: TensorFiles, target: ModelSpec, *, folded: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the folded model, in its order; add the names of sums to ``folded``."""
     names = set(files.names())
     for name in track(tensor_shapes(target), label="fold"):
-        weight = files.read(name)
-        shared = f"{name.removesuffix('.weight')}.low_rank.{SHARED}"
-        if name.endswith(".weight") and f"{shared}.flat" in names:
-            vertical = files.read(f"{shared}.vertical").double()
-            low_rank = vertical @ files.read(f"{shared}.flat").double()
-            weight = (weight.double() + low_rank).to(torch.float32)
-        yield name, weight
+        found = (extension.folded(name, names, files.read) for extension in extensions())
+        weight = next((tensor for tensor in found if tensor is not None), None)
+        if weight is not None:
+            folded.append(name)
+        yield name, files.read(name) if weight is None else weight

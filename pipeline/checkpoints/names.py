@@ -6,18 +6,18 @@ under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever w
 languages are stacked, too, and have tensors of their own under their languages' codes.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.model.building import shape_of_model
+from pipeline.model.extension import AddedTensor, extensions
 from pipeline.model.initial_values import initialize
-from pipeline.model.language_modules.stack import LanguageStack
-from pipeline.model.moe.experts import Experts
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.stacked import StackedModules
+from pipeline.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,6 @@ class NamedSlice:
     expert: int | None = None
 
 
-def expert_name(stacked_name: str, expert: int) -> str:
-    """``a.experts.up.weight``, 7 → ``a.experts.7.up.weight``."""
-    before, _, after = stacked_name.rpartition(".experts.")
-    return f"{before}.experts.{expert}.{after}"
-
-
 def dense_name(name: str) -> str | None:
     """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others.
 
@@ -58,94 +52,37 @@ def is_router(name: str) -> bool:
     return ".feed_forward.router." in name
 
 
-@dataclass(frozen=True)
-class LanguageTensor:
-    """A tensor of a language's module, or of what decides between modules or stands beside them.
-
-    ``stack`` is the name that those of all languages share, ``dense`` that of the plain model's
-    tensor of the same shape and meaning, where there is one.
-    """
-
-    stack: str
-    dense: str | None
-
-
-_OF_LANGUAGES = re.compile(
-    r"(?P<low_rank>.*\.low_rank)\.[^.]+\.(vertical|flat)"
-    r"|(?P<feed_forward>.*\.feed_forward)\.of_language\.[^.]+\.(?P<inner>(up|down)\.(weight|bias))"
-    r"|(?P<projections>.*\.?projections)\.[^.]+\.weight"
-    r"|(?P<gate>.*_routing\.gate)\.(up|down)\.(weight|bias)"
-    r"|(?P<shared>(?P<sublayer>.*)_routing\.shared)\.(?P<kind>weight|bias)"
-)
-
-
-def language_tensor(name: str) -> LanguageTensor | None:
-    """What a tensor of language modules is; None for others."""
-    found = _OF_LANGUAGES.fullmatch(name)
-    if found is None:
-        return None
-    layer = found["feed_forward"]
-    if layer is not None:
-        return LanguageTensor(f"{layer}.of_language", f"{layer}.{found['inner']}")
-    if found["shared"] is not None:
-        # It takes the place of the output projection of attention; a feed-forward has none.
-        output = f"{found['sublayer']}.output.{found['kind']}"
-        is_attention = found["sublayer"].endswith("attention")
-        return LanguageTensor(found["shared"], output if is_attention else None)
-    stack = found["low_rank"] or found["projections"] or found["gate"]
-    return LanguageTensor(stack, None)
+def added_tensor(name: str) -> AddedTensor | None:
+    """Return what a tensor is that an extension adds; None for others."""
+    found = (extension.added_tensor(name) for extension in extensions())
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
     """Every tensor an artifact of this model has from this rank, in the model's order."""
-    stacked: dict[str, tuple[str, Experts | LanguageStack]] = {
+    stacked = {
         f"{module_name}.{name}" if module_name else name: (module_name, module)
         for module_name, module in model.named_modules()
-        if isinstance(module, Experts | LanguageStack)
+        if isinstance(module, StackedModules)
         for name, _ in module.named_parameters()
     }
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
-        stack_name, stack = stacked.get(name, ("", None))
-        match stack:
-            case None:
-                yield NamedSlice(name, owner, parameter, parameter.data, 0)
-            case Experts():
-                yield from _slices_of_experts(name, stack, owner, parameter)
-            case LanguageStack():
-                inner = name.removeprefix(f"{stack_name}.")
-                yield from _slices_of_languages(stack_name, inner, stack, owner, parameter)
-
-
-def _slices_of_experts(
-    name: str, experts: Experts, owner: nn.Module, parameter: nn.Parameter
-) -> Iterator[NamedSlice]:
-    for index, value in enumerate(parameter.data.unbind(0)):
-        yield NamedSlice(
-            name=expert_name(name, experts.first_expert + index),
-            owner=owner,
-            parameter=parameter,
-            value=value,
-            offset=index * value.numel(),
-            expert=experts.first_expert + index,
-        )
-
-
-def _slices_of_languages(
-    stack_name: str, inner: str, stack: LanguageStack, owner: nn.Module, parameter: nn.Parameter
-) -> Iterator[NamedSlice]:
-    """``….low_rank``, ``vertical`` → ``….low_rank.de.vertical`` and so on."""
-    prefix = f"{stack_name}." if stack_name else ""
-    held = stack.held_slots  # behind them is padding
-    for index, (slot, value) in enumerate(zip(held, parameter.data[: len(held)], strict=True)):
-        yield NamedSlice(
-            name=f"{prefix}{slot}.{inner}",
-            owner=owner,
-            parameter=parameter,
-            value=value,
-            offset=index * value.numel(),
-            expert=stack.first_slot + index if stack.is_spread else None,
-        )
+        if name not in stacked:
+            yield NamedSlice(name, owner, parameter, parameter.data, 0)
+            continue
+        stack_name, stack = stacked[name]
+        prefix, inner = f"{stack_name}." if stack_name else "", name.removeprefix(f"{stack_name}.")
+        held = stack.held_slots  # behind them is padding
+        for index, (slot, value) in enumerate(zip(held, parameter.data[: len(held)], strict=True)):
+            yield NamedSlice(
+                name=f"{prefix}{slot}.{inner}",
+                owner=owner,
+                parameter=parameter,
+                value=value,
+                offset=index * value.numel(),
+                expert=stack.first_slot + index if stack.is_spread else None,
+            )
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:

@@ -31,7 +31,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.model.settings import ClsrConfig, ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.training.settings import (
     LoggingConfig,
     LossConfig,
@@ -126,8 +126,7 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _check_routes(self) -> Self:
         """Check that every module of a model to be trained learns something."""
-        modules = self.model.language_modules
-        has_shared = not isinstance(modules, ClsrConfig | None) and modules.shared
+        has_shared = self.model.has_shared_route
         if self.loss.objective == "fuse_distillation" and not has_shared:
             raise ValueError(
                 "loss.objective is fuse_distillation, which wants a model of two routes. Set "

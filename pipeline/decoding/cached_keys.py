@@ -28,10 +28,8 @@ from pipeline.decoding.hypotheses import Source, source_begins
 from pipeline.kernels.attention import RowEntries, attend, attend_entries
 from pipeline.kernels.cpu import can_loop
 from pipeline.model.attention import Attention
-from pipeline.model.language_modules.low_rank import project
-from pipeline.model.layers import DecoderLayer, LayerCache
-from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import Transformer
+from pipeline.model.tokens import Tokens, project
+from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
 CACHE_STEP = 16
 """A grid grows by this many positions at a time; entries double, from as many."""

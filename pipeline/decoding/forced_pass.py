@@ -18,10 +18,8 @@ from torch import Tensor
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
 from pipeline.decoding.hypotheses import Source, Translation, source_begins
-from pipeline.model.language_modules.low_rank import project
-from pipeline.model.layers import DecoderLayer
-from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import Transformer
+from pipeline.model.tokens import Tokens, project
+from pipeline.model.transformer import DecoderLayer, Transformer
 
 LOGIT_ROWS = 256
 """Logits of this many tokens are held at once."""

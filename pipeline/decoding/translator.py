@@ -30,13 +30,8 @@ from pipeline.decoding.sentences import align, join_sentences, split_to_fit, tex
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.languages import canonical, code_of_name, find_code, nearest_codes
-from pipeline.model.front.ada_msha import AdaMsha
-from pipeline.model.language_modules.choice import (
-    has_two_routes,
-    refuse_languages_without_modules,
-)
-from pipeline.model.settings import WsfConfig
-from pipeline.model.spec import ModelSpec
+from pipeline.model.front_end import SeesLanguage
+from pipeline.model.spec import ModelSpec, refuse_languages_without_modules
 from pipeline.model.transformer import Transformer
 
 TAG_TOKENS = 2
@@ -112,7 +107,7 @@ class Translator:
             quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
         """Tokens of text that the model takes at once."""
-        parts_words = isinstance(spec.model.front, WsfConfig)
+        parts_words = spec.model.front.parts_words
         self._segmenters = Segmenters(self.tokenizer, segmenters or {}) if parts_words else None
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
         self._banned = tuple(self._phrase(phrase, "banned") for phrase in config.banned)
@@ -221,7 +216,7 @@ class Translator:
             ConfigError: the model does not know the language, or its router sees none.
         """
         front = self.model.front
-        if not isinstance(front, AdaMsha) or not front.config.language_vector:
+        if not isinstance(front, SeesLanguage) or not front.sees_language:
             raise ConfigError(
                 "The router of this model sees no language, so that none can be shown to it: leave "
                 'router languages to a model with [model.front] kind = "ada_msha" and '
@@ -446,7 +441,7 @@ class Translator:
 
 def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
     """Raises ConfigError where a model has no such route."""
-    if route == "shared" and not has_two_routes(spec.model):
+    if route == "shared" and not spec.model.has_shared_route:
         raise ConfigError(
             f"{checkpoint.directory} has one route, and no module that all languages share "
             '(decoding.route is "shared"): leave the route out, or name a model of fuse '

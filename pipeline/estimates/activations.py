@@ -21,19 +21,16 @@ from pipeline.batching.batch import Packing
 from pipeline.kernels.cpu import cpu_kernels
 from pipeline.kernels.placement import slice_step
 from pipeline.model.attention import Attention
+from pipeline.model.building import shape_of_model
 from pipeline.model.feed_forward import FeedForward
-from pipeline.model.front.passage import Passage, Source
-from pipeline.model.front.subwords import SubwordFront
-from pipeline.model.language_modules.clsr import ConditionalRouting
-from pipeline.model.language_modules.low_rank import LowRankLinear
-from pipeline.model.layers import DecoderLayer, EncoderLayer
+from pipeline.model.front_end import Passage, Source, SubwordFront
 from pipeline.model.moe.dispatch import expert_capacity
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import DenseConfig, MoEConfig, SubwordsConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.tokens import TokenLinear, Tokens
+from pipeline.model.transformer import DecoderLayer, EncoderLayer, Transformer
 
 Device = Literal["cpu", "cuda"]
 FLOAT32 = 4
@@ -113,8 +110,11 @@ def _layer_bytes(
     """Return the bytes that one layer keeps, by part."""
     attentions = [module for module in layer.children() if isinstance(module, Attention)]
     part, size = _feed_forward_part(layer.feed_forward, batch, width=width)
-    gates = [module for module in layer.children() if isinstance(module, ConditionalRouting)]
-    size += sum(_gated_bytes(one, batch, width=width) for one in gates)
+    size += sum(
+        sublayer.after.kept_bytes(tokens=batch.tokens, width=width, value=batch.value)
+        for sublayer in layer.sublayers.values()
+        if sublayer.after is not None
+    )
     return {"attention": sum(_attention_bytes(one, batch) for one in attentions), part: size}
 
 
@@ -131,7 +131,7 @@ def _width(model: Transformer) -> int:
 
 def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int) -> tuple[str, int]:
     match module:
-        case FeedForward() if not isinstance(module.up, LowRankLinear):
+        case FeedForward() if isinstance(module.up, nn.Linear):
             return "feed-forward", _feed_forward_bytes(module, batch)
         case MixtureOfExperts():
             return "experts", _moe_bytes(module, batch)
@@ -151,19 +151,9 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
     score = batch.score_bytes(head_width=width // num_heads)
     scores = num_heads * batch.tokens * batch.length * score
     rate = batch.regularization.dropout
-    low_ranks = [one for one in attention.children() if isinstance(one, LowRankLinear)]
-    low_rank = sum(one.low_rank.flat.shape[1] for one in low_ranks) * batch.tokens * batch.value
-    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores + low_rank
-
-
-def _gated_bytes(routing: ConditionalRouting, batch: MicroBatchShape, *, width: int) -> int:
-    """(3 e D + e G + 5 · 4) N: the sublayer's result, both projections of it, and the gate.
-
-    2 e D without W_shared, since the result itself is then one of the two.
-    """
-    gate_width = routing.gate.up.out_features
-    kept = 2 if routing.shared is None else 3
-    return batch.tokens * (batch.value * (kept * width + gate_width) + 5 * FLOAT32)
+    added = sum(one.kept_values for one in attention.children() if isinstance(one, TokenLinear))
+    within = added * batch.tokens * batch.value
+    return (6 * batch.value + batch.dropout_bytes(rate)) * hidden + scores + within
 
 
 def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:

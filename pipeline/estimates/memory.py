@@ -24,12 +24,12 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 from pipeline.estimates.activations import FLOAT32, Device, MicroBatchShape, activation_bytes
 from pipeline.kernels.logits import rows_at_a_time
-from pipeline.model.language_modules.language_experts import FeedForwardStack
-from pipeline.model.moe.experts import Experts
+from pipeline.model.building import shape_of_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.stacked import StackedModules
+from pipeline.model.transformer import Transformer
 from pipeline.training.engine import merge_ds_config, trainable
 
 Phase = Literal["start", "backward", "reduce", "step"]
@@ -285,7 +285,7 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
     of_experts = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, Experts | FeedForwardStack)
+        if isinstance(module, StackedModules) and module.can_spread
         for parameter in module.parameters()
     }
     for parameter in trainable(model):

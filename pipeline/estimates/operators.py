@@ -32,21 +32,17 @@ from pipeline.config.recipe import Recipe
 from pipeline.decoding.beam_search import Search
 from pipeline.decoding.hypotheses import Source
 from pipeline.model.attention import Attention
+from pipeline.model.building import build_model
 from pipeline.model.embedding import Embedding
+from pipeline.model.extension import extensions
 from pipeline.model.feed_forward import FeedForward
-from pipeline.model.front.ada_msha import AdaMsha, ScaleRouter
-from pipeline.model.front.local import LocalConvolution
-from pipeline.model.front.msc import Msc
-from pipeline.model.front.msha import Msha
-from pipeline.model.front.ncf import Ncf
-from pipeline.model.front.wsf import Wsf
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.transformer import Stack, Transformer, build_model
+from pipeline.model.transformer import Stack, Transformer
 from pipeline.training.losses import training_loss
 
 META = torch.device("meta")
@@ -106,7 +102,7 @@ PARTS: tuple[tuple[type, str], ...] = (
     (LanguageGroupRouter, "router"),
     (MixtureOfExperts, "dispatch"),
     (Embedding, "embedding"),
-    *((front, "front") for front in (LocalConvolution, ScaleRouter, Msc, Msha, AdaMsha, Ncf, Wsf)),
+    *(part for extension in extensions() for part in extension.operator_parts()),
     (nn.LayerNorm, "norms and residuals"),
     (Stack, "ends"),
     (Transformer, "ends"),

@@ -18,7 +18,8 @@ import torch
 
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import Counted, Launch, micro_batch
-from pipeline.model.feed_forward import has_experts, has_language_experts
+from pipeline.model.extension import extensions
+from pipeline.model.moe.layer import has_experts
 from pipeline.model.settings import ModelConfig
 
 DeviceName = Literal["h100", "h200", "a100"]
@@ -225,4 +226,4 @@ def _routes_per_token(model: ModelConfig, layer: int) -> int:
     """Return how many experts a token is sent to in a layer; 0 where it stays."""
     if model.moe is not None and has_experts(model, layer):
         return model.moe.top_k
-    return int(has_language_experts(model, layer))
+    return int(any(extension.exchanges_rows(model, layer) for extension in extensions()))

@@ -1,1 +1,7 @@
-"""From translations to scores, and from scores to reports."""
+"""Scores, significance tests and reports of translations.
+
+``scoring`` scores all systems and compares them; a score implements ``score_slot.Score`` and is
+chosen in ``chosen_scores``. ``report`` arranges the sections of the report, which ``score_tables``
+and ``history_tables`` build from the table model in ``tables``; ``rendering`` writes them as
+Markdown and HTML. Read ``score_slot`` and ``scoring`` first.
+"""

@@ -1,28 +1,45 @@
-"""Averages of scores: arithmetic means over directions, per family and resource group."""
+"""Aggregates over directions: averages, verdicts, win ratios and confusion matrices.
 
-from collections.abc import Mapping, Sequence
+A system that does not translate yet still has scores, and so has one that gives the same few
+outputs for every source. Differences between such scores say nothing about translation, so the
+report calls them "not decided":
+
+- A direction is decided if the baseline translates in it.
+- An average is decided if the baseline translates on average over the same directions.
+- A system that does not translate is never the best one (bold).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 from pipeline.evaluation.directions import DirectionProfile, Family, Group
-from pipeline.evaluation.scores import Scores
+from pipeline.evaluation.score_slot import Column
+from pipeline.evaluation.scores import (
+    Confusion,
+    LanguageAverage,
+    Quality,
+    Scores,
+    SystemScores,
+    Verdicts,
+    Wins,
+)
+from pipeline.languages import language, without_region
 
 Value = TypeVar("Value")
 
 
 def mean_scores(scores: Sequence[Scores]) -> Scores:
-    """Arithmetic means over directions, of each score over those that have it."""
+    """Return arithmetic means over directions; each score over the directions that have it."""
     names = dict.fromkeys(name for one in scores for name in one)
-    return {name: _mean([one[name] for one in scores if name in one]) for name in names}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    found = {name: [one[name] for one in scores if name in one] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def by_group(
     values: Mapping[str, Value], *, profiles: Sequence[DirectionProfile]
 ) -> dict[Family, dict[Group, list[Value]]]:
-    """Values of directions by family and resource group; groups without a value are left out."""
+    """Return the values of directions by family and resource group, without empty groups."""
     found: dict[Family, dict[Group, list[Value]]] = {}
     for profile in profiles:
         name = str(profile.direction)
@@ -38,8 +55,218 @@ def by_group(
 def average_scores(
     scores: Mapping[str, Scores], *, profiles: Sequence[DirectionProfile]
 ) -> dict[Family, dict[Group, Scores]]:
-    """Mean scores per family and resource group."""
+    """Return mean scores per family and resource group."""
     return {
         family: {group: mean_scores(values) for group, values in groups.items()}
         for family, groups in by_group(scores, profiles=profiles).items()
     }
+
+
+# Averages by language
+
+
+def average_by_language(
+    systems: Sequence[SystemScores],
+    *,
+    profiles: Sequence[DirectionProfile],
+    pivot: str | None,
+    sets: Mapping[str, Collection[str]] | None = None,
+) -> list[LanguageAverage]:
+    """Return mean scores by language family, then by script, then by set, for every family.
+
+    The language is the source if the pivot is the target, else the target: averages of Any → En are
+    over the languages translated from, those of En → Any and zero-shot over the languages written.
+
+    Args:
+        systems: with their scores.
+        profiles: directions.
+        pivot: language that all trained directions share, if there is one.
+        sets: name of a set → language codes, in any usual spelling.
+    """
+    present = {language(_code(profile, pivot)).code for profile in profiles}
+    by_set = {
+        name: {_code_among(present, code) for code in codes} for name, codes in (sets or {}).items()
+    }
+    found = []
+    for trait in ("family", "script", "set"):
+        members: dict[tuple[Family, str], list[str]] = {}
+        for profile in profiles:
+            for value in _values(trait, _code(profile, pivot), by_set):
+                members.setdefault((profile.family, value), []).append(str(profile.direction))
+        found += [
+            LanguageAverage(
+                trait=trait,
+                value=value,
+                family=family,
+                directions=len(names),
+                systems={
+                    one.name: mean_scores([one.directions[name].scores for name in names])
+                    for one in systems
+                },
+            )
+            for (family, value), names in sorted(members.items())
+        ]
+    return found
+
+
+def _values(trait: str, code: str, sets: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the values of a trait: one family, one script, or any number of sets."""
+    match trait:
+        case "family":
+            return [language(code).family]
+        case "script":
+            return [language(code).script]
+        case _:
+            return [name for name, codes in sets.items() if language(code).code in codes]
+
+
+def _code_among(present: Collection[str], spelling: str) -> str:
+    """Return the code of a spelling, without its region unless the directions have it."""
+    code = language(spelling).code
+    return code if code in present else without_region(code)
+
+
+def _code(profile: DirectionProfile, pivot: str | None) -> str:
+    direction = profile.direction
+    return direction.source if direction.target == pivot else direction.target
+
+
+# Verdicts
+
+LEAST_BLEU = 5.0
+LEAST_DISTINCT = 50.0
+"""Distinct outputs, in percent of the distinct sources."""
+RULE = (
+    f"A system translates where it has at least {LEAST_BLEU:g} BLEU and at least half as many "
+    "distinct outputs as there are distinct sources."
+)
+
+
+def quality(*, bleu: float, distinct: float) -> Quality:
+    """Judge a direction or an average by its BLEU and by the share of distinct outputs."""
+    translates = bleu >= LEAST_BLEU and distinct >= LEAST_DISTINCT
+    return Quality(bleu=bleu, distinct=distinct, translates=translates)
+
+
+def distinct_share(outputs: Sequence[str], sources: Sequence[str]) -> float:
+    """Return the distinct outputs in percent of the distinct sources; white space is ignored."""
+    return 100.0 * _distinct(outputs) / max(_distinct(sources), 1)
+
+
+def _distinct(texts: Sequence[str]) -> int:
+    return len({" ".join(text.split()) for text in texts})
+
+
+def judge(
+    systems: Sequence[SystemScores], *, baseline: str, profiles: Sequence[DirectionProfile]
+) -> Verdicts:
+    """Judge every system in every direction and on average over every group of directions."""
+    directions: dict[str, dict[str, Quality]] = {
+        str(profile.direction): {
+            one.name: one.directions[str(profile.direction)].quality for one in systems
+        }
+        for profile in profiles
+    }
+    averages: dict[Family, dict[Group, Mapping[str, Quality]]] = {
+        family: {group: _mean_quality(members) for group, members in groups.items()}
+        for family, groups in by_group(directions, profiles=profiles).items()
+    }
+    return Verdicts(baseline=baseline, directions=directions, averages=averages)
+
+
+def _mean_quality(members: Sequence[Mapping[str, Quality]]) -> dict[str, Quality]:
+    """Judge systems by the arithmetic means of their directions."""
+    return {
+        name: quality(
+            bleu=sum(one[name].bleu for one in members) / len(members),
+            distinct=sum(one[name].distinct for one in members) / len(members),
+        )
+        for name in members[0]
+    }
+
+
+# Comparison with the baseline
+
+
+def win_ratios(
+    systems: Sequence[SystemScores],
+    *,
+    baseline: str,
+    columns: Sequence[Column],
+    profiles: Sequence[DirectionProfile],
+    verdicts: Verdicts,
+) -> Wins | None:
+    """Return the share of directions in which each system beats the baseline (Zhang et al. 2020).
+
+    A tie is no win. None is returned if there is no other system.
+
+    Args:
+        systems: with their scores.
+        baseline: name of the baseline.
+        columns: scores; those without a better end are left out.
+        profiles: directions.
+        verdicts: directions that are not decided are left out.
+    """
+    by_name = {one.name: one for one in systems}
+    others = [name for name in by_name if name != baseline]
+    if not others:
+        return None
+    ranked = [column for column in columns if column.larger_is_better is not None]
+    decided = [str(one.direction) for one in profiles if verdicts.decides(str(one.direction))]
+    return Wins(
+        baseline=baseline,
+        systems={
+            name: average_scores(
+                _wins(by_name[name], by_name[baseline], ranked, decided), profiles=profiles
+            )
+            for name in others
+        },
+    )
+
+
+def _wins(
+    system: SystemScores,
+    baseline: SystemScores,
+    columns: Sequence[Column],
+    directions: Sequence[str],
+) -> Mapping[str, Scores]:
+    """Return 100 for a win and 0 otherwise, by direction and column, if both have the score."""
+    return {
+        direction: {
+            column.name: 100.0 * _better(column, one.scores, baseline.directions[direction].scores)
+            for column in columns
+            if column.name in one.scores and column.name in baseline.directions[direction].scores
+        }
+        for direction in directions
+        for one in [system.directions[direction]]
+    }
+
+
+def _better(column: Column, ours: Scores, theirs: Scores) -> bool:
+    if column.larger_is_better:
+        return ours[column.name] > theirs[column.name]
+    return ours[column.name] < theirs[column.name]
+
+
+# Output languages
+
+
+def confuse_languages(
+    systems: Sequence[SystemScores], *, profiles: Sequence[DirectionProfile]
+) -> Confusion:
+    """Return the number of lines by target language and language found, for every family.
+
+    There is one confusion matrix per score that identifies languages, system and family. Directions
+    that a score does not cover have no lines in it.
+    """
+    found: dict[str, dict[str, dict[Family, dict[str, dict[str, int]]]]] = {}
+    for system in systems:
+        for profile in profiles:
+            outcomes = system.directions[str(profile.direction)].outcomes
+            for column, counts in outcomes.items():
+                families = found.setdefault(column, {}).setdefault(system.name, {})
+                targets = families.setdefault(profile.family, {})
+                target = profile.direction.target
+                sums = Counter(targets.get(target, {})) + Counter(counts)
+                targets[target] = dict(sorted(sums.items()))
+    return found

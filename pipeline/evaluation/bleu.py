@@ -1,8 +1,8 @@
-"""BLEU, from sufficient statistics that are kept per line.
+"""BLEU from sufficient statistics per line.
 
-They are sacreBLEU's own, of its own tokens, counted of many lines at once, and the score of a
-corpus is what sacreBLEU computes from their sum. The tokenizer follows the target language; one
-that cannot be loaded has a named fallback.
+The statistics are sacreBLEU's, of its own tokens, but counted for many lines at once; sacreBLEU
+computes the score of a corpus from their sum. The tokenizer depends on the target language; some
+tokenizers have a fallback in case they cannot be loaded.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,7 @@ import numpy as np
 from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.errors import ConfigError
+from pipeline.evaluation.chrf import shared_words
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
@@ -21,7 +22,6 @@ from pipeline.evaluation.score_slot import (
     Score,
     TranslatedLines,
 )
-from pipeline.evaluation.shared_ngrams import shared_words
 
 BleuTokenizerOption = Literal["per-language", "13a", "flores101", "flores200"]
 
@@ -30,12 +30,12 @@ LANGUAGE_TOKENIZERS = {
     "ja": ("ja-mecab", "char"),
     "ko": ("ko-mecab", "char"),
 }
-"""Target language, in any script → sacreBLEU tokenizers, the first that loads is taken; all others:
-13a."""
+"""Target language, in any script → sacreBLEU tokenizers, of which the first that loads is used. All
+other languages use 13a."""
 
 
 def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
-    """Name of the sacreBLEU tokenizer for a target language, the fallback where it is needed.
+    """Return the name of the sacreBLEU tokenizer for a target language.
 
     Raises:
         ConfigError: none of the tokenizers can be loaded.
@@ -50,14 +50,14 @@ def bleu_tokenizer(language: str, *, option: BleuTokenizerOption) -> str:
         else:
             return name
     raise ConfigError(
-        f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({failure}): run once where it can "
-        "be downloaded, point SACREBLEU to a folder that holds it, or set "
+        f"sacreBLEU's tokenizer {wanted[-1]!r} cannot be loaded ({failure}). Run once where it can "
+        "be downloaded, point SACREBLEU to a directory that holds it, or set "
         "evaluation.bleu_tokenizer to 'per-language'."
     ) from failure
 
 
 def words(bleu: BLEU, text: str) -> list[str]:
-    """A line as sacreBLEU's tokenizer splits it."""
+    """Return the tokens of a line by sacreBLEU's tokenizer."""
     tokenized: str = bleu.tokenizer(text.rstrip())
     return tokenized.split()
 
@@ -72,17 +72,21 @@ class Bleu(Score):
 
     option: BleuTokenizerOption
     tokenizers: Mapping[str, str]
-    """Target language → sacreBLEU's name of the tokenizer."""
+    """Target language → name of sacreBLEU's tokenizer."""
 
     column = Column("bleu", "BLEU", out_of_100=True, by_target=True)
 
     @classmethod
     def into(cls, targets: Iterable[str], *, option: BleuTokenizerOption) -> Self:
-        """With the tokenizers of the target languages; ConfigError where one cannot be loaded."""
+        """Return BLEU with the tokenizers of some target languages.
+
+        Raises:
+            ConfigError: a tokenizer cannot be loaded.
+        """
         return cls(option, {code: bleu_tokenizer(code, option=option) for code in targets})
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """(lines, 10): lengths of hypothesis and reference, matches of order 1–4, totals of 1–4."""
+        """Return (lines, 10): lengths of both sides, matches and totals of orders 1 to 4."""
         bleu = BLEU(tokenize=self.tokenizers[lines.direction.target], force=True)
         sides = (lines.hypotheses, lines.references)
         hypotheses, references = ([words(bleu, text) for text in side] for side in sides)
@@ -93,12 +97,12 @@ class Bleu(Score):
         return LineStatistics(rows.astype(np.int32), str(bleu.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
-        """As sacreBLEU computes it, to the last digit."""
+        """Return sacreBLEU's score, to the last digit."""
         totals = rows.sum(axis=0, dtype=np.int64).tolist()
         return float(BLEU()._compute_score_from_stats(totals).score)
 
     def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
-        """sacreBLEU's BLEU with its exponential smoothing, (draws, 10) → (draws,)."""
+        """Return BLEU with sacreBLEU's exponential smoothing, (draws, 10) → (draws,)."""
         hypothesis, reference = sums[:, 0], sums[:, 1]
         correct, total = sums[:, 2:6], sums[:, 6:10]
         zeros = np.cumsum((correct == 0) & (total > 0), axis=1)
@@ -110,11 +114,11 @@ class Bleu(Score):
         return np.where(scored, np.exp(brevity + logarithms), 0.0)
 
     def caveats(self) -> list[str]:
-        """The tokenizers that stand in for others."""
+        """Return a warning for each fallback tokenizer."""
         if self.option != "per-language":
             return []
         return [
-            f"BLEU into {code}: tokenizer {tokenizer} stands in for {_usual_tokenizers(code)[0]}, "
+            f"BLEU into {code}: tokenizer {tokenizer} replaces {_usual_tokenizers(code)[0]}, "
             "which cannot be loaded here."
             for code, tokenizer in self.tokenizers.items()
             if tokenizer != _usual_tokenizers(code)[0]

@@ -1,32 +1,34 @@
-"""Line and bar charts as inline SVG, legible from 300 pixels of width on.
+"""Line and bar charts as inline SVG or as SVG files, legible at a width of 300 pixels and more.
 
-Colours, dashes and type are the page's: every element carries a class for its style sheet
-(``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``,
-``upright``, ``fill``), those of a series the class of its colour as well. Series are told apart by
-colour, dashes and markers, so that those that overlap, and print without colour, can be followed.
+The style sheet of the page (``report.css``) sets colors, dashes and type. Every element has a class
+for it (``grid``, ``axis``, ``tick``, ``label``, ``line``, ``lead``, ``begin``, ``marker``, ``dot``,
+``upright``, ``fill``); elements of a series also have the class of its color. Series differ in
+color, dashes and markers, so that readers can follow them where they overlap or print in gray.
 """
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from pipeline.evaluation.html_parts import escape_html, series_style
+from html import escape
+from importlib import resources
 
 WIDTH, HEIGHT = 360, 260
 LEFT, RIGHT, TOP, FLOOR = 46.0, 332.0, 10.0, 212.0
-"""The chart and, within it, the edges of the drawn area, in SVG units. To the right of it there is
-room for half a tick label, to the left at least for short ones."""
+"""Size of a chart and edges of its plot area, in SVG units. There is room for half a tick label to
+the right of the area and for a short one to the left."""
 CHARACTER = 8.4
-"""Width of a digit in the widest of the page's fonts; of other letters, on average, no less."""
-
+"""Width of a digit in the widest font of the page; other letters are no wider on average."""
 Y_LABEL = 12.0
-"""Where the label of the vertical axis stands."""
+"""Horizontal position of the label of the vertical axis."""
 BAR_ROW = 17.0
 """Height of a row of a bar chart."""
 VALUE_SHARE = 0.12
-"""Room beyond the last tick for the value of a bar."""
+"""Share of the axis beyond the last tick that is kept for the value of a bar."""
 MAX_POINTS = 300
 MARKERS_PER_LINE = 8
+SERIES_COLORS = 8
+"""Colors of the style sheet; further series repeat them with another marker."""
 MARKERS = (
     "M-3-3H3V3H-3Z",
     "M0-3.8L3.6 3H-3.6Z",
@@ -36,43 +38,67 @@ MARKERS = (
     "M-4 0H4M0-4V4",
     "M-3.5-2L0-4L3.5-2V2L0 4L-3.5 2Z",
 )
-"""Shapes around the origin. Seven, with eight colours: 56 series before one looks like another."""
+"""Shapes around the origin: seven, with eight colors, make 56 series that look different."""
+ROW = 20
+"""Height of a line of a picture's legend, in SVG units."""
+_BEGIN = re.compile(r'<svg viewBox="0 0 (\d+) (\d+)"')
+_NOT_IN_HTML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 Point = tuple[float, float]
 
 
+def replace_forbidden(text: str) -> str:
+    """Replace characters that HTML cannot hold by a replacement character."""
+    return _NOT_IN_HTML.sub("\ufffd", text)
+
+
+def escape_html(text: str) -> str:
+    """Return a text as HTML that shows it as it stands."""
+    return escape(replace_forbidden(text))
+
+
+def style_sheet() -> str:
+    """Return the style sheet of pages and pictures."""
+    return resources.files("pipeline.evaluation").joinpath("report.css").read_text("utf-8")
+
+
+def series_style(place: int) -> str:
+    """Return the class of the color of a series."""
+    return f"s{place % SERIES_COLORS}"
+
+
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart.
-
-    ``place`` chooses colour, dashes and marker. Where the line counts from an earlier start than
-    its own (``begin`` > 0) a dotted line leads to it.
-    """
+    """A line of a chart."""
 
     name: str
     points: tuple[Point, ...]
     place: int
+    """Number that chooses color, dashes and marker."""
     begin: float = 0.0
+    """Where the line begins on the axis; a dotted line leads there from 0."""
     upright: float | None = None
-    """Where a vertical line of its colour stands: its mean."""
+    """Position of a vertical line in the color of the series, such as its mean."""
 
     @property
     def style(self) -> str:
+        """Return the class of the color."""
         return series_style(self.place)
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart; ``place`` chooses its colour."""
+    """A row of a bar chart."""
 
     name: str
     value: float
     place: int = 0
+    """Number that chooses the color."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """From data to the coordinates of a chart, in SVG units."""
+    """Conversion of data to the coordinates of a chart, in SVG units."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -80,14 +106,17 @@ class Frame:
     """The left edge of the drawn area."""
 
     def x(self, value: float) -> float:
+        """Return the horizontal coordinate of a value."""
         low, high = self.x_range
         return self.left + (value - low) / (high - low) * (RIGHT - self.left)
 
     @property
     def middle(self) -> float:
+        """Return the horizontal center of the drawn area."""
         return (self.left + RIGHT) / 2
 
     def y(self, value: float) -> float:
+        """Return the vertical coordinate of a value."""
         low, high = self.y_range
         return FLOOR - (value - low) / (high - low) * (FLOOR - TOP)
 
@@ -95,12 +124,14 @@ class Frame:
 def line_chart(
     series: Sequence[Series], *, title: str, x_label: str, y_label: str, mark_lowest: bool = False
 ) -> str:
-    """An SVG chart with axes, ticks and grid; its legend is :func:`legend`.
+    """Return an SVG chart with axes, ticks and grid, but without its :func:`legend`.
 
     Args:
-        series: lines, at least one with points; those without are left out.
-        title: read out by screen readers.
-        mark_lowest: a ring around the lowest point of each line.
+        series: lines, at least one of them with points; lines without points are left out.
+        title: text for screen readers.
+        x_label: label of the horizontal axis.
+        y_label: label of the vertical axis.
+        mark_lowest: whether to draw a ring around the lowest point of each line.
     """
     drawn = [one for one in series if one.points]
     xs = [x for one in drawn for x, _ in one.points]
@@ -119,11 +150,13 @@ def line_chart(
 
 
 def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0) -> str:
-    """An SVG chart of bars one below the other, at least one, with their values.
+    """Return an SVG chart of horizontal bars with their values.
 
     Args:
-        title: read out by screen readers.
-        low: the value at the left edge, which none is below.
+        bars: at least one.
+        title: text for screen readers.
+        x_label: label of the horizontal axis.
+        low: value at the left edge; no bar may be below it.
     """
     ticks = nice_ticks(low, max(max(bar.value for bar in bars), low), about=4)
     high = ticks[-1] + VALUE_SHARE * (ticks[-1] - low)
@@ -161,7 +194,7 @@ def _bar(frame: Frame, bar: Bar, *, y: float) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    """The names of the lines with points, each beside a piece of its line."""
+    """Return the legend of the lines that have points, as an HTML list."""
     items = "".join(
         f'<li><svg class="key" viewBox="0 0 36 12" aria-hidden="true">'
         f'<path class="line {one.style}" d="M1 6H35"/>{_marker(one, x=18, y=6)}</svg>'
@@ -173,7 +206,7 @@ def legend(series: Sequence[Series]) -> str:
 
 
 def thin_out(points: Sequence[Point], *, limit: int = MAX_POINTS) -> tuple[Point, ...]:
-    """At most ``limit`` points: means over runs of neighbours, each at its last x."""
+    """Return at most ``limit`` points: means over runs of neighbors, each at its last x."""
     if len(points) <= limit:
         return tuple(points)
     size = math.ceil(len(points) / limit)
@@ -185,7 +218,7 @@ def thin_out(points: Sequence[Point], *, limit: int = MAX_POINTS) -> tuple[Point
 
 
 def nice_ticks(low: float, high: float, *, about: int = 5) -> list[float]:
-    """Round values, one, two or five times a power of ten apart, that enclose a range."""
+    """Return round values that enclose a range, 1, 2 or 5 times a power of ten apart."""
     span = high - low if high > low else max(abs(high), 1.0)
     rough = span / about
     power = 10.0 ** math.floor(math.log10(rough))
@@ -261,7 +294,7 @@ def _line(frame: Frame, series: Series, *, mark_lowest: bool) -> str:
 
 
 def _lead(frame: Frame, series: Series) -> str:
-    """From zero to where a line begins, at the height of its first point."""
+    """Draw a line from zero to where a series begins, at the height of its first point."""
     if series.begin <= 0:
         return ""
     x, y = frame.x(series.begin), frame.y(series.points[0][1])
@@ -280,7 +313,7 @@ def _upright(frame: Frame, series: Series) -> str:
 
 
 def _marked(series: Series) -> list[Point]:
-    """A few points, not at the same places in every series; the last one always."""
+    """Return a few points, which differ from series to series, and the last one."""
     step = math.ceil(len(series.points) / MARKERS_PER_LINE)
     last = len(series.points) - 1
     return [
@@ -294,4 +327,36 @@ def _marker(series: Series, *, x: float, y: float) -> str:
     shape = MARKERS[series.place % len(MARKERS)]
     return (
         f'<path class="marker {series.style}" transform="translate({x:.1f} {y:.1f})" d="{shape}"/>'
+    )
+
+
+# Files
+
+
+def picture(chart: str, series: Sequence[Series] = ()) -> str:
+    """Return a chart as an SVG document with its style and the names of its lines below."""
+    size = _BEGIN.match(chart)
+    assert size is not None, "a chart begins with its size"
+    width, height = map(int, size.groups())
+    named = [one for one in series if one.points]
+    rows = "".join(_row(one, y=height + ROW * place + 8) for place, one in enumerate(named))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} '
+        f'{height + ROW * len(named)}" font-family="sans-serif" font-size="13" '
+        'style="background:var(--paper)"'
+    )
+    inner = chart[size.end() :].removesuffix("</svg>")
+    attributes, _, drawn = inner.partition(">")
+    return (
+        '<?xml version="1.0" encoding="utf-8"?>\n'
+        f"{head}{attributes}><style>{escape_html(style_sheet())}</style>{drawn}{rows}</svg>\n"
+    )
+
+
+def _row(series: Series, *, y: int) -> str:
+    shape = MARKERS[series.place % len(MARKERS)]
+    return (
+        f'<path class="line {series.style}" d="M46 {y}H80"/>'
+        f'<path class="marker {series.style}" transform="translate(63 {y})" d="{shape}"/>'
+        f'<text class="label" x="88" y="{y + 4}">{escape_html(series.name)}</text>'
     )

@@ -1,32 +1,37 @@
-"""Which scores an evaluation computes: the recipe's choice, one ``case`` per score."""
+"""Scores that an evaluation computes: the recipe's choice, with one ``case`` per score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.comet_score import Comet, CometScores
-from pipeline.evaluation.failed_outputs import Copies, EmptyOutputs, InvalidOutputs, Loops
+from pipeline.evaluation.comet import Comet, CometScores
+from pipeline.evaluation.failed_outputs import (
+    Copies,
+    EmptyOutputs,
+    InvalidOutputs,
+    LengthRatio,
+    Loops,
+)
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.settings import EvaluationConfig, ScoreName
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What is to be scored, as far as scores depend on it."""
+    """Properties of the data to score that scores depend on."""
 
     targets: Sequence[str]
     """Target languages of the directions, sorted."""
     languages: Sequence[str]
-    """All languages of the corpus and of the one that was trained on."""
+    """All languages of the corpus and of the training corpus."""
     comet: CometScores | None = None
-    """What a COMET model gave to the lines; None: no model was named."""
+    """Scores of a COMET model; None: no model was given."""
 
 
 def chosen_scores(settings: EvaluationConfig, *, scored: Scored) -> tuple[Score, ...]:
-    """The scores of a recipe in their order.
+    """Return the scores of a recipe in their order.
 
     Raises:
         ConfigError: a score cannot be computed here.
@@ -41,7 +46,7 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
         case "chrf":
             return Chrf()
         case "comet":
-            assert scored.comet is not None, "checked before anything is scored"
+            assert scored.comet is not None, "check_inputs asks for the model"
             return Comet(scored.comet)
         case "language":
             return LanguageAccuracy.plain(scored.languages, seed=settings.seed)
@@ -60,11 +65,11 @@ def _score(name: ScoreName, settings: EvaluationConfig, scored: Scored) -> Score
 
 
 def bleu_tokenizers(scores: Sequence[Score]) -> Mapping[str, str]:
-    """Target language → tokenizer of BLEU, if that is among the scores."""
+    """Return the tokenizer of BLEU for every target language, if BLEU is among the scores."""
     return next((one.tokenizers for one in scores if isinstance(one, Bleu)), {})
 
 
 def undetectable(scores: Sequence[Score], targets: Sequence[str]) -> list[str]:
-    """The target languages that language accuracy, if it is among the scores, leaves out."""
+    """Return the target languages that language accuracy leaves out, if it is computed."""
     detecting = [one for one in scores if isinstance(one, LanguageAccuracy)]
     return [code for code in targets if any(not one.detects(code) for one in detecting)]

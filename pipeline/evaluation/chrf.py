@@ -1,9 +1,10 @@
-"""chrF++, from sufficient statistics that are kept per line.
+"""chrF++ from sufficient statistics per line, and the counts of shared n-grams that BLEU uses, too.
 
-They are sacreBLEU's own, counted as integers of many lines at once, and so is the score of a
-corpus, which sacreBLEU computes from their sum.
+The statistics are sacreBLEU's, counted as integers for many lines at once; sacreBLEU computes the
+score of a corpus from their sum.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from string import punctuation
 from typing import Any
@@ -20,40 +21,86 @@ from pipeline.evaluation.score_slot import (
     Score,
     TranslatedLines,
 )
-from pipeline.evaluation.shared_ngrams import shared_characters, shared_words
+from pipeline.kernels.sentence_loops import Integers, count_shared_ngrams
+
+
+def shared_characters(
+    hypotheses: Sequence[str], references: Sequence[str], *, orders: int
+) -> npt.NDArray[np.int32]:
+    """Count n-grams of characters of hypothesis, of reference and of both, (lines, orders, 3)."""
+    return _shared(_characters(hypotheses), _characters(references), orders=orders)
+
+
+def shared_words(
+    hypotheses: Iterable[Sequence[str]], references: Iterable[Sequence[str]], *, orders: int
+) -> npt.NDArray[np.int32]:
+    """Count n-grams of words of hypothesis, of reference and of both, (lines, orders, 3)."""
+    numbers: dict[str, int] = {}
+    return _shared(_words(hypotheses, numbers), _words(references, numbers), orders=orders)
+
+
+_Items = tuple[Integers, Integers]
+"""Items of all lines, and where each line begins, (lines + 1,)."""
+
+
+def _shared(hypotheses: _Items, references: _Items, *, orders: int) -> npt.NDArray[np.int32]:
+    lines = len(hypotheses[1]) - 1
+    found = np.empty((lines, orders, 3), dtype=np.int32)
+    count_shared_ngrams(*hypotheses, *references, found)
+    return found
+
+
+def _characters(texts: Sequence[str]) -> _Items:
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    return codes.astype(np.int64), _starts(map(len, texts))
+
+
+def _words(texts: Iterable[Sequence[str]], numbers: dict[str, int]) -> _Items:
+    """Return words as numbers, which new words receive in order."""
+    items: list[int] = []
+    lengths = []
+    for words in texts:
+        items += [numbers.setdefault(word, len(numbers)) for word in words]
+        lengths.append(len(words))
+    return np.array(items, dtype=np.int64), _starts(lengths)
+
+
+def _starts(lengths: Iterable[int]) -> Integers:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
 
 CHARACTER_ORDERS, WORD_ORDERS = 6, 2
 BETA = 2.0
-"""How much more recall weighs than precision."""
+"""Weight of recall relative to precision."""
 _MARKS = frozenset(punctuation)
 
 
 @dataclass(frozen=True)
 class Chrf(Score):
-    """chrF++ in 0–100: n-grams of characters up to 6, of words up to 2."""
+    """chrF++ in 0–100, with n-grams of up to 6 characters and up to 2 words."""
 
     column = Column("chrf", "chrF++", out_of_100=True)
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """(lines, 24): n-grams of hypothesis, of reference, in both; characters, then words."""
+        """Return (lines, 24): n-grams of hypothesis, reference and both; characters, then words."""
         chrf, sides = _chrf(), (lines.hypotheses, lines.references)
         hypotheses, references = (["".join(text.split()) for text in side] for side in sides)
         characters = shared_characters(hypotheses, references, orders=CHARACTER_ORDERS)
         hypothesis_words, reference_words = (map(words, side) for side in sides)
         of_words = shared_words(hypothesis_words, reference_words, orders=WORD_ORDERS)
         counts = np.concatenate([characters, of_words], axis=1)
-        # What the reference has no n-gram of is not counted against the hypothesis.
+        # Orders without any n-gram in the reference do not count against the hypothesis.
         counts[:, :, 0] *= counts[:, :, 1] > 0
         chrf.num_refs = 1
         return LineStatistics(counts.reshape(len(counts), -1), str(chrf.get_signature()))
 
     def of_corpus(self, rows: Rows) -> float:
-        """As sacreBLEU computes it, to the last digit."""
+        """Return sacreBLEU's score, to the last digit."""
         totals = rows.sum(axis=0, dtype=np.int64).tolist()
         return float(_chrf()._compute_score_from_stats(totals).score)
 
     def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
-        """Of all the orders there are statistics for, (draws, 24) → (draws,)."""
+        """Return chrF++ over the orders that have n-grams, (draws, 24) → (draws,)."""
         hypothesis, reference, matches = sums[:, 0::3], sums[:, 1::3], sums[:, 2::3]
         known = (hypothesis > 0) & (reference > 0)
         orders = np.maximum(known.sum(axis=1), 1)
@@ -71,9 +118,10 @@ def _sum_where(known: npt.NDArray[np.bool_], values: Floats) -> Floats:
 
 
 def words(text: str) -> list[str]:
-    """Split at white space; a mark that ends a longer word, or else begins it, is one of its own.
+    """Split a text into words as sacreBLEU's chrF does.
 
-    As sacreBLEU's chrF splits off ASCII punctuation: ``(hi)`` is ``(hi`` and ``)``.
+    An ASCII punctuation mark that ends a longer word, or else begins it, becomes a word of its own:
+    ``(hi)`` is ``(hi`` and ``)``.
     """
     found = []
     for word in text.split():

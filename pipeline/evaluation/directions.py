@@ -1,8 +1,8 @@
-"""Directions of an evaluation: in which family each stands, and how much its pair was trained on.
+"""Directions of an evaluation: how each was trained, and the amount of its training data.
 
-A family says how a direction was trained: towards the pivot, away from it, without it, or not at
-all. That is known from the corpus the systems were trained on, which need not be the one whose
-test lines are scored.
+The family of a direction says how it was trained: towards the pivot, away from it, without it, or
+not at all. It follows from the corpus that the systems were trained on, which need not be the
+corpus whose test lines are scored.
 """
 
 from collections import Counter
@@ -22,32 +22,31 @@ from pipeline.artifacts.corpus import (
 )
 
 Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "emptied", "unknown"]
-"""Trained towards the pivot, away from it, trained without it, and not trained at all: zero-shot,
-or because none of the pair's lines was left when they had been cleaned. Unknown where no corpus at
-hand has training lines."""
+"""Trained towards the pivot, away from it, or without it; not trained at all: zero-shot, or because
+cleaning left no line of the pair; unknown if no given corpus has training lines."""
 Group = Literal["all", Resource]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
-"""The order of families in every table, panel and list."""
+"""Order of families in every table, panel and list."""
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True)
 class DirectionProfile:
-    """What is known of a direction before any system translates it."""
+    """Training and test data of a direction."""
 
     direction: Direction
     family: Family
     resource: Resource | None
-    """By the pair's training lines as they were imported; None where none are left."""
+    """Resource group by the imported training lines of the pair; None if none are left."""
     training_lines: int
     test_lines: int
 
 
 def find_pivot(training_pairs: Iterable[str]) -> str | None:
-    """The one language that is in every training pair, or None.
+    """Return the one language that is in every training pair, or None.
 
-    A single pair has two such languages: it is English if English is one of them, else None.
+    A single pair has two such languages; the pivot is English if it is one of them, else None.
     """
     pairs = set(training_pairs)
     membership = Counter(code for pair in pairs for code in pair.split("-"))
@@ -60,12 +59,12 @@ def find_pivot(training_pairs: Iterable[str]) -> str | None:
 def describe_directions(
     corpus: Artifact, *, thresholds: tuple[int, ...], training: Artifact | None = None
 ) -> list[DirectionProfile]:
-    """All directions that have test lines, sorted, each with its family and resource group.
+    """Return all directions that have test lines, sorted, with family and resource group.
 
     Args:
-        corpus: holds the test lines.
-        thresholds: of the resource groups.
-        training: corpus the systems were trained on; None: ``corpus`` itself.
+        corpus: with the test lines.
+        thresholds: training lines that separate the resource groups.
+        training: corpus that the systems were trained on; None: ``corpus`` itself.
     """
     training = training or corpus
     lines, test = line_counts(training, "train"), line_counts(corpus, "test")

@@ -1,4 +1,4 @@
-"""Shares of translations that failed in a way that can be seen without knowing the language."""
+"""Length ratio and failed outputs: defects that are visible without knowing the language."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -6,101 +6,117 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluation.outputs_section import OUTPUTS
 from pipeline.evaluation.score_slot import (
     Column,
     Floats,
     LineStatistics,
-    Rows,
     Score,
+    Section,
+    ShareOfLines,
     TranslatedLines,
 )
 
+OUTPUTS = Section(
+    title="Lengths and failed outputs",
+    lead="Length ratio of translations to references in characters, and the shares of translations "
+    "that copy the source, are empty, contained invalid UTF-8, or repeat an n-gram in a loop.",
+    note="Length ratios count characters. A copy is a translation equal to its source except for "
+    "case and white space. A loop is an n-gram of up to four words (or of up to sixteen "
+    "characters within a word longer than thirty) at least four times in a row, unless the "
+    "reference has one too. Bytes that are not valid UTF-8 are dropped before scoring.",
+)
 LOOP_REPEATS = 4
-"""So many times in a row is a loop."""
+"""Number of repetitions in a row that make a loop."""
 LOOP_WORDS, LOOP_CHARACTERS = 4, 16
-"""The longest n-grams that are looked for, of words and within a long word."""
+"""Longest repeated n-grams: in words, and in characters within a long word."""
 LONG_WORD = 30
-"""Longer words are looked into: languages that are written without spaces have them."""
-
-
-class ShareOfLines(Score):
-    """Percent of lines of one kind; less is better."""
-
-    @abstractmethod
-    def flags(self, lines: TranslatedLines) -> list[bool]:
-        """Which lines are of the kind."""
-
-    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """(lines,) booleans."""
-        return LineStatistics(np.array(self.flags(lines), dtype=np.bool_))
-
-    def of_corpus(self, rows: Rows) -> float:
-        """The mean, rounded as a mean is."""
-        return 100.0 * float(rows.mean())
-
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
-        """Of numbers of lines of the kind, (draws, 1) → (draws,)."""
-        found: Floats = 100.0 * sums[:, 0] / lines
-        return found
+"""Words with more characters are searched for loops: some languages are written without spaces."""
 
 
 @dataclass(frozen=True)
-class Copies(ShareOfLines):
-    """Translations that are their own source, but for case and white space."""
+class LengthRatio(Score):
+    """Characters of translations divided by those of references; neither end is better."""
 
     column = Column(
-        "copies", "Copies of the source, %", larger_is_better=False, section=OUTPUTS, decimals=2
+        "length_ratio", "Length ratio", larger_is_better=None, decimals=2, section=OUTPUTS
     )
 
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """Return characters of hypothesis and reference without outer white space, (lines, 2)."""
+        pairs = zip(lines.hypotheses, lines.references, strict=True)
+        counted = [[len(one.strip()), len(other.strip())] for one, other in pairs]
+        return LineStatistics(np.array(counted, dtype=np.int32))
+
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:  # noqa: ARG002 (one signature)
+        """Return ratios of characters, (draws, 2) → (draws,)."""
+        found: Floats = sums[:, 0] / np.maximum(sums[:, 1], 1.0)
+        return found
+
+
+class FailedOutputs(ShareOfLines):
+    """Percentage of translations with one defect."""
+
+    @abstractmethod
     def flags(self, lines: TranslatedLines) -> list[bool]:
-        """An empty translation is no copy."""
+        """Return for every line whether it has the defect."""
+
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """Return the flags as (lines,) booleans."""
+        return LineStatistics(np.array(self.flags(lines), dtype=np.bool_))
+
+
+def _column(name: str, title: str) -> Column:
+    return Column(name, title, larger_is_better=False, section=OUTPUTS, decimals=2)
+
+
+@dataclass(frozen=True)
+class Copies(FailedOutputs):
+    """Translations that equal their source except for case and white space."""
+
+    column = _column("copies", "Copies of the source, %")
+
+    def flags(self, lines: TranslatedLines) -> list[bool]:
+        """Return which lines are copies; an empty translation is none."""
         pairs = zip(lines.hypotheses, lines.sources, strict=True)
         return [bool(one.strip()) and _folded(one) == _folded(other) for one, other in pairs]
 
 
 @dataclass(frozen=True)
-class EmptyOutputs(ShareOfLines):
+class EmptyOutputs(FailedOutputs):
     """Translations without text."""
 
-    column = Column(
-        "empty", "Empty translations, %", larger_is_better=False, section=OUTPUTS, decimals=2
-    )
+    column = _column("empty", "Empty translations, %")
 
     def flags(self, lines: TranslatedLines) -> list[bool]:
-        """White space is no text."""
+        """Return which lines hold nothing but white space."""
         return [not one.strip() for one in lines.hypotheses]
 
 
 @dataclass(frozen=True)
-class InvalidOutputs(ShareOfLines):
-    """Translations from which bytes were dropped, since they are no UTF-8."""
+class InvalidOutputs(FailedOutputs):
+    """Translations from which invalid UTF-8 was dropped."""
 
-    column = Column(
-        "invalid", "Invalid UTF-8, %", larger_is_better=False, section=OUTPUTS, decimals=2
-    )
+    column = _column("invalid", "Invalid UTF-8, %")
 
     def flags(self, lines: TranslatedLines) -> list[bool]:
-        """References have none."""
+        """Return which lines lost bytes; references never do."""
         return [count > 0 for count in lines.invalid or [0] * len(lines.hypotheses)]
 
 
 @dataclass(frozen=True)
-class Loops(ShareOfLines):
-    """Translations that repeat an n-gram over and over where their references do not."""
+class Loops(FailedOutputs):
+    """Translations that repeat an n-gram in a loop where their references do not."""
 
-    column = Column(
-        "loops", "Loops of an n-gram, %", larger_is_better=False, section=OUTPUTS, decimals=2
-    )
+    column = _column("loops", "Loops of an n-gram, %")
 
     def flags(self, lines: TranslatedLines) -> list[bool]:
-        """A reference that repeats as much excuses its translation."""
+        """Return which lines have a loop that their reference has not."""
         pairs = zip(lines.hypotheses, lines.references, strict=True)
         return [has_loop(one) and not has_loop(other) for one, other in pairs]
 
 
 def has_loop(text: str) -> bool:
-    """Whether an n-gram stands ``LOOP_REPEATS`` times in a row."""
+    """Return whether an n-gram occurs ``LOOP_REPEATS`` times in a row."""
     words = text.split()
     return _repeats(words, longest=LOOP_WORDS) or any(
         _repeats(word, longest=LOOP_CHARACTERS) for word in words if len(word) > LONG_WORD
@@ -108,7 +124,7 @@ def has_loop(text: str) -> bool:
 
 
 def _repeats(tokens: Sequence[str], *, longest: int) -> bool:
-    """Tokens that equal those n places on, in a row, are one n-gram repeated."""
+    # A run of tokens that equal those n positions later is one n-gram repeated.
     for n in range(1, min(longest, len(tokens) // LOOP_REPEATS) + 1):
         run, needed = 0, n * (LOOP_REPEATS - 1)
         for one, other in zip(tokens, tokens[n:], strict=False):

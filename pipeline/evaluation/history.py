@@ -1,27 +1,299 @@
-"""The runs behind the systems of an evaluation: stages, wall times, loss curves, budgets."""
+"""Runs behind the systems of an evaluation: training budgets, stages, wall times and loss curves.
 
-from collections.abc import Mapping, Sequence
+The budget of a system covers the training runs that its weights come from: its own and, each once,
+those of every checkpoint that it was assembled from or trained further from. A run counts whole,
+even if only some of its weights were used. Trainings that only gave the language groups are named
+but not counted.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 
-from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.lineage import Lineage
-from pipeline.evaluation.budgets import (
-    Spent,
-    SystemTraining,
-    is_number,
-    read_metrics,
-    tokens_by_update,
-    trace_training,
-)
+from pipeline.artifacts.artifact import Artifact, InputRecord, json_digest
+from pipeline.artifacts.lineage import Lineage, open_recorded
+from pipeline.checkpoints.checkpoint import stated_spec
+from pipeline.config.documents import read_json_lines
+from pipeline.errors import UserError
+from pipeline.model.parameters import PerToken, count_multiplied, count_parameters_of
+from pipeline.model.spec import ModelSpec
+
+OPERATIONS_PER_PARAMETER = 6
+"""Floating-point operations of one token and one parameter that multiplies it: a multiplication
+and an addition going forward, twice as many going back (Kaplan et al. 2020, §2.1)."""
+
+TRAINING_STAGES = ("pretrain", "finetune")
+TokenSide = Literal["source", "target"]
+SIDES: tuple[TokenSide, ...] = ("source", "target")
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Cost of training; None where it was not recorded."""
+
+    updates: int = 0
+    target_tokens: int | None = 0
+    operations: float | None = 0.0
+    """Estimated floating-point operations: OPERATIONS_PER_PARAMETER · passes · (parameters of the
+    source side · source tokens + parameters of the target side · target tokens)."""
+    seconds: float | None = 0.0
+    """Wall time, on any number of processes."""
+    source_tokens: int | None = 0
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One run of a training stage."""
+
+    folder: str
+    stage: str
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of parameters of a model, and of those that one token meets."""
+
+    total: int
+    active: int
+
+
+@dataclass(frozen=True)
+class SystemTraining:
+    """Training runs that a system rests on."""
+
+    system: str
+    parameters: Parameters | None
+    own: TrainingRun | None
+    """Last run; None if the weights were assembled and not trained since."""
+    before: tuple[TrainingRun, ...]
+    """Earlier runs, earliest first."""
+    complete: bool
+    """Whether all runs could still be found."""
+    groups_from: tuple[str, ...] = ()
+    """Directories of trainings that gave the language groups alone; not counted."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether any training is known; baselines have none."""
+        return self.own is not None or bool(self.before)
+
+    @property
+    def spent_before(self) -> Spent:
+        """Return the cost of the earlier runs."""
+        return add_up(run.spent for run in self.before)
+
+    @property
+    def total(self) -> Spent:
+        """Return the cost of all runs, a lower bound if some could not be found."""
+        own = [] if self.own is None else [self.own.spent]
+        return add_up([self.spent_before, *own])
+
+
+def add_up(parts: Iterable[Spent]) -> Spent:
+    """Return the sums; None for what is not known of every part."""
+    found = list(parts)
+    return Spent(
+        updates=sum(one.updates for one in found),
+        target_tokens=_total([one.target_tokens for one in found], 0),
+        operations=_total([one.operations for one in found], 0.0),
+        seconds=_total([one.seconds for one in found], 0.0),
+        source_tokens=_total([one.source_tokens for one in found], 0),
+    )
+
+
+def _total(counts: Sequence[Number | None], zero: Number) -> Number | None:
+    known = [one for one in counts if one is not None]
+    return sum(known, zero) if len(known) == len(counts) else None
+
+
+def trace_training(system: str, translations: Artifact) -> tuple[SystemTraining, Artifact | None]:
+    """Return the training of a system, and the checkpoint with the metrics of its last run."""
+    record = translations.manifest.inputs.get("checkpoint")
+    checkpoint = None if record is None else open_recorded(record)
+    if checkpoint is None:
+        return SystemTraining(system, None, None, (), complete=record is None), None
+    lineage = Lineage()
+    lineage.add(checkpoint, follow=_gives_weights)
+    runs: dict[str, list[Artifact]] = {}
+    for artifact in lineage.found.values():
+        if artifact.manifest.stage in TRAINING_STAGES:
+            runs.setdefault(_run_identity(artifact), []).append(artifact)
+    runs = dict(sorted(runs.items(), key=lambda item: item[1][0].manifest.run.started))
+    own = _last_run(checkpoint)
+    described = {identity: describe_run(members) for identity, members in runs.items()}
+    return SystemTraining(
+        system=system,
+        parameters=read_parameters(checkpoint),
+        own=described.get(own or ""),
+        before=tuple(run for identity, run in described.items() if identity != own),
+        complete=not lineage.missing,
+        groups_from=_groups_from(lineage, {run.folder for run in described.values()}),
+    ), _with_metrics(runs.get(own or "", []))
+
+
+def _gives_weights(record: InputRecord) -> bool:
+    return record.kind in ("checkpoint", "training_state")
+
+
+def _run_identity(artifact: Artifact) -> str:
+    """Return a digest that all checkpoints and training states of one run share."""
+    manifest = artifact.manifest
+    inputs = {name: record.digest for name, record in manifest.inputs.items()}
+    return json_digest([manifest.stage, manifest.config, inputs])
+
+
+def _last_run(checkpoint: Artifact) -> str | None:
+    """Return the run that a checkpoint comes from; None if it comes from several runs."""
+    if checkpoint.manifest.stage in TRAINING_STAGES:
+        return _run_identity(checkpoint)
+    records = filter(_gives_weights, checkpoint.manifest.inputs.values())
+    parents = [open_recorded(record) for record in records]
+    found = {None if parent is None else _last_run(parent) for parent in parents}
+    return found.pop() if len(found) == 1 else None
+
+
+def _groups_from(lineage: Lineage, counted: set[str]) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for artifact in lineage.found.values():
+        for record in artifact.manifest.inputs.values():
+            groups = open_recorded(record) if record.kind == "groups" else None
+            for source in groups.manifest.inputs.values() if groups else ():
+                if source.kind == "checkpoint":
+                    found[source.path.rstrip("/").rsplit("/", 1)[-1]] = None
+    return tuple(name for name in found if name not in counted)
+
+
+# One run
+
+
+def describe_run(members: Sequence[Artifact]) -> TrainingRun:
+    """Return a training run, from those of its checkpoints and training states that are left."""
+    published = [one for one in members if "updates" in one.statistics]
+    shown = (published or _with_metrics_first(members))[0]
+    metrics = read_metrics(shown)
+    source, target = (count_tokens(metrics, side=side) for side in SIDES)
+    return TrainingRun(
+        folder=shown.directory.name,
+        stage=shown.manifest.stage,
+        spent=Spent(
+            updates=max(_updates(one) for one in members)
+            or max((entry["update"] for entry in metrics), default=0),
+            target_tokens=target,
+            operations=_operations(shown, source=source, target=target),
+            seconds=shown.manifest.run.wall_seconds if shown.has("metrics.jsonl") else None,
+            source_tokens=source,
+        ),
+    )
+
+
+def _operations(run: Artifact, *, source: int | None, target: int | None) -> float | None:
+    """Estimate the arithmetic of a run; None where its tokens or its model are not known."""
+    per_token = _read_multiplied(run)
+    if source is None or target is None or per_token is None:
+        return None
+    of_pass = per_token.source * source + per_token.target * target
+    return float(OPERATIONS_PER_PARAMETER) * count_passes(run) * of_pass
+
+
+def count_passes(run: Artifact) -> int:
+    """Return how often a training run takes each batch through the model."""
+    loss = run.manifest.config.get("loss")
+    objective = loss.get("objective") if isinstance(loss, dict) else None
+    return 2 if objective == "fuse_distillation" else 1
+
+
+def _updates(artifact: Artifact) -> int:
+    """Return the last update that an artifact records; the run may have gone on."""
+    found = artifact.statistics.get("updates") or artifact.statistics.get("update")
+    return found if isinstance(found, int) else 0
+
+
+def _with_metrics_first(members: Sequence[Artifact]) -> list[Artifact]:
+    return sorted(members, key=lambda one: not one.has("metrics.jsonl"))
+
+
+def _with_metrics(members: Sequence[Artifact]) -> Artifact | None:
+    return next((one for one in members if one.has("metrics.jsonl")), None)
+
+
+def read_metrics(checkpoint: Artifact) -> list[dict[str, Any]]:
+    """Return the metrics of a run that have an update and a time; none if the file is damaged."""
+    if not checkpoint.has("metrics.jsonl"):
+        return []
+    try:
+        entries = list(read_json_lines(checkpoint.file("metrics.jsonl")))
+    except UserError:
+        return []
+    return [
+        one for one in entries if is_number(one.get("seconds")) and _is_count(one.get("update"))
+    ]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a JSON value is a number that a float can hold; booleans are none."""
+    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_plain and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
+def tokens_by_update(
+    metrics: Iterable[Mapping[str, Any]], *, side: TokenSide = "target"
+) -> list[tuple[int, int]]:
+    """Return (update, tokens of a side up to it) for every line of training metrics.
+
+    The list is empty if some line has no count, as in runs of earlier versions.
+    """
+    found: list[tuple[int, int]] = []
+    tokens = 0
+    for entry in metrics:
+        if entry.get("kind") == "train":
+            count = entry.get(f"{side}_tokens")
+            if not _is_count(count):
+                return []
+            tokens += count
+            found.append((entry["update"], tokens))
+    return found
+
+
+def count_tokens(metrics: Iterable[Mapping[str, Any]], *, side: TokenSide = "target") -> int | None:
+    """Return the tokens of a side of a whole run; None if they were not counted."""
+    counted = tokens_by_update(metrics, side=side)
+    return counted[-1][1] if counted else None
+
+
+def read_parameters(checkpoint: Artifact) -> Parameters | None:
+    """Return the parameters of the model that a checkpoint states; None if it is unreadable."""
+    spec = _readable_spec(checkpoint)
+    if spec is None:
+        return None
+    counts = count_parameters_of(spec)
+    return Parameters(total=counts["total"], active=counts["active"])
+
+
+def _read_multiplied(checkpoint: Artifact) -> PerToken | None:
+    spec = _readable_spec(checkpoint)
+    return None if spec is None else count_multiplied(spec)
+
+
+def _readable_spec(checkpoint: Artifact) -> ModelSpec | None:
+    try:
+        return stated_spec(checkpoint)
+    except (UserError, OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Losses in nats per token after an update, and what the run had taken up to there."""
+    """Losses in nats per token after an update, and the cost of the run up to it."""
 
     update: int
     seconds: float
@@ -29,48 +301,49 @@ class CurvePoint:
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resource group → validation loss."""
     target_tokens: int | None = None
-    """Between two lines of training metrics, in proportion to the updates."""
+    """Tokens up to the update, interpolated between two lines of training metrics."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of the last training run of a system; points count from the run's own start."""
+    """Losses of the last training run of a system; points count from the start of this run."""
 
     system: str
     training: tuple[CurvePoint, ...]
     validation: tuple[CurvePoint, ...]
     before: Spent | None = field(default_factory=Spent)
-    """What the runs it rests on had taken; None where that cannot be told any more."""
+    """Cost of the earlier runs; None if some of them can no longer be found."""
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """One stage that a system rests on."""
+    """A stage that systems rest on."""
 
     stage: str
     folder: str
     wall_seconds: float
     systems: tuple[str, ...]
     summary: tuple[str, ...] = ()
-    """What the stage said of its counts."""
+    """Counts that the stage reported."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The runs behind the systems, inputs before what was made from them."""
+    """Runs behind the systems; inputs precede what was made from them."""
 
     stages: tuple[StageRun, ...] = ()
     curves: tuple[Curve, ...] = ()
     missing: tuple[str, ...] = ()
-    """Folders that are no longer there, or have changed since."""
+    """Directories that are gone or have changed since."""
     trainings: tuple[SystemTraining, ...] = ()
-    """One per system, in their order."""
+    """Trainings of the systems, in their order."""
 
     def training_of(self, system: str) -> SystemTraining | None:
+        """Return the training of a system, if it is known."""
         return next((one for one in self.trainings if one.system == system), None)
 
     def wall_seconds_of(self, system: str) -> float:
-        """Of all stages a system rests on, each once."""
+        """Return the wall time of all stages that a system rests on, each once."""
         return sum(one.wall_seconds for one in self.stages if system in one.systems)
 
 
@@ -112,7 +385,7 @@ def trace_history(systems: Mapping[str, Artifact]) -> History:
 
 
 def read_curve(training: SystemTraining, checkpoint: Artifact) -> Curve:
-    """The losses of a run; one that was not finite stands as null and leaves a gap."""
+    """Return the losses of a run; a loss that was not finite is null and leaves a gap."""
     metrics = read_metrics(checkpoint)
     tokens = tokens_by_update(metrics)
     points: dict[str, list[CurvePoint]] = {"train": [], "validation": []}

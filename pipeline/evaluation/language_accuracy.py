@@ -1,7 +1,7 @@
 """Language accuracy: the share of lines that langdetect assigns to the target language.
 
-Once with langdetect as it is, once with its prior restricted to the languages of the corpus. Where
-langdetect does not know the target language there is no language accuracy.
+There are two variants: langdetect as it is, and with its prior restricted to the languages of the
+corpus. Directions whose target language langdetect does not know have no language accuracy.
 """
 
 from collections import Counter
@@ -15,23 +15,20 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
 from pipeline.evaluation.score_slot import (
     Column,
-    Floats,
     LineStatistics,
-    Rows,
-    Score,
     Section,
+    ShareOfLines,
     TranslatedLines,
 )
 from pipeline.languages import without_region
 
 LANGUAGE_ACCURACY = Section(
     title="Language accuracy",
-    lead="Share of translations in the language that was asked for, over the directions whose "
-    "target language the detector knows. The references' own value is the ceiling to expect: "
-    "what the detector misses there it misses in any system.",
+    lead="Share of translations in the target language, over the directions whose target language "
+    "langdetect knows. The value of the references is what a perfect system would reach, since "
+    "langdetect errs on the other lines.",
     note="Language accuracy is the share of lines that langdetect assigns to the target "
-    "language, plain and with its prior restricted to the languages at hand; its "
-    "accuracy on the references is what a perfect system could expect.",
+    "language, as it is and with its prior restricted to the languages at hand.",
 )
 
 
@@ -47,57 +44,48 @@ def _column(name: str, variant: str, how: str) -> Column:
 
 
 NO_LANGUAGE = "none"
-"""Among the outcomes: lines without a letter to go by."""
+"""Outcome of lines without a letter."""
 PLAIN = _column("language", "plain", "as it is")
 RESTRICTED = _column("language_restricted", "restricted", "restricted to the languages at hand")
 
 
 @dataclass(frozen=True)
-class LanguageAccuracy(Score):
-    """Percent of lines in the target language."""
+class LanguageAccuracy(ShareOfLines):
+    """Percentage of lines in the target language."""
 
     column: Column
     detectable: frozenset[str]
     """Languages of the corpus that langdetect knows."""
     candidates: frozenset[str] | None
-    """Those to choose from; None: all that langdetect knows."""
+    """Languages to choose from; None: all that langdetect knows."""
     seed: int
 
     @classmethod
     def plain(cls, languages: Iterable[str], *, seed: int) -> Self:
-        """With langdetect as it is."""
+        """Return the variant with langdetect's own prior."""
         return cls(PLAIN, _detectable(languages), None, seed)
 
     @classmethod
     def restricted(cls, languages: Iterable[str], *, seed: int) -> Self:
-        """With langdetect's prior over the languages of the corpus alone."""
+        """Return the variant whose prior covers the languages of the corpus alone."""
         detectable = _detectable(languages)
         return cls(RESTRICTED, detectable, detectable, seed)
 
     def covers(self, direction: Direction) -> bool:
-        """Whether langdetect knows the target language."""
+        """Return whether langdetect knows the target language."""
         return self.detects(direction.target)
 
     def detects(self, language: str) -> bool:
-        """Whether langdetect knows a language, which it does not tell from those of its regions."""
+        """Return whether langdetect knows a language; it does not tell regions apart."""
         return without_region(language) in self.detectable
 
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """(lines,) booleans; the outcomes are the languages that were found."""
+        """Return (lines,) booleans; the outcomes are the languages found."""
         found = LanguageDetector(self.candidates, seed=self.seed).detect_all(lines.hypotheses)
         target = without_region(lines.direction.target)
         hits = np.array([code == target for code in found], dtype=np.bool_)
         outcomes = Counter(code or NO_LANGUAGE for code in found)
         return LineStatistics(hits, outcomes=dict(sorted(outcomes.items())))
-
-    def of_corpus(self, rows: Rows) -> float:
-        """The mean, rounded as a mean is."""
-        return 100.0 * float(rows.mean())
-
-    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
-        """Of numbers of lines in the language, (draws, 1) → (draws,)."""
-        found: Floats = 100.0 * sums[:, 0] / lines
-        return found
 
 
 def _detectable(languages: Iterable[str]) -> frozenset[str]:

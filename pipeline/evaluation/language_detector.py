@@ -1,32 +1,395 @@
-"""The language of a line as langdetect finds it, with a fixed seed, for many lines at once."""
+"""Language identification of many lines at once, with the answers of langdetect 1.0.9.
 
+langdetect takes one text at a time, character by character. Here a batch of lines is processed as
+arrays, in three steps:
+
+1. n-grams: the characters of all lines form one array. What langdetect makes of a character is
+   looked up, n-grams of up to three characters become integers, and one search finds their rows in
+   the table of langdetect's profiles. Order and repetitions are langdetect's, since it draws from
+   the list.
+2. Random walk: a text is walked seven times. From the prior, the probabilities of all languages are
+   multiplied by those of n-grams drawn at random, until one language is certain or a thousand were
+   drawn; the means of the seven ends are the answer. Every walk starts from one seed, so all lines
+   read the same stream of random words, each at its own pace: the stream is drawn once, and the
+   state of a line is its position in it. Draws, updates and tests are those of langdetect and of
+   CPython's ``random``, in their order.
+3. Answers: the most probable language, with langdetect's own prior or one over some languages.
+"""
+
+import json
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from langdetect.detector import Detector
+from langdetect.detector_factory import PROFILES_DIRECTORY
+from langdetect.utils.lang_profile import LangProfile
+from langdetect.utils.ngram import NGram
 
 from pipeline.errors import ConfigError
-from pipeline.evaluation.language_grams import Floats, grams_of_lines, langdetect_profiles
-from pipeline.evaluation.language_walk import language_probabilities
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+MAX_CHARACTERS = 10_000
+"""langdetect reads no more of a text (Detector.max_text_length)."""
+BLOCK_CHARACTERS = 1 << 18
+"""Number of characters that are looked up at a time."""
+CODE_POINTS = 0x110000
+NO_CHARACTER, UNSEEN_CHARACTER, FIRST_CHARACTER = 0, 1, 2
+FIRST_NON_LATIN = 0x300
+
+
+@dataclass(frozen=True)
+class GramsOfLines:
+    """Known n-grams of lines, one list after the other."""
+
+    places: npt.NDArray[np.int32]
+    """Row of every n-gram in ``Profiles.probabilities``."""
+    counts: Integers
+    """Number of n-grams of every line, (lines,)."""
+
+    @property
+    def starts(self) -> Integers:
+        """Return where the n-grams of each line begin in ``places``, (lines,)."""
+        return np.cumsum(self.counts) - self.counts
+
+
+class Profiles:
+    """langdetect's profiles as a table of the probabilities of n-grams."""
+
+    def __init__(self, profiles: Sequence[Any]) -> None:
+        """Build the table from langdetect's ``LangProfile`` objects; the first wins a tie."""
+        self.names: tuple[str, ...] = tuple(profile.name for profile in profiles)
+        known = {gram for profile in profiles for gram in profile.freq if 1 <= len(gram) <= 3}
+        self._alphabet = {
+            character: number
+            for number, character in enumerate(sorted(set().union(*known)), start=FIRST_CHARACTER)
+        }
+        self._base = len(self._alphabet) + FIRST_CHARACTER
+        keys = {self._key(gram): gram for gram in known}
+        self._keys = np.array(sorted(keys), dtype=np.int64)
+        row = {keys[key]: place for place, key in enumerate(self._keys.tolist())}
+        self.probabilities: Floats = np.zeros((len(keys), len(profiles)))
+        """Probabilities of n-grams, (n-grams, profiles)."""
+        for column, profile in enumerate(profiles):
+            grams = [gram for gram in profile.freq if gram in row]
+            counts = np.array([profile.freq[gram] for gram in grams], dtype=np.float64)
+            totals = np.array(profile.n_words)[[len(gram) - 1 for gram in grams]]
+            self.probabilities[[row[gram] for gram in grams], column] = counts / totals
+        self._numbers: Integers = np.full(CODE_POINTS, -1, dtype=np.int64)
+        self._is_upper = np.zeros(CODE_POINTS, dtype=np.bool_)
+        self._space = self._alphabet.get(" ", UNSEEN_CHARACTER)
+
+    def _key(self, gram: str) -> int:
+        key = 0
+        for character in gram:
+            key = key * self._base + self._alphabet[character]
+        return key
+
+    def grams(self, texts: Sequence[str]) -> GramsOfLines:
+        """Return the n-grams of every text, in langdetect's order."""
+        found = [self._grams_of_block(block) for block in _blocks(texts)]
+        none = GramsOfLines(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
+        return GramsOfLines(
+            np.concatenate([one.places for one in (none, *found)]),
+            np.concatenate([one.counts for one in (none, *found)]),
+        )
+
+    def _grams_of_block(self, texts: Sequence[str]) -> GramsOfLines:
+        """Return the n-grams of normalized texts."""
+        # Every line begins with a space, which makes no n-gram of its own. langdetect's buffer
+        # begins anew at each space and holds it: a trigram never has a space in its middle.
+        codes, line = _without_latin_in_other_scripts(texts)
+        numbers, upper = self._look_up(codes)
+        first = np.diff(line, prepend=-1) > 0
+        space = numbers == self._space
+        before, before_that = np.roll(numbers, 1), np.roll(numbers, 2)
+        after_space = before == self._space
+        one = numbers
+        two = before * self._base + one
+        three = before_that * self._base**2 + two
+        keys = np.stack([one, two, three], axis=1)
+        valid = np.stack([~space, ~(space & after_space), ~after_space], axis=1)
+        valid &= ~(first | (upper & np.roll(upper, 1)))[:, None]
+        places = np.searchsorted(self._keys, keys)
+        places[places == len(self._keys)] = 0
+        valid &= self._keys[places] == keys
+        per_line = np.bincount(line, weights=valid.sum(axis=1), minlength=len(texts))
+        return GramsOfLines(places[valid].astype(np.int32), per_line.astype(np.int64))
+
+    def _look_up(self, codes: npt.NDArray[np.uint32]) -> tuple[Integers, npt.NDArray[np.bool_]]:
+        """Return the numbers of normalized characters, and whether they are upper case."""
+        new = np.unique(codes[self._numbers[codes] < 0])
+        for code in new.tolist():
+            character = NGram.normalize(chr(code))
+            self._numbers[code] = self._alphabet.get(character, UNSEEN_CHARACTER)
+            self._is_upper[code] = character.isupper()
+        return self._numbers[codes], self._is_upper[codes]
+
+
+def _blocks(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the normalized texts in blocks of about equal numbers of characters."""
+    block, characters = list[str](), 0
+    for text in texts:
+        block.append(normalized(text))
+        characters += len(block[-1])
+        if characters >= BLOCK_CHARACTERS:
+            yield block
+            block, characters = [], 0
+    if block:
+        yield block
+
+
+def normalized(text: str) -> str:
+    """Return a text as langdetect appends it: without addresses, Vietnamese composed, cut."""
+    if "http" in text:
+        text = Detector.URL_RE.sub(" ", text)
+    if "@" in text:
+        text = Detector.MAIL_RE.sub(" ", text)
+    if not text.isascii():
+        text = NGram.normalize_vi(text)
+    return text[:MAX_CHARACTERS]
+
+
+def _without_latin_in_other_scripts(
+    texts: Sequence[str],
+) -> tuple[npt.NDArray[np.uint32], Integers]:
+    """Return the code points of all texts and their lines; every line begins with a space.
+
+    Latin letters are left out of lines of which two thirds are in other scripts. langdetect means
+    to count the block Latin Extended Additional as Latin, but compares its number with its name, so
+    the block counts as another script.
+    """
+    joined = "".join(f" {text}" for text in texts)
+    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    line = np.repeat(np.arange(len(texts)), [len(text) + 1 for text in texts])
+    latin = (codes >= ord("A")) & (codes <= ord("z"))
+    latin_counts = np.bincount(line[latin], minlength=len(texts))
+    others = np.bincount(line[codes >= FIRST_NON_LATIN], minlength=len(texts))
+    kept = ~(latin & (latin_counts * 2 < others)[line])
+    return codes[kept], line[kept]
+
+
+@lru_cache(maxsize=1)
+def langdetect_profiles() -> Profiles:
+    """Return langdetect's profiles in sorted order; its loader uses the file system's order."""
+    paths = sorted(path for path in Path(PROFILES_DIRECTORY).iterdir() if path.name[0] != ".")
+    return Profiles([LangProfile(**json.loads(path.read_text("utf-8"))) for path in paths])
+
+
+@lru_cache(maxsize=2)
+def grams_of_lines(texts: tuple[str, ...]) -> GramsOfLines:
+    """Return the n-grams of lines, cached because several scores ask for the same lines."""
+    return langdetect_profiles().grams(texts)
+
+
+TRIALS = 7
+ALPHA, ALPHA_WIDTH = 0.5, 0.05
+BASE_FREQUENCY = 10_000
+CONVERGED = 0.99999
+UPDATES_PER_TEST = 5
+MAX_TESTS = 201
+"""Tests of a trial: after its first update, and after every fifth up to the thousandth."""
+WORDS_OF_NORMAL_PAIR = 4
+WORDS_AHEAD = 1 << 13
+"""Number of words beyond the furthest position that a round finds ready. A round draws at most
+``MIN_ROWS`` times five numbers, each from two words on average at worst."""
+BLOCK_LINES = 2048
+"""Number of lines that are walked at a time."""
+MIN_ROWS = 128
+"""With fewer running lines, each takes several stages per call: the last lines of a block are those
+that never become certain, and would need a thousand updates one call after another."""
+
+
+class RandomWords:
+    """The 32-bit outputs of ``random.Random(seed)``, and the numbers CPython derives from them."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self.words = np.empty(0, dtype=np.uint32)
+        self._normal_pairs: dict[int, tuple[float, float]] = {}
+
+    def extend(self, count: int) -> None:
+        """Draw words until there are at least so many."""
+        missing = max(count - len(self.words), 0)
+        if missing:
+            missing = max(missing, len(self.words))
+            drawn = self._random.getrandbits(32 * missing).to_bytes(4 * missing, "little")
+            self.words = np.concatenate([self.words, np.frombuffer(drawn, dtype="<u4")])
+
+    def normal_pair(self, position: int) -> tuple[float, float]:
+        """Return the results of two calls of ``gauss(0, 1)`` from a position on."""
+        found = self._normal_pairs.get(position)
+        if found is None:
+            angle = self._uniform(position) * math.tau
+            radius = math.sqrt(-2.0 * math.log(1.0 - self._uniform(position + 2)))
+            found = (math.cos(angle) * radius, math.sin(angle) * radius)
+            self._normal_pairs[position] = found
+        return found
+
+    def _uniform(self, position: int) -> float:
+        high, low = self.words[position : position + 2].tolist()
+        uniform: float = ((high >> 5) * 67108864.0 + (low >> 6)) / 9007199254740992.0
+        return uniform
+
+
+def language_probabilities(
+    grams: GramsOfLines, *, probabilities: Floats, prior: Floats, seed: int
+) -> Floats:
+    """Return langdetect's probabilities, (lines, profiles); zeros for lines without n-grams.
+
+    Args:
+        grams: n-grams of the lines.
+        probabilities: of n-grams, (n-grams, profiles).
+        prior: of the profiles, (profiles,), with sum 1.
+        seed: of the random walk.
+    """
+    found = np.zeros((len(grams.counts), len(prior)))
+    stream, starts = RandomWords(seed), grams.starts
+    walked = np.flatnonzero(grams.counts)
+    for first in range(0, len(walked), BLOCK_LINES):
+        lines = walked[first : first + BLOCK_LINES]
+        walk = _Walk(starts[lines], grams.counts[lines], prior=prior, stream=stream)
+        found[lines] = walk.run(grams.places, probabilities)
+    return found
+
+
+class _Walk:
+    """State of the walks of some lines; ``rows`` are indices of these lines."""
+
+    def __init__(
+        self, starts: Integers, counts: Integers, *, prior: Floats, stream: RandomWords
+    ) -> None:
+        self._starts, self._counts = starts, counts
+        self._shifts = np.array([32 - int(count).bit_length() for count in counts], np.uint32)
+        self._prior, self._stream = prior, stream
+        self._positions = np.zeros(len(counts), dtype=np.int64)
+        self._trials = np.zeros(len(counts), dtype=np.int64)
+        self._tests = np.zeros(len(counts), dtype=np.int64)
+        self._weights = np.zeros(len(counts))
+        self._second_normals = np.zeros(len(counts))
+        self._current = np.tile(prior, (len(counts), 1))
+        self._sum = np.zeros((len(counts), len(prior)))
+
+    def run(self, places: npt.NDArray[np.int32], probabilities: Floats) -> Floats:
+        """Walk all lines to their ends and return the means of the trials, (lines, profiles)."""
+        fresh, running = np.arange(len(self._counts)), np.arange(0)
+        while len(fresh) or len(running):
+            self._stream.extend(int(self._positions.max()) + WORDS_AHEAD)
+            self._begin_trials(fresh)
+            stages = max(MIN_ROWS // max(len(running), 1), 1)
+            ended = np.concatenate(
+                [
+                    self._advance(fresh, 1, 1, places, probabilities),
+                    self._advance(running, stages, UPDATES_PER_TEST, places, probabilities),
+                ]
+            )
+            rows = np.concatenate([fresh, running])
+            running = rows[~ended]
+            fresh = self._end_trials(rows[ended])
+        return self._sum
+
+    def _begin_trials(self, rows: Integers) -> None:
+        """Start trials from the prior, with smoothing from normals, which are drawn in pairs."""
+        first = self._trials[rows] % 2 == 0
+        for row in rows[first].tolist():
+            pair = self._stream.normal_pair(int(self._positions[row]))
+            self._weights[row], self._second_normals[row] = pair
+        self._positions[rows[first]] += WORDS_OF_NORMAL_PAIR
+        self._weights[rows[~first]] = self._second_normals[rows[~first]]
+        self._weights[rows] = (ALPHA + self._weights[rows] * ALPHA_WIDTH) / BASE_FREQUENCY
+        self._current[rows] = self._prior
+        self._tests[rows] = 0
+
+    def _advance(
+        self,
+        rows: Integers,
+        stages: int,
+        updates: int,
+        places: npt.NDArray[np.int32],
+        probabilities: Floats,
+    ) -> npt.NDArray[np.bool_]:
+        """Take so many stages of updates, each with its test, and return which trials have ended.
+
+        A line whose trial ends before the last stage keeps its state and its position.
+        """
+        drawn, ends = self._draw(rows, stages * updates)
+        grams = places[self._starts[rows][:, None] + drawn]
+        current, weights = self._current[rows], self._weights[rows][:, None]
+        tests, positions = self._tests[rows], self._positions[rows]
+        ended = np.zeros(len(rows), dtype=np.bool_)
+        for stage in range(stages):
+            stepped = current.copy()
+            for column in grams.T[stage * updates : (stage + 1) * updates]:
+                factors = probabilities[column]
+                factors += weights
+                stepped *= factors
+            stepped /= stepped.sum(axis=1, keepdims=True)
+            current = np.where(ended[:, None], current, stepped)
+            positions = np.where(ended, positions, ends[:, (stage + 1) * updates - 1])
+            tests += ~ended
+            ended |= (current.max(axis=1) > CONVERGED) | (tests >= MAX_TESTS)
+            if ended.all():
+                break
+        self._current[rows], self._tests[rows], self._positions[rows] = current, tests, positions
+        return ended
+
+    def _draw(self, rows: Integers, draws: int) -> tuple[Integers, Integers]:
+        """Draw numbers below the count of each line as ``random.choice`` does.
+
+        The leading bits of a word are a number; a number that is too large is discarded.
+
+        Returns:
+            The numbers and the positions after them, both (rows, draws).
+        """
+        drawn = np.empty((len(rows), draws), dtype=np.int64)
+        ends = np.empty((len(rows), draws), dtype=np.int64)
+        filled = np.zeros(len(rows), dtype=np.int64)
+        counts, shifts = self._counts[rows], self._shifts[rows]
+        positions = self._positions[rows]
+        waiting = np.arange(len(rows))
+        while len(waiting):
+            position, place = positions[waiting], filled[waiting]
+            numbers = self._stream.words[position] >> shifts[waiting]
+            position += 1
+            drawn[waiting, place], ends[waiting, place] = numbers, position
+            place += numbers < counts[waiting]
+            positions[waiting], filled[waiting] = position, place
+            waiting = waiting[place < draws]
+        return drawn, ends
+
+    def _end_trials(self, rows: Integers) -> Integers:
+        """Add up the ended trials and return the lines that have further trials."""
+        self._sum[rows] += self._current[rows] / TRIALS
+        self._trials[rows] += 1
+        return rows[self._trials[rows] < TRIALS]
+
 
 PROFILE_LANGUAGES = {"zh-cn": "zh", "zh-tw": "zh"}
-"""langdetect profile → language code, where the two differ."""
+"""langdetect profile → language code, if the two differ."""
 UNCERTAIN, MIN_PROBABILITY = "unknown", 0.1
-"""langdetect's answer where no language is as probable as that."""
+"""langdetect's answer if no language reaches the minimum probability."""
 
 
 def detectable_languages() -> frozenset[str]:
-    """Codes of the languages langdetect knows."""
+    """Return the codes of the languages that langdetect knows."""
     return frozenset(PROFILE_LANGUAGES.get(name, name) for name in langdetect_profiles().names)
 
 
 class LanguageDetector:
-    """langdetect with a fixed seed and, where candidates are given, a prior over them alone.
+    """langdetect with a fixed seed and, if candidates are given, a prior over them alone.
 
     Args:
-        candidates: languages to choose from, with equal prior; those langdetect does not know are
-            left out; None: all it knows.
+        candidates: languages to choose from, with equal prior; those that langdetect does not know
+            are left out; None: all that it knows.
         seed: of langdetect's random walk; every text starts from it, so order does not matter.
     """
 
@@ -36,13 +399,13 @@ class LanguageDetector:
         self._names, self._prior, self._probabilities = _choice(given)
 
     def detect_all(self, texts: Sequence[str]) -> list[str | None]:
-        """The most probable language of every text; None where it holds nothing to go by."""
+        """Return the most probable language of every text; None for a text without n-grams."""
         places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
         found = self._detect_distinct(tuple(places))
         return [found[places[text]] for text in texts]
 
     def detect(self, text: str) -> str | None:
-        """The most probable language of one text."""
+        """Return the most probable language of one text."""
         return self.detect_all([text])[0]
 
     def _detect_distinct(self, texts: tuple[str, ...]) -> list[str | None]:
@@ -62,9 +425,9 @@ class LanguageDetector:
 
 @lru_cache(maxsize=4)
 def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats, Floats]:
-    """Languages of the profiles to choose from, their prior, their probabilities of n-grams.
+    """Return the languages to choose from, their prior and their probabilities of n-grams.
 
-    Candidates have equal weight, shared among a language's profiles.
+    Candidates have equal weight, which the profiles of a language share.
     """
     profiles = langdetect_profiles()
     languages = tuple(PROFILE_LANGUAGES.get(name, name) for name in profiles.names)
@@ -74,8 +437,8 @@ def _choice(candidates: frozenset[str] | None) -> tuple[tuple[str, ...], Floats,
     chosen = [place for place, language in enumerate(languages) if language in candidates]
     if not chosen:
         raise ConfigError(
-            f"langdetect knows none of the languages {', '.join(sorted(candidates))}: "
-            "set evaluation.language_accuracy to false."
+            f"langdetect knows none of the languages {', '.join(sorted(candidates))}. "
+            "Set evaluation.language_accuracy to false."
         )
     counts = Counter(languages)
     weights = np.array([1.0 / counts[languages[place]] for place in chosen])

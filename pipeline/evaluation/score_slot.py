@@ -1,22 +1,22 @@
-"""What a score is: from the lines of one direction to a figure, and to the figure of any of them.
+"""The interface of a score: sufficient statistics per line, and scores from their sums.
 
-A score is one file in this folder. It gives every line its sufficient statistics, and scores any
-set of lines by the sum of their statistics: that of a whole test set, and those of a thousand
-resamples at once. What it is called and how it is shown stands in its ``Column``; tables,
-averages, intervals and reports go by that alone. ``chosen_scores`` is where the recipe's choice
-becomes scores.
+A score gives every line its sufficient statistics and scores any set of lines by the sum of them:
+a whole test set, or a thousand resamples at once. Its ``Column`` says how it is named and shown;
+tables, averages, intervals and reports use nothing else. ``chosen_scores`` turns the recipe's
+choice into scores.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.artifacts.corpus import Direction
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, read_hypotheses, read_lines
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[Any]
@@ -29,41 +29,41 @@ class Section:
 
     title: str
     lead: str
-    """What is seen, where the page has room to say so."""
+    """One paragraph that says what the section shows."""
     note: str
-    """What a reader has to know of it."""
+    """Definition of the scores."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """How a score is named, shown and compared."""
+    """Name, format and order of a score."""
 
     name: str
-    """In line statistics and comparisons; in ``scores.json`` too, if it has no ``path``."""
+    """Key in line statistics and comparisons; in ``scores.json`` too, if there is no ``path``."""
     title: str
     larger_is_better: bool | None = True
-    """None: neither end of the scale is the good one, and no system is the best by it."""
+    """None: neither end of the scale is better, and no system is the best one."""
     decimals: int = 1
-    """As printed."""
+    """Number of printed decimals."""
     out_of_100: bool = False
-    """Whether it lies in 0–100 and can be drawn as a bar."""
+    """Whether the score lies in 0–100 and can be drawn as a bar."""
     section: Section | None = None
-    """None: among the main scores, in all tables."""
+    """Section of the report; None: the main scores, which are in all tables."""
     path: tuple[str, ...] = ()
-    """Keys that lead to it among the scores of ``scores.json``."""
+    """Keys of the score in ``scores.json``."""
     ceiling: bool = False
-    """Whether the references are scored too, as what a perfect system could expect."""
+    """Whether the references are scored too, as an upper bound for systems."""
     by_target: bool = False
-    """Whether its signature depends on the target language."""
+    """Whether the signature depends on the target language."""
 
     @property
     def heading(self) -> str:
-        """The title, and which end of the scale is the good one where it is not the upper one."""
+        """Return the title, with a remark if smaller values are better."""
         return f"{self.title} (less is better)" if self.larger_is_better is False else self.title
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """``path``, or the name alone."""
+        """Return ``path``, or the name alone."""
         return self.path or (self.name,)
 
 
@@ -76,51 +76,100 @@ class TranslatedLines:
     references: Sequence[str]
     read_sources: Callable[[], Sequence[str]]
     system: str = ""
-    """Whose translations they are; empty: the references' own."""
+    """Name of the system; empty: the references themselves are scored."""
     invalid: Sequence[int] = ()
-    """Sequences of bytes that were no UTF-8 and were dropped from each; empty: none from any."""
+    """Number of invalid UTF-8 sequences dropped from each line; empty: none from any."""
+
+    truncated: int = 0
+    """Number of translations of a source that was cut to the maximum length of the model."""
+
+    @classmethod
+    def read(
+        cls, system: str, corpus: Artifact, translations: Artifact, direction: Direction
+    ) -> Self:
+        """Read the translations of a direction by a system, and their references."""
+        hypotheses = read_hypotheses(translations, direction)
+        return cls(
+            direction,
+            [one.text for one in hypotheses],
+            read_lines(corpus, "test", direction.pair, direction.target),
+            lambda: read_lines(corpus, "test", direction.pair, direction.source),
+            system=system,
+            invalid=[one.invalid for one in hypotheses],
+            truncated=sum(one.truncated for one in hypotheses),
+        )
+
+    @classmethod
+    def of_references(cls, corpus: Artifact, direction: Direction) -> Self:
+        """Read the references of a direction as if they were translations."""
+        references = read_lines(corpus, "test", direction.pair, direction.target)
+        return cls(
+            direction,
+            references,
+            references,
+            lambda: read_lines(corpus, "test", direction.pair, direction.source),
+        )
 
     @cached_property
     def sources(self) -> Sequence[str]:
-        """Read when a score first asks for them, so that they cost nothing where none does."""
+        """Read the sources when a score first asks for them."""
         return self.read_sources()
 
 
 @dataclass(frozen=True)
 class LineStatistics:
-    """Sufficient statistics of every line, and the signature of what counted them."""
+    """Sufficient statistics of every line, and the signature of the score."""
 
     rows: Rows
     signature: str = ""
-    """Empty: it has none."""
+    """Empty if the score has none."""
     outcomes: Mapping[str, int] = field(default_factory=dict)
-    """What lines turned out to be, and how many of them; empty where the score has no kinds."""
+    """Class of a line → number of lines; empty if the score has no classes."""
 
 
 class Score(ABC):
-    """One score; its settings are its fields. It is sent to workers, and so can be pickled."""
+    """A score, whose settings are its fields.
+
+    Workers receive it, so it must be picklable.
+    """
 
     column: Column
 
     def covers(self, direction: Direction) -> bool:  # noqa: ARG002 (one signature)
-        """Whether the direction can be scored at all; where it cannot, the score is left out."""
+        """Return whether the direction can be scored; else the score is left out."""
         return True
 
     @abstractmethod
     def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
-        """The statistics of every line of a direction that is covered."""
+        """Return the statistics of every line of a covered direction."""
 
     @abstractmethod
     def of_sums(self, sums: Floats, *, lines: int) -> Floats:
-        """Scores of summed statistics, (draws, statistics) → (draws,); each sum is over ``lines``
-        lines.
+        """Return the scores of summed statistics, (draws, statistics) → (draws,).
+
+        Args:
+            sums: one row per draw.
+            lines: number of lines that each row sums over.
         """
 
     def of_corpus(self, rows: Rows) -> float:
-        """The score of all lines together."""
+        """Return the score of all lines together."""
         sums = rows.reshape(len(rows), -1).sum(axis=0, dtype=np.float64)
         return float(self.of_sums(sums[None], lines=len(rows))[0])
 
     def caveats(self) -> list[str]:
-        """What a reader should be warned of, in sentences."""
+        """Return warnings for the report."""
         return []
+
+
+class ShareOfLines(Score):
+    """A score that is the percentage of lines of one kind; its statistics are booleans."""
+
+    def of_corpus(self, rows: Rows) -> float:
+        """Return the mean, rounded as a mean is."""
+        return 100.0 * float(rows.mean())
+
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+        """Return percentages from numbers of lines of the kind, (draws, 1) → (draws,)."""
+        found: Floats = 100.0 * sums[:, 0] / lines
+        return found

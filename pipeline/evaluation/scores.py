@@ -1,4 +1,4 @@
-"""What an evaluation holds: the scores of every system, and how sure they are."""
+"""Data types of an evaluation: the scores of every system, and their significance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,7 +8,7 @@ from pipeline.evaluation.directions import DirectionProfile, Family, Group
 from pipeline.evaluation.score_slot import Column, Section
 
 Scores = Mapping[str, float]
-"""Name of a column → score; without those that do not cover the direction."""
+"""Name of a column → score, without scores that do not cover the direction."""
 
 
 @dataclass(frozen=True)
@@ -16,38 +16,38 @@ class Quality:
     """Whether a system translates, in one direction or on average over several."""
 
     bleu: float
-    """By the recipe's tokenizers; where BLEU is not among its scores, by those of the languages."""
+    """BLEU with the recipe's tokenizers, or with the languages' own if the recipe has no BLEU."""
     distinct: float
     """Distinct outputs, in percent of the distinct sources."""
     translates: bool
-    """By the rule of ``verdicts``."""
+    """Whether the system translates, by the rule of ``averages``."""
 
 
 @dataclass(frozen=True)
 class DirectionScores:
-    """What one system reached in one direction."""
+    """Scores of one system in one direction."""
 
     scores: Scores
     lines: int
     empty: int
-    """Hypotheses without text."""
+    """Number of hypotheses without text."""
     truncated: int
-    """Hypotheses cut at the maximum length."""
+    """Number of hypotheses of a source that was cut to the maximum length."""
     signatures: Mapping[str, str]
-    """Name of a column → signature, of the scores that have one."""
+    """Name of a column → signature, for scores that have one."""
     quality: Quality
     outcomes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Name of a column → what lines turned out to be → number of lines: by ``language``, the row
-    of the confusion matrix of languages."""
+    """Name of a column → class of a line → number of lines; for ``language``, the row of the
+    confusion matrix of languages."""
     invalid: int = 0
-    """Hypotheses from which bytes were dropped that are no UTF-8."""
+    """Number of hypotheses from which invalid UTF-8 was dropped."""
     invalid_sequences: int = 0
-    """How many sequences of such bytes, together."""
+    """Number of dropped sequences of bytes in all hypotheses."""
 
 
 @dataclass(frozen=True)
 class SystemScores:
-    """What one system reached, direction (``de-en``) by direction and averaged."""
+    """Scores of one system by direction (``de-en``), and their averages."""
 
     name: str
     directions: Mapping[str, DirectionScores]
@@ -56,7 +56,7 @@ class SystemScores:
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """Scores of the references themselves: what a perfect system could expect."""
+    """Scores of the references themselves, as a perfect system would get them."""
 
     directions: Mapping[str, Scores]
     averages: Mapping[Family, Mapping[Group, Scores]]
@@ -64,11 +64,11 @@ class ReferenceScores:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """Which systems translate: where the baseline does not, nothing is decided."""
+    """Quality of all systems; nothing is decided where the baseline does not translate."""
 
     baseline: str
     directions: Mapping[str, Mapping[str, Quality]]
-    """Direction → system."""
+    """Direction → system → quality."""
     averages: Mapping[Family, Mapping[Group, Mapping[str, Quality]]]
 
     def decides(self, direction: str) -> bool:
@@ -82,7 +82,7 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Interval:
-    """The middle 95 % of a score over resampled test lines."""
+    """95 % confidence interval of a score: the middle 95 % of its bootstrap resamples."""
 
     low: float
     high: float
@@ -90,18 +90,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All systems by one score, over the same resampled lines."""
+    """Comparison of all systems by one score, over the same resampled lines."""
 
     intervals: Mapping[str, Interval]
-    """By system."""
+    """System → confidence interval."""
     best: str | None
-    """The system that is better than every other one in 97.5 % of the resamples; None if none, if
-    it does not translate, and if the baseline does not."""
+    """System that is better than every other one in 97.5 % of the resamples. None if there is none,
+    if it does not translate, or if the baseline does not."""
 
 
 @dataclass(frozen=True)
 class Significance:
-    """Paired bootstrap of every direction and average that has enough test lines for it."""
+    """Paired bootstrap of every direction and average with enough test lines."""
 
     resamples: int
     directions: Mapping[str, Mapping[str, Comparison]]
@@ -111,11 +111,14 @@ class Significance:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """One system against the baseline in one direction by one score: p-values of two tests, as
-    they are and corrected for the number of directions and systems by Holm's method."""
+    """One system against the baseline in one direction, by one score.
+
+    Both tests have a p-value and one with Holm's correction for the number of directions and
+    systems.
+    """
 
     difference: float
-    """The system's score less the baseline's."""
+    """Score of the system minus that of the baseline."""
     bootstrap: float
     bootstrap_holm: float
     randomisation: float
@@ -124,23 +127,22 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class BaselineTests:
-    """Paired tests of every direction that has enough test lines for them."""
+    """Paired tests of every direction with enough test lines."""
 
     baseline: str
     directions: Mapping[str, Mapping[str, Mapping[str, PairedTest]]]
-    """Direction → name of a column → system."""
+    """Direction → name of a column → system → test."""
     tests: int
-    """The number that the p-values of a column are corrected for."""
+    """Number of tests that the p-values of a column are corrected for."""
     resamples: int
-    """Of the tests whose p-values the first resamples left small."""
+    """Number of resamples of the tests whose p-values the first resamples left small."""
     undecided: tuple[str, ...] = ()
-    """Directions that are not tested, since the baseline does not translate in them."""
+    """Directions that are not tested because the baseline does not translate in them."""
 
 
 @dataclass(frozen=True)
 class Wins:
-    """Percent of directions in which systems score better than the baseline, of those in which
-    the baseline translates."""
+    """Win ratios: the percentage of decided directions in which a system beats the baseline."""
 
     baseline: str
     systems: Mapping[str, Mapping[Family, Mapping[Group, Scores]]]
@@ -148,22 +150,21 @@ class Wins:
 
 @dataclass(frozen=True)
 class LanguageAverage:
-    """Mean scores over directions of one kind whose languages are alike."""
+    """Mean scores over the directions of a family whose languages share a trait."""
 
     trait: str
     """``family``, ``script`` or ``set``."""
     value: str
-    """The language family, ISO 15924's code of the script, or the name of the recipe's set."""
+    """Language family, ISO 15924 code of the script, or name of the recipe's set."""
     family: Family
-    """The kind of directions."""
+    """Family of the directions."""
     directions: int
     systems: Mapping[str, Scores]
 
 
 @dataclass(frozen=True)
 class WordCounts:
-    """Words of one kind: in both translation and reference of a line, in references, in
-    translations."""
+    """Number of words of one kind: shared by both sides, in references and in translations."""
 
     shared: int
     reference: int
@@ -178,22 +179,22 @@ class WordCounts:
 
     @property
     def f_measure(self) -> float | None:
-        """In percent; None where neither side has such a word."""
+        """Return the F-measure in percent; None if neither side has such a word."""
         both = self.reference + self.hypothesis
         return 200.0 * self.shared / both if both else None
 
 
 @dataclass(frozen=True)
 class WordAccuracy:
-    """Words by what is known of them: name of a trait → kind of words → system → counts."""
+    """Word counts by name of a trait, kind of words and system."""
 
     training_lines: Mapping[str, int]
-    """Language of the words → training lines that were read to know how often they are in them."""
+    """Language of the words → number of training lines that were read for their frequency."""
     directions: Mapping[str, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
     families: Mapping[Family, Mapping[str, Mapping[str, Mapping[str, WordCounts]]]]
-    """Sums over the directions."""
+    """Family → sums over its directions."""
     side: Literal["target", "source"] = "target"
-    """Whose words are grouped."""
+    """Side whose words are grouped."""
 
 
 Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, int]]]]]
@@ -202,21 +203,21 @@ Confusion = Mapping[str, Mapping[str, Mapping[Family, Mapping[str, Mapping[str, 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All scores of an evaluation, systems in the order they were given."""
+    """All scores of an evaluation; systems have the order in which they were given."""
 
     columns: tuple[Column, ...]
-    """One per score, in the order of the recipe."""
+    """Columns of the scores, in the order of the recipe."""
     pivot: str | None
     thresholds: tuple[int, ...]
     directions: tuple[DirectionProfile, ...]
     language_names: Mapping[str, str]
-    """Code → English name, of all languages of the corpus."""
+    """Code → English name of every language of the corpus."""
     tokenizers: Mapping[str, str]
     """Target language → BLEU tokenizer."""
     systems: tuple[SystemScores, ...]
     references: ReferenceScores | None
     undetectable: tuple[str, ...]
-    """Target languages langdetect does not know; left out of language accuracy."""
+    """Target languages that langdetect does not know, which have no language accuracy."""
     warnings: tuple[str, ...]
     verdicts: Verdicts
     significance: Significance | None = None
@@ -228,12 +229,12 @@ class Evaluation:
 
     @property
     def main_columns(self) -> tuple[Column, ...]:
-        """Those of the scores that stand in all tables."""
+        """Return the columns of the main scores, which are in all tables."""
         return tuple(column for column in self.columns if column.section is None)
 
     @property
     def sections(self) -> dict[Section, tuple[Column, ...]]:
-        """The columns of the scores that stand apart from the main ones."""
+        """Return the columns of the other scores, by the section of the report that shows them."""
         titled = [column for column in self.columns if column.section is not None]
         return {
             section: tuple(column for column in titled if column.section == section)
@@ -242,7 +243,7 @@ class Evaluation:
         }
 
     def is_measured(self, column: Column, direction: str) -> bool:
-        """Whether every system has the score in a direction (``de-en``)."""
+        """Return whether every system has the score in a direction (``de-en``)."""
         return all(column.name in one.directions[direction].scores for one in self.systems)
 
 
@@ -250,7 +251,7 @@ class Evaluation:
 
 
 def scores_document(evaluation: Evaluation) -> dict[str, Any]:
-    """What ``scores.json`` holds; scores stand where their columns say."""
+    """Return the contents of ``scores.json``; columns say where their scores are in it."""
     columns = evaluation.columns
     found = {name: value for name, value in asdict(evaluation).items() if name != "columns"}
     found["systems"] = [_system_document(one, columns) for one in evaluation.systems]
@@ -282,7 +283,7 @@ def _system_document(system: SystemScores, columns: Sequence[Column]) -> dict[st
 
 
 def _scores_document(scores: Scores, columns: Sequence[Column]) -> dict[str, Any]:
-    """Every score, null where there is none; language accuracy also where it was not asked for."""
+    """Return every score, null if there is none; language accuracy is always present."""
     found: dict[str, Any] = {"language_accuracy": None}
     for column in columns:
         *outer, last = column.keys
@@ -300,7 +301,7 @@ def _scores_document(scores: Scores, columns: Sequence[Column]) -> dict[str, Any
 def _references_document(
     references: ReferenceScores | None, columns: Sequence[Column]
 ) -> dict[str, Any] | None:
-    """The scores of references, by the last of their keys."""
+    """Return the scores of the references by the last of their keys."""
     if references is None:
         return None
     last = {column.name: column.keys[-1] for column in columns}

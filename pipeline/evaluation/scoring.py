@@ -1,14 +1,246 @@
-"""Scoring one direction at a time: what a worker does, and so free of slow imports."""
+"""Scoring of all systems: tasks for worker processes, and the evaluation made of their results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
-from pipeline.artifacts.artifact import Artifact
-from pipeline.artifacts.corpus import Direction, Hypothesis, read_hypotheses, read_lines
+import numpy as np
+
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.corpus import Direction, languages, line_counts, pair_name
+from pipeline.distributed.workers import WorkerPool
+from pipeline.errors import ConfigError
+from pipeline.evaluation.averages import (
+    average_by_language,
+    average_scores,
+    confuse_languages,
+    distinct_share,
+    judge,
+    quality,
+    win_ratios,
+)
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.score_slot import LineStatistics, Rows, Score, TranslatedLines
-from pipeline.evaluation.scores import DirectionScores, Scores
-from pipeline.evaluation.verdicts import distinct_share, quality
+from pipeline.evaluation.checks import caveats, undecided
+from pipeline.evaluation.chosen_scores import (
+    Scored,
+    bleu_tokenizers,
+    chosen_scores,
+    undetectable,
+)
+from pipeline.evaluation.comet import CometScores, ask_comet
+from pipeline.evaluation.directions import DirectionProfile, find_pivot
+from pipeline.evaluation.score_slot import (
+    Column,
+    Floats,
+    LineStatistics,
+    Rows,
+    Score,
+    TranslatedLines,
+)
+from pipeline.evaluation.scores import (
+    BaselineTests,
+    DirectionScores,
+    Evaluation,
+    ReferenceScores,
+    Scores,
+    Significance,
+    SystemScores,
+    Verdicts,
+    WordAccuracy,
+)
+from pipeline.evaluation.significance import (
+    MIN_LINES,
+    BootstrapTask,
+    PairedBootstrapTask,
+    PValues,
+    RandomisationTask,
+    bootstrap_p_values,
+    compare_all,
+    compare_with_baseline,
+    in_two_rounds,
+    p_values_of_draws,
+    randomisation_p_values,
+    resampled_scores,
+    second_round,
+)
+from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
+from pipeline.languages import language
+from pipeline.seeds import derive_seed
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import track
+
+WORD_LINES = 100_000
+"""Training lines of a pair that word accuracy reads at most, the first ones."""
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+def score_systems(
+    call: StageCall,
+    *,
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    writer: ArtifactWriter,
+    work_dir: Path,
+) -> Evaluation:
+    """Score and compare all systems, and write the line statistics.
+
+    Args:
+        call: of the stage evaluate.
+        profiles: directions to score.
+        left_out: number of directions that some system's model does not know.
+        writer: receives the line statistics.
+        work_dir: directory for temporary files.
+    """
+    with _worker_pool(call.processes) as pool:
+        return _score_systems(
+            call, pool, profiles=profiles, left_out=left_out, writer=writer, work_dir=work_dir
+        )
+
+
+def _score_systems(
+    call: StageCall,
+    pool: WorkerPool | None,
+    *,
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    writer: ArtifactWriter,
+    work_dir: Path,
+) -> Evaluation:
+    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
+    targets = sorted({profile.direction.target for profile in profiles})
+    comet = _comet_scores(call, profiles=profiles, work_dir=work_dir)
+    scores = chosen_scores(
+        settings, scored=Scored(targets=targets, languages=_languages(call), comet=comet)
+    )
+    columns = tuple(score.column for score in scores)
+    names = list(call.many("systems"))
+    baseline = names[baseline_place(names, settings.baseline)]
+    tasks = [
+        ScoringTask(
+            system=name,
+            corpus=corpus,
+            translations=translations,
+            direction=profile.direction,
+            scores=scores,
+            bleu=_bleu_of_verdicts(scores, targets),
+        )
+        for name, translations in call.many("systems").items()
+        for profile in profiles
+    ]
+    systems = _score_tasks(tasks, profiles=profiles, writer=writer, pool=pool)
+    verdicts = judge(systems, baseline=baseline, profiles=profiles)
+    compared, tested = _significance(
+        systems,
+        scores=scores,
+        profiles=profiles,
+        verdicts=verdicts,
+        writer=writer,
+        call=call,
+        pool=pool,
+    )
+    pivot = find_pivot(line_counts(call.artifacts.get("training", corpus), "train"))
+    return Evaluation(
+        columns=columns,
+        pivot=pivot,
+        thresholds=call.recipe.training.resource_thresholds,
+        directions=tuple(profiles),
+        language_names={code: language(code).name for code in _languages(call)},
+        tokenizers=bleu_tokenizers(scores),
+        systems=tuple(systems),
+        references=_score_references(scores, profiles=profiles, corpus=corpus, pool=pool),
+        undetectable=tuple(undetectable(scores, targets)),
+        warnings=(
+            *caveats(systems, scores=scores, profiles=profiles, left_out=left_out, call=call),
+            *undecided(verdicts),
+        ),
+        verdicts=verdicts,
+        significance=compared,
+        baseline_tests=tested,
+        wins=win_ratios(
+            systems, baseline=baseline, columns=columns, profiles=profiles, verdicts=verdicts
+        ),
+        language_averages=tuple(
+            average_by_language(
+                systems, profiles=profiles, pivot=pivot, sets=settings.language_sets
+            )
+        ),
+        words=_word_accuracy(call, profiles=profiles, pool=pool),
+        confusion=confuse_languages(systems, profiles=profiles),
+    )
+
+
+def _bleu_of_verdicts(scores: Sequence[Score], targets: Sequence[str]) -> Bleu:
+    """Return the BLEU that verdicts rest on: the chosen one, else one whose tokenizers load."""
+    chosen = next((one for one in scores if isinstance(one, Bleu)), None)
+    return chosen or Bleu.into(targets, option="per-language")
+
+
+def baseline_place(names: Sequence[str], baseline: str) -> int:
+    """Return the index of the baseline among the systems; the first one if none is named.
+
+    Raises:
+        ConfigError: there is no system of that name.
+    """
+    if not baseline:
+        return 0
+    if baseline not in names:
+        raise ConfigError(
+            f"evaluation.baseline names {baseline!r}, which is none of the systems "
+            f"{', '.join(names)}. Name one of them, or leave it empty to use the first."
+        )
+    return list(names).index(baseline)
+
+
+def _languages(call: StageCall) -> list[str]:
+    """Return all languages of the corpus and of the training corpus."""
+    given = [call.artifacts[name] for name in ("corpus", "training") if name in call.artifacts]
+    return sorted({code for artifact in given for code in languages(artifact)})
+
+
+def _comet_scores(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], work_dir: Path
+) -> CometScores | None:
+    """Score all lines by the COMET model of the call, if there is one."""
+    if "comet" not in call.raw:
+        return None
+    return ask_comet(
+        call.raw["comet"].only_path(),
+        digest=call.records["comet"].digest,
+        corpus=call.artifacts["corpus"],
+        systems=call.many("systems"),
+        directions=[profile.direction for profile in profiles],
+        work_dir=work_dir,
+    )
+
+
+def _word_accuracy(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], pool: WorkerPool | None
+) -> WordAccuracy | None:
+    settings, corpus = call.recipe.evaluation, call.artifacts["corpus"]
+    if not settings.word_accuracy:
+        return None
+    codes = {profile.direction.target for profile in profiles}
+    if settings.word_side == "source":
+        codes |= {profile.direction.source for profile in profiles}
+    tasks = word_tasks(
+        corpus,
+        call.many("systems"),
+        profiles=profiles,
+        training=call.artifacts.get("training", corpus),
+        tokenizer=call.artifacts.get("tokenizer"),
+        tokenizers=Bleu.into(codes, option=settings.bleu_tokenizer).tokenizers,
+        max_lines=WORD_LINES,
+        side=settings.word_side,
+    )
+    found = _in_parallel(words_of_language, tasks, pool=pool, label="words")
+    return join_words([*found], tasks, profiles=profiles)
+
+
+# Scores of one direction
 
 
 @dataclass(frozen=True)
@@ -21,7 +253,7 @@ class ScoringTask:
     direction: Direction
     scores: tuple[Score, ...]
     bleu: Bleu
-    """Judges whether the system translates, be it among the scores or not."""
+    """BLEU that decides whether the system translates; it need not be among the scores."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +267,7 @@ class ReferenceTask:
 
 @dataclass(frozen=True)
 class ScoredDirection:
-    """What a worker sends back."""
+    """Scores and line statistics of one direction of one system."""
 
     scores: DirectionScores
     statistics: Mapping[str, Rows]
@@ -44,8 +276,7 @@ class ScoredDirection:
 
 def score_direction(task: ScoringTask) -> ScoredDirection:
     """Score one direction of one system."""
-    hypotheses = read_hypotheses(task.translations, task.direction)
-    lines = _beside_references(task.system, task.corpus, hypotheses, task.direction)
+    lines = TranslatedLines.read(task.system, task.corpus, task.translations, task.direction)
     texts = lines.hypotheses
     found = _statistics(task.scores, lines)
     values = _values(task.scores, found)
@@ -53,9 +284,9 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
         scores=values,
         lines=len(texts),
         empty=sum(not text.strip() for text in texts),
-        truncated=sum(hypothesis.truncated for hypothesis in hypotheses),
-        invalid=sum(hypothesis.invalid > 0 for hypothesis in hypotheses),
-        invalid_sequences=sum(hypothesis.invalid for hypothesis in hypotheses),
+        truncated=lines.truncated,
+        invalid=sum(count > 0 for count in lines.invalid),
+        invalid_sequences=sum(lines.invalid),
         signatures={name: one.signature for name, one in found.items() if one.signature},
         quality=quality(
             bleu=values[Bleu.column.name]
@@ -68,40 +299,10 @@ def score_direction(task: ScoringTask) -> ScoredDirection:
     return ScoredDirection(scores, {name: one.rows for name, one in found.items()})
 
 
-def read_translated(
-    system: str, corpus: Artifact, translations: Artifact, direction: Direction
-) -> TranslatedLines:
-    """A system's translations of a direction, with their references and sources."""
-    return _beside_references(system, corpus, read_hypotheses(translations, direction), direction)
-
-
-def _beside_references(
-    system: str, corpus: Artifact, hypotheses: Sequence[Hypothesis], direction: Direction
-) -> TranslatedLines:
-    return TranslatedLines(
-        direction,
-        [hypothesis.text for hypothesis in hypotheses],
-        _read_side(corpus, direction, direction.target),
-        lambda: _read_side(corpus, direction, direction.source),
-        system,
-        [hypothesis.invalid for hypothesis in hypotheses],
-    )
-
-
 def score_references(task: ReferenceTask) -> Scores:
     """Score the references of one direction."""
-    references = _read_side(task.corpus, task.direction, task.direction.target)
-    lines = TranslatedLines(
-        task.direction,
-        references,
-        references,
-        lambda: _read_side(task.corpus, task.direction, task.direction.source),
-    )
+    lines = TranslatedLines.of_references(task.corpus, task.direction)
     return _values(task.scores, _statistics(task.scores, lines))
-
-
-def _read_side(corpus: Artifact, direction: Direction, language: str) -> list[str]:
-    return read_lines(corpus, "test", direction.pair, language)
 
 
 def _statistics(scores: tuple[Score, ...], lines: TranslatedLines) -> dict[str, LineStatistics]:
@@ -117,3 +318,252 @@ def _values(scores: tuple[Score, ...], found: Mapping[str, LineStatistics]) -> S
         for one in scores
         if one.column.name in found
     }
+
+
+# Scores of all directions
+
+
+def _score_tasks(
+    tasks: Sequence[ScoringTask],
+    *,
+    profiles: Sequence[DirectionProfile],
+    writer: ArtifactWriter,
+    pool: WorkerPool | None,
+) -> list[SystemScores]:
+    found: dict[str, dict[str, DirectionScores]] = {}
+    results = _in_parallel(score_direction, tasks, pool=pool, label="score")
+    for task, result in zip(tasks, results, strict=True):
+        found.setdefault(task.system, {})[str(task.direction)] = result.scores
+        path = writer.path(_lines_name(task.system, str(task.direction)))
+        np.savez_compressed(path, **result.statistics)
+    return [
+        SystemScores(
+            name=name,
+            directions=scored,
+            averages=average_scores(
+                {direction: one.scores for direction, one in scored.items()}, profiles=profiles
+            ),
+        )
+        for name, scored in found.items()
+    ]
+
+
+def _score_references(
+    scores: Sequence[Score],
+    *,
+    profiles: Sequence[DirectionProfile],
+    corpus: Artifact,
+    pool: WorkerPool | None,
+) -> ReferenceScores | None:
+    """Score the references where a score wants them as an upper bound; None if none does."""
+    ceilings = tuple(score for score in scores if score.column.ceiling)
+    tasks = [
+        ReferenceTask(corpus=corpus, direction=profile.direction, scores=ceilings)
+        for profile in profiles
+        if any(score.covers(profile.direction) for score in ceilings)
+    ]
+    if not tasks:
+        return None
+    results = _in_parallel(score_references, tasks, pool=pool, label="references")
+    found = {str(task.direction): values for task, values in zip(tasks, results, strict=True)}
+    return ReferenceScores(directions=found, averages=average_scores(found, profiles=profiles))
+
+
+def _lines_name(system: str, direction: str) -> str:
+    return f"sentences/{system}/{direction}.npz"
+
+
+# Significance
+
+
+def _significance(
+    systems: Sequence[SystemScores],
+    *,
+    scores: Sequence[Score],
+    profiles: Sequence[DirectionProfile],
+    verdicts: Verdicts,
+    writer: ArtifactWriter,
+    call: StageCall,
+    pool: WorkerPool | None,
+) -> tuple[Significance, BaselineTests | None]:
+    """Compare the systems in every direction that has enough lines, by resampling them."""
+    large = [profile for profile in profiles if profile.test_lines >= MIN_LINES]
+    names = [one.name for one in systems]
+    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
+    tasks = {
+        direction: BootstrapTask(
+            [writer.path(_lines_name(name, direction)) for name in names],
+            scores,
+            seed=derive_seed("bootstrap", seed, profile.direction.pair),
+            resamples=resamples,
+        )
+        for profile in large
+        for direction in [str(profile.direction)]
+    }
+    draws = _by_key(resampled_scores, tasks, pool=pool, label="resample")
+    columns = [score.column for score in scores]
+    values = {
+        direction: _by_column(systems, direction, columns)
+        for direction in (str(profile.direction) for profile in profiles)
+    }
+    compared = compare_all(
+        values,
+        draws,
+        columns=columns,
+        systems=names,
+        profiles=profiles,
+        verdicts=verdicts,
+        resamples=resamples,
+    )
+    if len(systems) == 1 or not large:
+        return compared, None
+    tested = [name for name in tasks if verdicts.decides(name)]
+    return compared, _baseline_tests(
+        {name: tasks[name] for name in tested},
+        values,
+        draws,
+        systems=names,
+        baseline=names.index(verdicts.baseline),
+        undecided=[name for name in tasks if name not in tested],
+        call=call,
+        pool=pool,
+    )
+
+
+def _baseline_tests(
+    tasks: Mapping[str, BootstrapTask],
+    values: Mapping[str, Mapping[str, Sequence[float]]],
+    draws: Mapping[str, Mapping[str, Floats]],
+    *,
+    systems: Sequence[str],
+    baseline: int,
+    undecided: Sequence[str],
+    call: StageCall,
+    pool: WorkerPool | None,
+) -> BaselineTests:
+    """Test every system against the baseline, with as many resamples as the tests need.
+
+    Args:
+        tasks: direction → first round of resamples.
+        values: direction → name of a column → one score per system.
+        draws: results of the tasks.
+        systems: names.
+        baseline: index of the baseline among them.
+        undecided: directions that are not tested.
+        call: of the stage.
+        pool: workers, if there are any.
+    """
+    seed, resamples = call.recipe.evaluation.seed, call.recipe.evaluation.resamples
+    bootstrap = {
+        name: PairedBootstrapTask(task, baseline, _differences(values[name], baseline))
+        for name, task in tasks.items()
+    }
+    tosses = {
+        name: RandomisationTask(
+            task.paths,
+            baseline,
+            task.scores,
+            seed=derive_seed("randomise", seed, pair_name(*name.split("-"))),
+            trials=resamples,
+        )
+        for name, task in tasks.items()
+    }
+    of_draws: Mapping[str, PValues] = {
+        name: p_values_of_draws(draws[name], baseline=baseline, differences=task.differences)
+        for name, task in bootstrap.items()
+    }
+    of_tosses: Mapping[str, PValues] = _by_key(
+        randomisation_p_values, tosses, label="randomise", pool=pool
+    )
+    more = second_round((len(systems) - 1) * (len(tasks) + len(undecided)), resamples=resamples)
+    if more is not None:
+        of_draws = in_two_rounds(
+            of_draws,
+            lambda columns: _by_key(
+                bootstrap_p_values,
+                {name: bootstrap[name].again(columns[name], resamples=more) for name in columns},
+                label="resample again",
+                pool=pool,
+            ),
+            resamples=resamples,
+        )
+        of_tosses = in_two_rounds(
+            of_tosses,
+            lambda columns: _by_key(
+                randomisation_p_values,
+                {name: tosses[name].again(columns[name], trials=more) for name in columns},
+                label="randomise again",
+                pool=pool,
+            ),
+            resamples=resamples,
+        )
+    return compare_with_baseline(
+        values,
+        of_draws,
+        of_tosses,
+        systems=systems,
+        baseline=baseline,
+        resamples=more or resamples,
+        undecided=undecided,
+    )
+
+
+def _differences(values: Mapping[str, Sequence[float]], baseline: int) -> dict[str, list[float]]:
+    return {
+        column: [score - of_all[baseline] for score in of_all] for column, of_all in values.items()
+    }
+
+
+def _by_column(
+    systems: Sequence[SystemScores], direction: str, columns: Sequence[Column]
+) -> dict[str, list[float]]:
+    """Return one value per system of every score that all of them have in a direction."""
+    found = [one.directions[direction].scores for one in systems]
+    return {
+        column.name: [scores[column.name] for scores in found]
+        for column in columns
+        if all(column.name in scores for scores in found)
+    }
+
+
+# Worker processes
+
+
+@contextmanager
+def _worker_pool(processes: int) -> Iterator[WorkerPool | None]:
+    """Yield workers that all steps of an evaluation share; None if this process does the work.
+
+    Workers are fresh interpreters: they inherit no signal handlers, locks or threads.
+    """
+    if processes <= 1:
+        yield None
+        return
+    with WorkerPool(processes) as pool:
+        yield pool
+
+
+def _by_key(
+    function: Callable[[Task], Result],
+    tasks: Mapping[str, Task],
+    *,
+    label: str,
+    pool: WorkerPool | None,
+) -> dict[str, Result]:
+    """Run tasks in parallel; results have the keys of their tasks."""
+    found = _in_parallel(function, list(tasks.values()), pool=pool, label=label)
+    return dict(zip(tasks, found, strict=True))
+
+
+def _in_parallel(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    *,
+    label: str,
+    pool: WorkerPool | None,
+) -> Iterable[Result]:
+    """Return the results in the order of the tasks; a single task needs no worker."""
+    if pool is None or len(tasks) <= 1:
+        results: Iterable[Result] = (function(task) for task in tasks)
+    else:
+        results = pool.in_order(function, tasks)
+    return track(results, label=label, total=len(tasks))

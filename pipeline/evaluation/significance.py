@@ -1,32 +1,69 @@
-"""Which differences between systems are more than chance: paired bootstrap over test lines.
+"""Significance of differences between systems: paired bootstrap and approximate randomization.
+
+Confidence intervals and the best system (bold in reports) come from the paired bootstrap:
 
 - The lines of a test set are drawn with replacement a thousand times; every system is scored on
   the same draws (Koehn 2004), from the sufficient statistics of the lines.
 - Both directions of a pair have the same lines and share their draws; pairs are drawn
   independently. The draws of an average are the means of its directions' draws.
-- A system is the best one only where its lead over each of the others is above zero in the middle
-  95 % of the draws, and where both it and the baseline translate (``verdicts``).
+- A system is the best one only if its lead over each of the others is above zero in the middle
+  95 % of the draws, and if both it and the baseline translate.
 - A draw is a row of counts, how often it holds each line: the sums of all draws are then one
   matrix product, in blocks that bound memory.
+
+Every system is tested against the baseline in every direction by two tests:
+
+- Paired bootstrap: how often the difference of a draw, minus the mean of all draws, is as large as
+  the measured one (Koehn 2004, as Moses and sacreBLEU count it).
+- Approximate randomization: how often the difference is as large once the two translations of
+  every line are swapped by the toss of a coin (Riezler and Maxwell 2005).
+
+With as many tests as there are directions and systems, one in twenty would be significant by
+chance. Holm's correction (1979) bounds the probability that any of them is. Both tests count a
+trial that is as large as the measured difference, where sacreBLEU wants it larger: scores that
+count lines repeat their values, and two identical systems must not differ significantly.
+
+A p-value of n trials is at least 1 / (n + 1), so of m tests Holm's correction can find a difference
+only with m / ``LEVEL`` trials. Most tests need far fewer, so the trials come in two rounds:
+
+- The first round has the recipe's number of resamples. A test in which ``SETTLED`` of them or more
+  were as large as the measured difference keeps its p-value.
+- The others are drawn again, m / ``LEVEL`` times, and have the p-value of those trials.
+
+Such a p-value is as valid as one of a fixed number of trials: under the null hypothesis it is at
+most a with probability at most a. Let p1 and p2 be those of n1 < n2 trials and c the smallest p1
+that ends the first round, (SETTLED + 1) / (n1 + 1). For a >= c, the result is at most a only where
+p1 is: it is p1, or p1 < c. For a < c, it is at most a only where p2 is. Both have a probability of
+at most a. (Besag and Clifford 1991 end by the same rule after every trial.)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from pipeline.evaluation.averages import by_group
 from pipeline.evaluation.directions import DirectionProfile
 from pipeline.evaluation.score_slot import Column, Floats, Score
-from pipeline.evaluation.scores import Comparison, Interval, Quality, Significance, Verdicts
+from pipeline.evaluation.scores import (
+    BaselineTests,
+    Comparison,
+    Interval,
+    PairedTest,
+    Quality,
+    Significance,
+    Verdicts,
+)
 
 RESAMPLES = 1000
 MIN_LINES = 20
-"""Test sets with fewer lines tell nothing of their spread: neither interval nor best system."""
+"""Test sets with fewer lines have neither intervals nor a best system."""
 BLOCK_ELEMENTS = 4_000_000
-"""Draws times lines that are counted at a time; 32 MB each of positions and of counts."""
+"""Draws times lines that are counted at a time: 32 MB each of positions and of counts."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +71,15 @@ class BootstrapTask:
     """One direction of all systems."""
 
     paths: Sequence[Path]
-    """Line statistics, one file per system."""
+    """Files of line statistics, one per system."""
     scores: Sequence[Score]
-    """Those that have statistics in every file are resampled."""
+    """Scores to resample if every file has their statistics."""
     seed: int
     resamples: int = RESAMPLES
 
 
 def resampled_scores(task: BootstrapTask) -> dict[str, Floats]:
-    """Name of a column → (systems, resamples) scores, of those that were measured."""
+    """Return the scores of all resamples, name of a column → (systems, resamples)."""
     statistics = [read_statistics(path, task.scores) for path in task.paths]
     measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
     if not measured:
@@ -62,7 +99,7 @@ def resampled_scores(task: BootstrapTask) -> dict[str, Floats]:
 
 
 def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
-    """How often each draw holds each line: blocks of (draws, lines).
+    """Yield how often each draw holds each line, in blocks of (draws, lines).
 
     The draws are those of ``numpy.random.default_rng(seed).choice(lines, (resamples, lines))``.
     """
@@ -77,18 +114,18 @@ def draw_counts(lines: int, *, resamples: int, seed: int) -> Iterator[Floats]:
 
 
 def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
-    """(lines, statistics) of each score that a file has."""
+    """Return the statistics of every score that a file has, (lines, statistics)."""
     names = [one.column.name for one in scores]
     with np.load(path, allow_pickle=False) as arrays:
         found = {name: arrays[name] for name in names if name in arrays}
     return {name: rows.astype(np.float64).reshape(len(rows), -1) for name, rows in found.items()}
 
 
-# What the draws say
+# Intervals and the best system
 
 
 def middle_95(scores: Floats) -> tuple[float, float]:
-    """The smallest and the largest of scores without a fortieth of them at either end."""
+    """Return the range of scores without a fortieth of them at either end."""
     ordered, beyond = np.sort(scores), len(scores) // 40
     return float(ordered[beyond]), float(ordered[len(ordered) - beyond - 1])
 
@@ -100,11 +137,13 @@ def compare(
     *,
     larger_is_better: bool | None = True,
 ) -> Comparison:
-    """Intervals of all systems, and the one that is better than each of the others, if any.
+    """Return the intervals of all systems, and the one that is better than all others, if any.
 
     Args:
-        scores: on the test set itself.
-        draws: (systems, resamples).
+        systems: names.
+        scores: of the systems on the test set itself.
+        draws: scores of resamples, (systems, resamples).
+        larger_is_better: which end of the scale is better; None: neither.
     """
     sign = 1.0 if larger_is_better else -1.0
     leader = int(np.argmax(sign * np.asarray(scores)))
@@ -131,9 +170,13 @@ def compare_all(
     """Compare the systems in every direction, and in every average whose directions all have draws.
 
     Args:
-        scores: direction → name of a column → one score per system, of all directions.
-        draws: direction → name of a column → (systems, resamples), of those with enough lines.
-        verdicts: who translates in each of the directions and averages.
+        scores: direction → name of a column → one score per system, for all directions.
+        draws: direction → name of a column → (systems, resamples), if there are enough lines.
+        columns: of the scores.
+        systems: names.
+        profiles: directions.
+        verdicts: which systems translate in every direction and average.
+        resamples: number of draws.
     """
 
     def joined(
@@ -165,4 +208,248 @@ def compare_all(
             }
             for family, groups in members.items()
         },
+    )
+
+
+LEVEL = 0.05
+SETTLED = 10
+"""Number of trials as far apart as the systems that settles a p-value: it is large, and known to a
+third."""
+MOST_RESAMPLES = 50_000
+"""Limit of the second round: 15 minutes of one core for 188 directions of 2,000 lines and four
+systems."""
+TOLERANCE = 1e-9
+"""Largest difference between scores that are equal except for rounding."""
+
+
+@dataclass(frozen=True)
+class RandomisationTask:
+    """One direction of all systems."""
+
+    paths: Sequence[Path]
+    """Files of line statistics, one per system."""
+    baseline: int
+    """Index of the baseline among the systems."""
+    scores: Sequence[Score]
+    seed: int
+    trials: int = RESAMPLES
+
+    def again(self, columns: Collection[str], *, trials: int) -> Self:
+        """Return the task for some columns, with more trials."""
+        return replace(self, scores=_named(self.scores, columns), trials=trials)
+
+
+def randomisation_p_values(task: RandomisationTask) -> dict[str, list[float]]:
+    """Return p-values by column and system, 1 for the baseline, of scores that all systems have."""
+    statistics = [read_statistics(path, task.scores) for path in task.paths]
+    measured = [one for one in task.scores if all(one.column.name in found for found in statistics)]
+    if not measured:
+        return {}
+    lines = len(next(iter(statistics[0].values())))
+    tossed = np.random.default_rng(task.seed).integers(2, size=(task.trials, lines), dtype=bool)
+    base = _joined(statistics[task.baseline], measured)
+    splits = np.cumsum([statistics[0][one.column.name].shape[1] for one in measured])[:-1]
+    found: dict[str, list[float]] = {one.column.name: [] for one in measured}
+    for place, one_system in enumerate(statistics):
+        rows = _joined(one_system, measured)
+        total, of_rows = base.sum(axis=0) + rows.sum(axis=0), rows.sum(axis=0)
+        swapped = of_rows + _products(tossed, base - rows)
+        both = [np.vstack([of_rows, swapped]), np.vstack([total - of_rows, total - swapped])]
+        parts = zip(*(np.split(sums, splits, axis=1) for sums in both), strict=True)
+        for score, (ours, theirs) in zip(measured, parts, strict=True):
+            gaps = np.abs(score.of_sums(ours, lines=lines) - score.of_sums(theirs, lines=lines))
+            p_value = 1.0 if place == task.baseline else _share_beyond(gaps[1:], float(gaps[0]))
+            found[score.column.name].append(p_value)
+    return found
+
+
+def _named(scores: Sequence[Score], columns: Collection[str]) -> list[Score]:
+    return [one for one in scores if one.column.name in columns]
+
+
+def _joined(statistics: Mapping[str, Floats], measured: Sequence[Score]) -> Floats:
+    return np.concatenate([statistics[one.column.name] for one in measured], axis=1)
+
+
+def _products(tossed: np.ndarray[tuple[int, int], np.dtype[np.bool_]], columns: Floats) -> Floats:
+    """Return the products (trials, statistics), in blocks of trials that bound memory."""
+    step = max(BLOCK_ELEMENTS // len(columns), 1)
+    blocks = range(0, len(tossed), step)
+    return np.concatenate([tossed[at : at + step].astype(np.float64) @ columns for at in blocks])
+
+
+@dataclass(frozen=True)
+class PairedBootstrapTask:
+    """Paired bootstrap test of one direction."""
+
+    draws: BootstrapTask
+    baseline: int
+    differences: Mapping[str, Sequence[float]]
+    """Name of a column → score of every system minus that of the baseline."""
+
+    def again(self, columns: Collection[str], *, resamples: int) -> Self:
+        """Return the task for some columns, with more resamples."""
+        scores = _named(self.draws.scores, columns)
+        return replace(self, draws=replace(self.draws, scores=scores, resamples=resamples))
+
+
+def bootstrap_p_values(task: PairedBootstrapTask) -> dict[str, list[float]]:
+    """Return p-values by column and system, 1 for the baseline, of scores that all systems have."""
+    draws = resampled_scores(task.draws)
+    return p_values_of_draws(draws, baseline=task.baseline, differences=task.differences)
+
+
+def p_values_of_draws(
+    draws: Mapping[str, Floats], *, baseline: int, differences: Mapping[str, Sequence[float]]
+) -> dict[str, list[float]]:
+    """Return p-values by column and system from draws, name of a column → (systems, resamples)."""
+    return {
+        column: [
+            1.0
+            if place == baseline
+            else bootstrap_p_value(
+                rows[place], rows[baseline], difference=differences[column][place]
+            )
+            for place in range(len(rows))
+        ]
+        for column, rows in draws.items()
+    }
+
+
+def bootstrap_p_value(ours: Floats, baseline: Floats, *, difference: float) -> float:
+    """Return the p-value of a system from its draws and the baseline's, (resamples,) each."""
+    gaps = np.abs(ours - baseline)
+    return _share_beyond(gaps - gaps.mean(), abs(difference))
+
+
+def _share_beyond(gaps: Floats, measured: float) -> float:
+    """Return the share of trials beyond the measured difference, which itself counts as one."""
+    return (int((gaps >= measured - TOLERANCE).sum()) + 1) / (len(gaps) + 1)
+
+
+# Number of trials
+
+PValues = Mapping[str, Sequence[float]]
+"""Name of a column → one p-value per system, 1 for the baseline."""
+
+
+def needed_resamples(tests: int) -> int:
+    """Return the least number of trials with which a p-value can be significant."""
+    return math.ceil(tests / LEVEL)
+
+
+def second_round(tests: int, *, resamples: int) -> int | None:
+    """Return the trials of the second round; None if the first suffices, or none would."""
+    needed = needed_resamples(tests)
+    return needed if resamples < needed <= MOST_RESAMPLES else None
+
+
+def in_two_rounds(
+    first: Mapping[str, PValues],
+    again: Callable[[Mapping[str, Sequence[str]]], Mapping[str, PValues]],
+    *,
+    resamples: int,
+) -> dict[str, PValues]:
+    """Return the p-values that the first round settled, and those of the second for the others.
+
+    Args:
+        first: direction → p-values of the first round.
+        again: returns the p-values of the second round for open columns by direction.
+        resamples: number of resamples of the first round.
+    """
+    columns = {name: _open(values, resamples=resamples) for name, values in first.items()}
+    second = again({name: found for name, found in columns.items() if found})
+    return {
+        name: {
+            column: [
+                one if is_settled(one, resamples=resamples) else other
+                for one, other in zip(values, second.get(name, {}).get(column, values), strict=True)
+            ]
+            for column, values in found.items()
+        }
+        for name, found in first.items()
+    }
+
+
+def is_settled(p_value: float, *, resamples: int) -> bool:
+    """Return whether at least ``SETTLED`` trials were as far apart as the systems."""
+    return round(p_value * (resamples + 1)) > SETTLED
+
+
+def _open(values: PValues, *, resamples: int) -> list[str]:
+    """Return the columns with an unsettled p-value; those of the baseline are always settled."""
+    return [
+        column
+        for column, found in values.items()
+        if not all(is_settled(one, resamples=resamples) for one in found)
+    ]
+
+
+# All tests together
+
+
+def holm(p_values: Sequence[float], *, tests: int | None = None) -> list[float]:
+    """Return corrected p-values in the same order; at most ``LEVEL`` is significant.
+
+    Args:
+        p_values: of one column.
+        tests: number of tests to correct for, at least the number of p-values; missing p-values
+            count as 1.
+    """
+    order = np.argsort(p_values, kind="stable")
+    factors = np.arange(tests or len(p_values), 0, -1)[: len(p_values)]
+    corrected = np.maximum.accumulate(np.asarray(p_values)[order] * factors)
+    found = np.empty(len(p_values))
+    found[order] = np.minimum(corrected, 1.0)
+    return [float(value) for value in found]
+
+
+def compare_with_baseline(
+    scores: Mapping[str, Mapping[str, Sequence[float]]],
+    bootstrap: Mapping[str, PValues],
+    randomised: Mapping[str, PValues],
+    *,
+    systems: Sequence[str],
+    baseline: int,
+    resamples: int,
+    undecided: Sequence[str] = (),
+) -> BaselineTests:
+    """Compare every system with the baseline in every direction that was tested.
+
+    Args:
+        scores: direction → name of a column → one score per system.
+        bootstrap: direction → p-values.
+        randomised: direction → p-values.
+        systems: names.
+        baseline: index of the baseline.
+        resamples: of the second round.
+        undecided: directions that were not tested but are corrected for: the baseline does not
+            translate in them, which was not known before its translations were seen.
+    """
+    found: dict[str, dict[str, dict[str, PairedTest]]] = {name: {} for name in bootstrap}
+    others = [place for place in range(len(systems)) if place != baseline]
+    tests = len(others) * (len(bootstrap) + len(undecided))
+    for column in dict.fromkeys(column for values in bootstrap.values() for column in values):
+        cases = [
+            (name, place) for name in bootstrap if column in bootstrap[name] for place in others
+        ]
+        of_draws = [bootstrap[name][column][place] for name, place in cases]
+        of_swaps = [randomised[name][column][place] for name, place in cases]
+        corrected = zip(holm(of_draws, tests=tests), holm(of_swaps, tests=tests), strict=True)
+        for number, ((name, place), (draws_holm, swaps_holm)) in enumerate(
+            zip(cases, corrected, strict=True)
+        ):
+            found[name].setdefault(column, {})[systems[place]] = PairedTest(
+                difference=scores[name][column][place] - scores[name][column][baseline],
+                bootstrap=of_draws[number],
+                bootstrap_holm=draws_holm,
+                randomisation=of_swaps[number],
+                randomisation_holm=swaps_holm,
+            )
+    return BaselineTests(
+        baseline=systems[baseline],
+        directions=found,
+        tests=tests,
+        resamples=resamples,
+        undecided=tuple(undecided),
     )

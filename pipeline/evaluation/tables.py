@@ -1,345 +1,250 @@
-"""What the reports of an evaluation show: rows and columns, notes, and how figures are printed.
+"""The table model of every report, and how its figures are printed.
 
-Pure functions from scores and history to values; ``markdown`` and ``page`` lay them out.
+A report is a title, facts and sections; a section has tables, lists, text samples and figures. The
+sections are built once, from scores and history; ``rendering`` turns them into Markdown and HTML.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-
-from pipeline.evaluation.directions import FAMILIES, GROUPS, DirectionProfile, Family, Group
-from pipeline.evaluation.score_slot import Column, Section
-from pipeline.evaluation.scores import Comparison, Evaluation, Interval, Scores
-from pipeline.evaluation.significance import MIN_LINES
-from pipeline.evaluation.verdicts import RULE
+from itertools import groupby, pairwise
+from typing import Literal
 
 NO_VALUE = "–"
-NOT_DECIDED = ", not decided"
+
+Value = str | float | None
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One test line with every system's translation; lines count from 1."""
+class Cell:
+    """A cell of a table or an item of a list."""
 
-    profile: DirectionProfile
-    line: int
-    source: str
-    reference: str
-    translations: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Imprint:
-    """When a report was made, and by which version of mmnmt."""
-
-    made: datetime
-    version: str
+    value: Value
+    """A text, or a number to be printed by ``format``; None prints as a dash."""
+    format: str = ","
+    """Format specification of a number, as in ``f"{value:.1f}"``."""
+    note: str = ""
+    """Text in smaller print beside the value, such as a confidence interval."""
+    bold: bool = False
+    code: bool = False
+    """Print in a fixed-width font."""
+    bar: float | None = None
+    """Share of its track that a bar below the value fills, 0 to 1; the HTML page alone has bars."""
 
     @property
     def text(self) -> str:
-        return f"{self.made:%Y-%m-%d %H:%M} UTC, mmnmt {self.version}"
-
-
-# Rows and columns
-
-
-@dataclass(frozen=True)
-class AverageColumn:
-    """One column of a table of averages, and how many directions each of its values is over."""
-
-    family: Family
-    group: Group
-    directions: int
-    decided: bool = True
-    """Whether there can be a verdict: the baseline of several systems translates."""
-
-    @property
-    def group_title(self) -> str:
-        """What the resource group is called."""
-        return self.group.replace("_", " ")
-
-    @property
-    def note(self) -> str:
-        """The number of directions, and that nothing is decided where that is so."""
-        return f"{format_count(self.directions, 'direction')}{'' if self.decided else NOT_DECIDED}"
+        """Return the value as printed."""
+        if self.value is None:
+            return NO_VALUE
+        return self.value if isinstance(self.value, str) else format(self.value, self.format)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A name and its values, with their intervals and the places of those to set in bold."""
+    """A row of a table; the first cell names it."""
 
-    name: str
-    values: tuple[float | None, ...]
-    intervals: tuple[Interval | None, ...]
-    decimals: tuple[int, ...]
-    """Of each value, as printed."""
-    best: frozenset[int] = frozenset()
-    ceiling: bool = False
-    """Not a system: what the references themselves reach."""
+    cells: tuple[Cell, ...]
+    group: str = ""
+    """Rows of one group stand together under its title."""
+    is_ceiling: bool = False
+    """Whether the row shows what is attainable, not a system."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the values of all cells as printed."""
+        return tuple(cell.text for cell in self.cells)
+
+
+def row(*values: Cell | Value, group: str = "", is_ceiling: bool = False) -> Row:
+    """Return a row of values, of which those that are no cells get the usual format."""
+    cells = (value if isinstance(value, Cell) else Cell(value) for value in values)
+    return Row(tuple(cells), group=group, is_ceiling=is_ceiling)
 
 
 @dataclass(frozen=True)
-class AverageTable:
-    """One score of all systems, averaged over the directions where it was measured."""
+class Heading:
+    """The heading of a column."""
 
     title: str
-    columns: tuple[AverageColumn, ...]
-    rows: tuple[Row, ...]
+    group: str = ""
+    """Title above this column and its neighbors of the same group."""
+    note: str = ""
+    is_number: bool = True
+    """Whether the column holds numbers, which are aligned to the right; texts may wrap."""
+
+    @property
+    def full_title(self) -> str:
+        """Return title, group and note on one line."""
+        title = f"{self.group} {self.title}" if self.group else self.title
+        return f"{title} ({self.note})" if self.note else title
 
 
-def family_title(evaluation: Evaluation, family: Family) -> str:
-    """What a family of directions is called."""
-    pivot = (evaluation.pivot or "pivot").capitalize()
-    match family:
-        case "into_pivot":
-            return f"Any → {pivot}"
-        case "out_of_pivot":
-            return f"{pivot} → Any"
-        case "other":
-            return "Other trained"
-        case "zero_shot":
-            return "Zero-shot"
-        case "emptied":
-            return "No training data left"
-        case "unknown":
-            return "Training data unknown"
-
-
-def directions_by_family(evaluation: Evaluation) -> dict[Family, list[DirectionProfile]]:
-    """The families that have directions, in a fixed order."""
-    members = {
-        family: [one for one in evaluation.directions if one.family == family]
-        for family in FAMILIES
-    }
-    return {family: profiles for family, profiles in members.items() if profiles}
-
-
-def average_columns(
-    evaluation: Evaluation, *, measured: Callable[[DirectionProfile], bool] = lambda _: True
-) -> tuple[AverageColumn, ...]:
-    """The families and resource groups that have measured directions, in a fixed order."""
-    found = []
-    for family, members in directions_by_family(evaluation).items():
-        for group in GROUPS:
-            count = sum(group in ("all", one.resource) for one in members if measured(one))
-            if count:
-                verdicts = evaluation.verdicts
-                decided = alone(evaluation) or verdicts.decides_average(family, group)
-                found.append(AverageColumn(family, group, count, decided=decided))
-    return tuple(found)
-
-
-def alone(evaluation: Evaluation) -> bool:
-    """Return whether there is but one system, so that there is no verdict to be had."""
-    return len(evaluation.systems) == 1
-
-
-def is_decided(evaluation: Evaluation, profile: DirectionProfile) -> bool:
-    """Return whether there can be a verdict on a direction; of one system there is none to miss."""
-    return alone(evaluation) or evaluation.verdicts.decides(str(profile.direction))
-
-
-def kind_of(evaluation: Evaluation, profile: DirectionProfile) -> str:
-    """Return the title of a direction's family, and that nothing is decided where that is so."""
-    note = "" if is_decided(evaluation, profile) else NOT_DECIDED
-    return f"{family_title(evaluation, profile.family)}{note}"
-
-
-def score_tables(evaluation: Evaluation) -> list[AverageTable]:
-    """One table per main score."""
-    return _average_tables(evaluation, evaluation.main_columns)
-
-
-def section_tables(evaluation: Evaluation) -> dict[Section, list[AverageTable]]:
-    """The tables of scores that stand apart; sections without any measured score are left out."""
-    tables = {
-        section: _average_tables(evaluation, columns)
-        for section, columns in evaluation.sections.items()
-    }
-    return {section: found for section, found in tables.items() if found}
-
-
-def _average_tables(evaluation: Evaluation, columns: Sequence[Column]) -> list[AverageTable]:
-    """One per score that was measured anywhere; the references first, where they have it."""
-    tables = []
-    for column in columns:
-        averages = average_columns(evaluation, measured=measures(evaluation, column))
-        if averages:
-            rows = (*_ceiling(evaluation, averages, column), *_rows(evaluation, averages, column))
-            tables.append(AverageTable(column.heading, averages, rows))
-    return tables
-
-
-def measures(evaluation: Evaluation, column: Column) -> Callable[[DirectionProfile], bool]:
-    """Whether every system has a score in a direction."""
-    return lambda profile: evaluation.is_measured(column, str(profile.direction))
-
-
-def _ceiling(
-    evaluation: Evaluation, averages: Sequence[AverageColumn], column: Column
-) -> list[Row]:
-    if evaluation.references is None or not column.ceiling:
-        return []
-    values = _column_values(averages, evaluation.references.averages, column)
-    compared = [None for _ in averages]
-    return [_row("References", values, compared, [column] * len(averages), ceiling=True)]
-
-
-def _rows(evaluation: Evaluation, averages: Sequence[AverageColumn], column: Column) -> list[Row]:
-    compared = [comparison_of_average(evaluation, one, column) for one in averages]
-    shown = [column] * len(averages)
-    return [
-        _row(one.name, _column_values(averages, one.averages, column), compared, shown)
-        for one in evaluation.systems
-    ]
-
-
-def _row(
-    name: str,
-    values: tuple[float | None, ...],
-    compared: Sequence[Comparison | None],
-    columns: Sequence[Column],
-    *,
-    ceiling: bool = False,
-) -> Row:
-    return Row(
-        name=name,
-        values=values,
-        intervals=tuple(None if one is None else one.intervals[name] for one in compared),
-        decimals=tuple(column.decimals for column in columns),
-        best=frozenset(
-            place for place, one in enumerate(compared) if one is not None and one.best == name
-        ),
-        ceiling=ceiling,
-    )
-
-
-def comparison_of_average(
-    evaluation: Evaluation, average: AverageColumn, column: Column
-) -> Comparison | None:
-    """How the systems compare in an average; None where its test sets are too small to tell."""
-    if evaluation.significance is None:
-        return None
-    family = evaluation.significance.averages.get(average.family, {})
-    return family.get(average.group, {}).get(column.name)
-
-
-def _column_values(
-    averages: Sequence[AverageColumn],
-    scores: Mapping[Family, Mapping[Group, Scores]],
-    column: Column,
-) -> tuple[float | None, ...]:
-    return tuple(scores.get(one.family, {}).get(one.group, {}).get(column.name) for one in averages)
-
-
-def direction_row(evaluation: Evaluation, profile: DirectionProfile) -> Row:
-    """The main scores of every system in turn."""
-    name, columns = str(profile.direction), evaluation.main_columns
-    significance = evaluation.significance
-    compared = {} if significance is None else significance.directions.get(name, {})
-    cells = [
-        _row(
-            system.name,
-            tuple(system.directions[name].scores.get(column.name) for column in columns),
-            [compared.get(column.name) for column in columns],
-            columns,
-        )
-        for system in evaluation.systems
-    ]
-    return Row(
-        name=name,
-        values=tuple(value for cell in cells for value in cell.values),
-        intervals=tuple(interval for cell in cells for interval in cell.intervals),
-        decimals=tuple(decimals for cell in cells for decimals in cell.decimals),
-        best=frozenset(
-            len(columns) * number + place
-            for number, cell in enumerate(cells)
-            for place in cell.best
-        ),
-    )
-
-
-# Notes
-
-
-def signatures(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """The scores' signatures and what each applies to."""
-    targets: dict[str, set[str]] = {}
-    for system in evaluation.systems:
-        for direction, one in system.directions.items():
-            for column in evaluation.columns:
-                if column.name in one.signatures:
-                    signature = f"{column.title}|{one.signatures[column.name]}"
-                    target = direction.split("-")[1] if column.by_target else "all"
-                    targets.setdefault(signature, set()).add(target)
-    return [
-        (signature, "all targets" if "all" in codes else f"into {', '.join(sorted(codes))}")
-        for signature, codes in sorted(targets.items())
-    ]
-
-
-def notes(evaluation: Evaluation, *, missing: Sequence[str]) -> list[str]:
-    """What a reader has to know to read the tables.
+def headings(*titles: str, words: Iterable[str] = ()) -> tuple[Heading, ...]:
+    """Return one heading per title.
 
     Args:
-        missing: folders behind the systems that could not be found.
+        titles: of the columns.
+        words: titles of the columns that hold texts; the first column always does.
     """
-    found = [
-        "Averages are arithmetic means over directions; the number of directions stands with each "
-        "column.",
-        f"Resource groups go by the training lines of the pair before cleaning: "
-        f"{_bounds(evaluation.thresholds)}; pairs without training lines have none.",
-    ]
-    if evaluation.significance is not None:
-        found.append(significance_note(evaluation.significance.resamples))
-    found += [section.note for section in section_tables(evaluation)]
-    if evaluation.undetectable:
-        found.append(
-            "langdetect does not know these target languages, which language accuracy leaves out: "
-            f"{', '.join(evaluation.undetectable)}."
-        )
-    if missing:
-        found.append(
-            "Wall times and budgets leave out what is no longer where it was, or has changed "
-            f"since: {', '.join(missing)}."
-        )
-    return found
+    texts = {titles[0], *words}
+    return tuple(Heading(title, is_number=title not in texts) for title in titles)
 
 
-def _bounds(thresholds: Sequence[int]) -> str:
-    """Which numbers of lines each resource group has."""
-    *lowest, low, high = thresholds
-    below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
-    return f"{below}low up to {low:,}, high from {high:,}, medium between"
+@dataclass(frozen=True)
+class Table:
+    """A table with a heading for every column."""
+
+    title: str
+    headings: tuple[Heading, ...]
+    rows: tuple[Row, ...]
+    group_title: str = ""
+    """Name for the groups of rows; Markdown shows them in a column of this title."""
+
+    @property
+    def heading_groups(self) -> list[list[Heading]]:
+        """Return the headings of every group of neighbors, those without a group included."""
+        return [list(members) for _, members in groupby(self.headings, key=lambda one: one.group)]
+
+    @property
+    def has_heading_groups(self) -> bool:
+        """Return whether any column belongs to a group."""
+        return any(one.group for one in self.headings)
+
+    @property
+    def starts(self) -> tuple[bool, ...]:
+        """Return for every column whether it is the first of its group."""
+        groups = ["", *(one.group for one in self.headings)]
+        return tuple(bool(group) and group != before for before, group in pairwise(groups))
+
+    @property
+    def row_groups(self) -> list[tuple[str, list[Row]]]:
+        """Return the rows of every group of neighbors."""
+        groups = groupby(self.rows, key=lambda one: one.group)
+        return [(title, list(members)) for title, members in groups]
+
+    @property
+    def is_tall(self) -> bool:
+        """Return whether the page shows the table in a frame that scrolls."""
+        return len(self.rows) > 20
 
 
-def significance_note(resamples: int) -> str:
-    """What intervals and bold print mean."""
-    return (
-        f"Behind a score stands the middle 95 % of {resamples:,} bootstrap resamples of the test "
-        "lines, the same ones for all systems; a score is bold only if its lead over every other "
-        f"system is above zero in the middle 95 % of them, and if the system and the baseline "
-        f"translate. {RULE} The two directions of a pair are "
-        "resampled together and pairs independently of each other. Where a test set has fewer "
-        f"than {MIN_LINES} lines there is neither."
-    )
+@dataclass(frozen=True)
+class BulletList:
+    """Items under an optional title."""
+
+    items: tuple[Cell, ...]
+    title: str = ""
+
+
+def bullets(texts: Iterable[str], *, title: str = "") -> tuple[BulletList, ...]:
+    """Return a list of texts, or nothing if there are none."""
+    items = tuple(Cell(text) for text in texts)
+    return (BulletList(items, title),) if items else ()
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """One line in several versions, such as source, reference and translations."""
+
+    title: str
+    line: int
+    """Counted from 1."""
+    texts: tuple["SampleText", ...]
+    note: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class SampleText:
+    """One version of a line."""
+
+    name: str
+    text: str
+    language: str
+    """Language code of the text."""
+    series: int | None = None
+    """Number of the system that wrote it, which chooses its color; None: it is given."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart for the HTML page."""
+
+    svg: str
+    """The chart and its legend, as HTML."""
+    title: str = ""
+    subtitle: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PanelBar:
+    """A labelled bar of the overview, 0 to 100."""
+
+    name: str
+    note: str
+    value: Cell
+    interval: tuple[float, float] | None
+    series: int
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars of some scores, side by side with other panels; the HTML page alone has them."""
+
+    title: str
+    note: str
+    bars: tuple[tuple[str, tuple[PanelBar, ...]], ...]
+    """Title of a score and its bars."""
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of a report."""
+
+    title: str
+    lead: str = ""
+    """One paragraph that says what the section shows."""
+    panels: tuple[Panel, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    samples: tuple[TextSample, ...] = ()
+    lists: tuple[BulletList, ...] = ()
+    style: Literal["", "warnings"] = ""
+
+    @property
+    def is_page_only(self) -> bool:
+        """Return whether the section has nothing that Markdown can show."""
+        return bool(self.panels or self.figures) and not (self.tables or self.samples or self.lists)
+
+    @property
+    def sample_groups(self) -> list[tuple[str, list[TextSample]]]:
+        """Return the samples of every group of neighbors."""
+        groups = groupby(self.samples, key=lambda one: one.group)
+        return [(title, list(members)) for title, members in groups]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole report."""
+
+    title: str
+    imprint: str
+    facts: tuple[str, ...]
+    sections: tuple[ReportSection, ...]
+    generator: str = ""
+    """Name of the command that wrote the page."""
 
 
 # Figures
 
 
-def format_score(value: float | None, *, decimals: int) -> str:
-    """A score as printed."""
-    return NO_VALUE if value is None else f"{value:.{decimals}f}"
-
-
-def format_interval(interval: Interval, *, decimals: int) -> str:
-    """An interval as printed: ``29.8–31.2``."""
-    return f"{interval.low:.{decimals}f}–{interval.high:.{decimals}f}"
+def score_cell(value: float | None, *, decimals: int, note: str = "", bold: bool = False) -> Cell:
+    """Return a score with so many decimals."""
+    return Cell(value, f".{decimals}f", note=note, bold=bold)
 
 
 def format_duration(seconds: float) -> str:
-    """Two units at most: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``; what is shorter is not zero."""
+    """Return a duration in at most two units: ``2 h 5 min``, ``3 min 20 s``, ``4.2 s``."""
     if seconds < 0.05:
         return "< 0.1 s" if seconds > 0 else "0 s"
     if seconds < 59.95:
@@ -352,7 +257,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_large(value: float | None) -> str:
-    """Three digits and a unit: ``940``, ``18.4 M``, ``2.35 P``."""
+    """Return a number as three digits and a unit: ``940``, ``18.4 M``, ``2.35 P``."""
     if value is None:
         return NO_VALUE
     for unit in ("", " k", " M", " G", " T", " P", " E"):
@@ -362,6 +267,6 @@ def format_large(value: float | None) -> str:
     return f"{value:.3g} Z"
 
 
-def format_count(number: int, noun: str) -> str:
-    """``1 direction``, ``2 directions``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def joined(items: Sequence[str]) -> str:
+    """Return ``a``, ``a and b`` or ``a, b and c``."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

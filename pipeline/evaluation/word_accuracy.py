@@ -1,18 +1,17 @@
-"""Word accuracy: how well words are translated that are rare, long, split into many pieces, or new.
+"""Word accuracy by frequency, fertility and length of words, with word alignment for source words.
 
-A word of a translation is right where the reference of its line has it too, as often as the
-reference has it. What is grouped is these words, or the source words that they translate
-(``evaluation.word_side``), by
+A word of a translation is correct if the reference of its line has it too, as often as the
+reference has it. These words, or the source words that they translate (``evaluation.word_side``),
+are grouped by
 
-- how often the training lines have them, and whether at all;
-- their fertility, the number of subwords that a tokenizer makes of one when it stands alone;
+- their frequency in the training lines, and whether they occur there at all;
+- their fertility, the number of subwords that a tokenizer makes of the word alone;
 - their length in characters.
 
-Precision, recall and F-measure of a kind of words are those of compare-mt (Neubig et al. 2019,
-``calc_bucketed_matches`` and ``calc_source_bucketed_matches`` of its ``bucketers.py``), which
-LOBEF's Figures 3 and 4 come from. Those are of source words, which takes alignments: compare-mt
-reads them from files, here ``word_alignment`` makes them. Words are sacreBLEU's tokens, as BLEU has
-them.
+Precision, recall and F-measure of a group are those of compare-mt (Neubig et al. 2019,
+``calc_bucketed_matches`` and ``calc_source_bucketed_matches`` in its ``bucketers.py``), which made
+LOBEF's Figures 3 and 4. Source words need alignments: compare-mt reads them from files, here
+``Aligner`` computes them. Words are sacreBLEU's tokens, as in BLEU.
 """
 
 from bisect import bisect_right
@@ -23,6 +22,8 @@ from functools import partial
 from itertools import islice
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from sacrebleu.metrics.bleu import BLEU
 
 from pipeline.artifacts.artifact import Artifact
@@ -37,35 +38,131 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.tokenizer import Tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.evaluation.bleu import words
 from pipeline.evaluation.directions import DirectionProfile, Family
+from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.scores import WordAccuracy, WordCounts
-from pipeline.evaluation.scoring import read_translated
-from pipeline.evaluation.word_alignment import Aligner
+
+# Alignment
+#
+# IBM Model 1 with fast_align's prior: a target word is aligned to one source word or to none. Its
+# prior prefers the diagonal, p(i) ∝ exp(-λ |i/I - j/J|), with the constants of fast_align (Dyer et
+# al., 2013); translation probabilities are learned by expectation maximization.
+#
+# Legend: E (source, target) pairs of positions, U distinct pairs of words, W source words.
+
+DIAGONAL_TENSION = 4.0
+NULL_SHARE = 0.08
+"""Prior probability that a target word translates nothing."""
+ITERATIONS = 5
+UNKNOWN = 1e-7
+"""Probability of a translation that was not seen."""
+NULL = ""
+"""Source word of target words that translate nothing; it occurs in no text."""
+
+Words = Sequence[str]
+Floats = npt.NDArray[np.float64]
+
+
+class Aligner:
+    """Word alignment by learned translation probabilities."""
+
+    def __init__(self, lines: Sequence[tuple[Words, Words]]) -> None:
+        """Learn from pairs of tokenized sentences, source first, of which no side is empty."""
+        numbers: dict[tuple[str, str], int] = {}
+        place_E: list[int] = []
+        prior_E: list[Floats] = []
+        starts: list[int] = []
+        for source, target in lines:
+            if not source:
+                continue
+            for j, word in enumerate(target):
+                starts.append(len(place_E))
+                place_E += [
+                    numbers.setdefault((one, word), len(numbers)) for one in (NULL, *source)
+                ]
+                prior_E.append(_prior(len(source), len(target), j))
+        self._numbers = numbers
+        self._probability_U: list[float] = []
+        if numbers:
+            sources = {source: place for place, (source, _) in enumerate(numbers)}
+            source_U = np.array([sources[source] for source, _ in numbers])
+            self._probability_U = _learn(
+                np.array(place_E), np.concatenate(prior_E), np.array(starts), source_U
+            ).tolist()
+
+    def probability(self, source: str, target: str) -> float:
+        """Return p(target | source), of words."""
+        place = self._numbers.get((source, target))
+        return UNKNOWN if place is None else max(self._probability_U[place], UNKNOWN)
+
+    def align(self, source: Words, target: Words) -> list[tuple[int, int]]:
+        """Return (source index, target index) of every aligned target word."""
+        found = []
+        for j, word in enumerate(target if source else ()):
+            prior = _prior(len(source), len(target), j)
+            known = [self.probability(one, word) for one in (NULL, *source)]
+            best = int(np.argmax(prior * np.array(known)))
+            if best > 0:
+                found.append((best - 1, j))
+        return found
+
+
+def _prior(sources: int, targets: int, j: int) -> Floats:
+    """Return the prior p(i) of target word j, (sources + 1,); the first entry is no source word."""
+    distance = np.abs((np.arange(sources) + 1) / sources - (j + 1) / targets)
+    weight = np.exp(-DIAGONAL_TENSION * distance)
+    return np.concatenate([[NULL_SHARE], (1 - NULL_SHARE) * weight / weight.sum()])
+
+
+def _learn(
+    place_E: npt.NDArray[np.int64],
+    prior_E: Floats,
+    starts: npt.NDArray[np.int64],
+    source_U: npt.NDArray[np.int64],
+) -> Floats:
+    """Return p(target | source) of every distinct pair of words, (U,).
+
+    Args:
+        place_E: distinct pair of words of every pair of positions.
+        prior_E: prior of every pair of positions.
+        starts: where the positions of each target word begin.
+        source_U: source word of every distinct pair.
+    """
+    sizes = np.diff(np.append(starts, len(place_E)))
+    probability_U = np.full(len(source_U), 1.0)
+    for _ in range(ITERATIONS):
+        weight_E = probability_U[place_E] * prior_E
+        posterior_E = weight_E / np.repeat(np.add.reduceat(weight_E, starts), sizes)
+        count_U = np.bincount(place_E, weights=posterior_E, minlength=len(source_U))
+        count_W = np.bincount(source_U, weights=count_U)
+        probability_U = count_U / count_W[source_U]
+    return probability_U
+
+
+# Words
 
 Side = Literal["target", "source"]
 ALIGNED_LINES = 10_000
-"""Training lines of a pair that alignments are learned from at most, the first ones."""
+"""Alignments are learned from at most this number of training lines of a pair, the first ones."""
 Values = Callable[[str], int]
 WORD_START = "\u2581"
-"""How SentencePiece spells the space before a word: alone it is no part of the word."""
+"""SentencePiece's symbol for the space before a word; alone it is no part of the word."""
 
 
 @dataclass(frozen=True)
 class Trait:
-    """What words are told apart by: a number of each, and where one kind ends and the next begins.
-
-    Attributes:
-        cutoffs: the smallest value of every kind but the first.
-        least: the smallest value there is.
-    """
+    """A number by which words are grouped into kinds."""
 
     name: str
     cutoffs: tuple[int, ...]
+    """Smallest value of every kind but the first."""
     least: int
+    """Smallest possible value."""
     names: tuple[str, ...] = ()
+    """Names of the kinds; empty: their ranges of values."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of words, in the order of values."""
+        """Return the names of the kinds, in the order of values."""
         if self.names:
             return self.names
         lows = (self.least, *self.cutoffs)
@@ -76,7 +173,7 @@ class Trait:
         return (*between, f"{lows[-1]} and more")
 
     def kind(self, value: int) -> str:
-        """Of a word with this value."""
+        """Return the kind of a word with this value."""
         return self.kinds[bisect_right(self.cutoffs, value)]
 
 
@@ -92,31 +189,31 @@ Kinds = dict[str, dict[str, dict[str, WordCounts]]]
 
 @dataclass(frozen=True)
 class WordTask:
-    """All directions into one language, or from one where source words are grouped."""
+    """All directions into one language, or from it if source words are grouped."""
 
     language: str
-    """Of the words that are grouped."""
+    """Language of the words that are grouped."""
     directions: Sequence[Direction]
     corpus: Artifact
     systems: Mapping[str, Artifact]
     training: Artifact | None
-    """None: it is not known which words were trained on."""
+    """Training corpus; None: the frequency of words is not known."""
     tokenizer: Artifact | None
-    """None: words have no fertility."""
+    """Tokenizer artifact; None: words have no fertility."""
     tokenizers: Mapping[str, str]
     """Language → sacreBLEU's tokenizer."""
     max_lines: int
-    """Training lines of a pair that are read at most."""
+    """Maximum number of training lines of a pair that are read."""
     side: Side = "target"
 
     def split(self, code: str) -> Callable[[str], list[str]]:
-        """Return what parts a line of a language into words."""
+        """Return the function that splits a line of a language into words."""
         return partial(words, BLEU(tokenize=self.tokenizers[code]))
 
 
 @dataclass(frozen=True)
 class WordsOfLanguage:
-    """What a worker sends back."""
+    """Word counts of a language by direction, and the number of training lines read."""
 
     directions: Mapping[str, Kinds]
     training_lines: int
@@ -136,8 +233,14 @@ def word_tasks(
     """Return one per language whose words are grouped.
 
     Args:
-        training: what the systems were trained on; of no use where it has no training lines.
-        tokenizers: language → sacreBLEU's tokenizer, of both sides where source words are grouped.
+        corpus: with the test lines.
+        systems: translations by name.
+        profiles: directions.
+        training: training corpus; ignored if it has no training lines.
+        tokenizer: whose subwords count for fertility.
+        tokenizers: language → sacreBLEU's tokenizer, of both sides if source words are grouped.
+        max_lines: maximum number of training lines of a pair that are read.
+        side: whose words are grouped.
     """
     known = training if training is not None and line_counts(training, "train") else None
     by_language: dict[str, list[Direction]] = {}
@@ -152,7 +255,7 @@ def word_tasks(
 
 @dataclass(frozen=True)
 class _Matches:
-    """Words of one direction of one system."""
+    """Word counts of one direction of one system."""
 
     shared: Counter[str]
     reference: Counter[str]
@@ -187,7 +290,7 @@ def _target_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
     return {
         system: count_words(lines.hypotheses, lines.references, split=split)
         for system, translations in task.systems.items()
-        for lines in [read_translated(system, task.corpus, translations, direction)]
+        for lines in [TranslatedLines.read(system, task.corpus, translations, direction)]
     }
 
 
@@ -208,12 +311,12 @@ def _source_words(task: WordTask, direction: Direction) -> dict[str, _Matches]:
             sources, [split_target(line) for line in lines.hypotheses], references, aligner=aligner
         )
         for system, translations in task.systems.items()
-        for lines in [read_translated(system, task.corpus, translations, direction)]
+        for lines in [TranslatedLines.read(system, task.corpus, translations, direction)]
     }
 
 
 def _training_words(task: WordTask, direction: Direction) -> list[tuple[list[str], list[str]]]:
-    """Return the first training lines of a direction as words; none of a pair without any."""
+    """Return the first training lines of a direction as words, if there are any."""
     if task.training is None or direction.pair not in line_counts(task.training, "train"):
         return []
     codes = direction.source, direction.target
@@ -232,7 +335,7 @@ def count_source_words(
 ) -> _Matches:
     """Count source words by the target words that are aligned to them.
 
-    A source word is found once for every word of the translation that it is aligned to, and right
+    A source word counts once for every word of the translation that it is aligned to. It is correct
     once for every such word that the reference has, as often as the reference has it.
     """
     found = _Matches(Counter(), Counter(), Counter())
@@ -250,7 +353,7 @@ def count_source_words(
 def count_words(
     hypotheses: Sequence[str], references: Sequence[str], *, split: Callable[[str], list[str]]
 ) -> _Matches:
-    """Of a line's words those are shared that both sides have, as often as both do."""
+    """Count the words of both sides; a line shares those that both sides have, as often as both."""
     found = _Matches(Counter(), Counter(), Counter())
     for hypothesis, reference in zip(hypotheses, references, strict=True):
         ours, theirs = Counter(split(hypothesis)), Counter(split(reference))
@@ -263,7 +366,7 @@ def count_words(
 def training_counts(
     task: WordTask, *, wanted: set[str], split: Callable[[str], list[str]]
 ) -> tuple[int, Counter[str]]:
-    """Lines read, and how often they have each of the wanted words."""
+    """Return the number of training lines read, and the frequency of the wanted words in them."""
     assert task.training is not None
     lines, counts = 0, Counter[str]()
     for pair in line_counts(task.training, "train"):
@@ -277,7 +380,7 @@ def training_counts(
 
 
 def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) -> dict[str, int]:
-    """Word → number of subwords when it stands alone, at least one."""
+    """Return the number of subwords of every word alone, at least 1."""
     listed = sorted(every)
     encoded = tokenizer.encode_batch(listed, language=language)
     return {
@@ -287,7 +390,7 @@ def fertilities(tokenizer: Tokenizer, every: Iterable[str], *, language: str) ->
 
 
 def by_kind(systems: Mapping[str, _Matches], values: Mapping[Trait, Values]) -> Kinds:
-    """Every kind of every trait that has values, empty kinds included."""
+    """Return counts by trait with values, kind and system, empty kinds included."""
     return {
         trait.name: {
             kind: {system: counted[kind] for system, counted in of_systems.items()}
@@ -317,7 +420,7 @@ def join_words(
     *,
     profiles: Sequence[DirectionProfile],
 ) -> WordAccuracy:
-    """All directions, and the sums of every family."""
+    """Return the counts of all directions, and the sums of every family."""
     directions = {name: kinds for one in found for name, kinds in one.directions.items()}
     families: dict[Family, Kinds] = {}
     for profile in profiles:

@@ -1,5 +1,6 @@
-"""Systems of other papers than MMNMT, which the core does without.
+"""Systems of other papers: what they add to the model is at the edge of the core.
 
-``tasks`` labels text with an XLM-R (LMS/FD); ``analysis`` looks into byte-level models (MoCE and
-LOBEF).
+The core is complete without them. Each extension is a package whose ``__init__.py`` names its
+settings and loads its :class:`~pipeline.model.extension.Extension`, which declares what it changes.
+:mod:`pipeline.extensions.installed` lists the extensions: to remove one, delete it there.
 """

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from pipeline.batching.batch import Packing
 from pipeline.kernels.attention import Spans, attend, attend_packed, can_attend_packed
 from pipeline.kernels.products import Linear
-from pipeline.model.language_modules.low_rank import project
-from pipeline.model.tokens import Tokens
+from pipeline.model.tokens import Tokens, project
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class KeyValues:
 
 
 class Projected(NamedTuple):
-    """What self-attention is computed from, of packed tokens."""
+    """Queries, keys and values of packed tokens."""
 
     query_ND: Tensor
     key_ND: Tensor
@@ -33,24 +32,24 @@ class Projected(NamedTuple):
 
 
 class StepKeys(Protocol):
-    """What the rows of a decoding step attend to: entries of their own or of their sentence."""
+    """Keys and values that the rows of a decoding step attend to."""
 
     def attend(self, query_RD: Tensor) -> Tensor:
-        """The context of every row, (R, D)."""
+        """Return the context of every row, (R, D)."""
 
 
 class GrowingKeys(StepKeys, Protocol):
     """The past of every row."""
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
-        """The last token of every row becomes part of it."""
+        """Add the last token of every row."""
 
 
 class Contextualizer(Protocol):
     """Lets queries, keys and values of self-attention see their neighbours."""
 
     def __call__(self, attention: "Attention", x_ND: Tensor) -> Projected:
-        """In place of :meth:`Attention.project`, which it may call with other states."""
+        """Return what :meth:`Attention.project` would; it may call that with other states."""
 
 
 class Attention(nn.Module):
@@ -75,30 +74,18 @@ class Attention(nn.Module):
         mask_BTT: Tensor | None = None,
         contextualizer: Contextualizer | None = None,
     ) -> Tensor:
-        """Self-attention of real tokens, where ``mask_BTT`` is True or, without one, everywhere.
+        """Return self-attention of real tokens, where ``mask_BTT`` is True or, if None, everywhere.
 
-        Sentences are right-padded, so that under a causal mask no real query sees padding. Where
-        the device can, and nothing asks for a mask, none of them is padded at all.
+        Sentences are right-padded, so that under a causal mask no real query sees padding.
         """
         states = (
             self.project(x_ND, tokens) if contextualizer is None else contextualizer(self, x_ND)
         )
-        if mask_BTT is None and self._stays_packed(x_ND):
-            return self._attend_packed(states, packing, packing, tokens, is_causal=is_causal)
-        query_BHTK, *keys_BHTK = (self.heads(packing.unpack(state)) for state in states)
-        mask = None if is_causal else packing.key_mask(beside=query_BHTK)
-        if mask_BTT is not None:
-            mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
-            is_padding_BT1 = ~packing.mask_BT[:, :, None]
-            allowed = (mask_BTT | is_padding_BT1)[:, None]
-            mask = allowed if mask is None else allowed & mask
-        keys = KeyValues(*keys_BHTK)
-        return self._attend(
-            query_BHTK, keys, packing, mask=mask, is_causal=is_causal, tokens=tokens
-        )
+        context_ND = self._attend(states, packing, packing, is_causal=is_causal, mask_BTT=mask_BTT)
+        return project(self.output, context_ND, tokens)
 
     def project(self, x_ND: Tensor, tokens: Tokens) -> Projected:
-        """Plain projections, which look at no neighbour."""
+        """Return queries, keys and values, each of its token alone."""
         return Projected(
             project(self.query, x_ND, tokens),
             project(self.key, x_ND, tokens),
@@ -113,82 +100,68 @@ class Attention(nn.Module):
         memory: Packing,
         tokens: Tokens,
     ) -> Tensor:
-        """Cross-attention from the real tokens of ``packing`` to those of ``memory``."""
-        if self._stays_packed(x_ND):
-            of_memory = tokens.over(memory)
-            states = Projected(
-                project(self.query, x_ND, tokens),
-                project(self.key, memory_ND, of_memory),
-                project(self.value, memory_ND, of_memory),
-            )
-            return self._attend_packed(states, packing, memory, tokens, is_causal=False)
-        keys = self.keys(memory_ND, memory, tokens.over(memory))
-        query_BHTK = self.heads(packing.unpack(project(self.query, x_ND, tokens)))
-        mask = memory.key_mask(beside=query_BHTK)
-        return self._attend(query_BHTK, keys, packing, mask=mask, is_causal=False, tokens=tokens)
+        """Return cross-attention from the real tokens of ``packing`` to those of ``memory``."""
+        of_memory = tokens.over(memory)
+        states = Projected(
+            project(self.query, x_ND, tokens),
+            project(self.key, memory_ND, of_memory),
+            project(self.value, memory_ND, of_memory),
+        )
+        return project(self.output, self._attend(states, packing, memory), tokens)
 
-    def _stays_packed(self, x_ND: Tensor) -> bool:
-        return can_attend_packed(x_ND, head_width=x_ND.shape[1] // self.num_heads)
-
-    def _attend_packed(
+    def _attend(
         self,
         states: Projected,
         packing: Packing,
         memory: Packing,
-        tokens: Tokens,
         *,
-        is_causal: bool,
+        is_causal: bool = False,
+        mask_BTT: Tensor | None = None,
     ) -> Tensor:
-        """From real tokens to real tokens, of the sentence itself or of its source."""
-        context_NHK = attend_packed(
-            *(state.unflatten(1, (self.num_heads, -1)) for state in states),
-            queries=Spans(packing.bound_B, packing.length),
-            keys=Spans(memory.bound_B, memory.length),
-            is_causal=is_causal,
-            dropout=self.dropout if self.training else 0.0,
-        )
-        return project(self.output, context_NHK.flatten(1), tokens)
-
-    def _attend(
-        self,
-        query_BHTK: Tensor,
-        keys: KeyValues,
-        packing: Packing,
-        *,
-        mask: Tensor | None,
-        is_causal: bool,
-        tokens: Tokens,
-    ) -> Tensor:
+        """Return the context (N, D) of all heads; sentences are padded only where it is needed."""
+        dropout = self.dropout if self.training else 0.0
+        head_width = states.query_ND.shape[1] // self.num_heads
+        if mask_BTT is None and can_attend_packed(states.query_ND, head_width=head_width):
+            context_NHK = attend_packed(
+                *(state.unflatten(1, (self.num_heads, -1)) for state in states),
+                queries=Spans(packing.bound_B, packing.length),
+                keys=Spans(memory.bound_B, memory.length),
+                is_causal=is_causal,
+                dropout=dropout,
+            )
+            return context_NHK.flatten(1)
+        query_BHTK = self.heads(packing.unpack(states.query_ND))
+        key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
+        mask = None if is_causal else memory.key_mask(beside=query_BHTK)
+        if mask_BTT is not None:
+            mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
+            is_padding_BT1 = ~packing.mask_BT[:, :, None]
+            allowed = (mask_BTT | is_padding_BT1)[:, None]
+            mask = allowed if mask is None else allowed & mask
         context_BHTK = attend(
-            query_BHTK,
-            keys.key_BHSK,
-            keys.value_BHSK,
-            mask=mask,
-            is_causal=is_causal,
-            dropout=self.dropout if self.training else 0.0,
+            query_BHTK, key_BHSK, value_BHSK, mask=mask, is_causal=is_causal, dropout=dropout
         )
-        context_BTD = context_BHTK.transpose(1, 2).flatten(2)
-        return project(self.output, packing.pack(context_BTD), tokens)
+        return packing.pack(context_BHTK.transpose(1, 2).flatten(2))
 
     def keys(self, memory_ND: Tensor, memory: Packing, tokens: Tokens) -> KeyValues:
-        """Keys and values of packed tokens, which ``tokens`` tells of, (B, H, S, K)."""
+        """Return keys and values of packed tokens, (B, H, S, K)."""
         return KeyValues(
             self.heads(memory.unpack(project(self.key, memory_ND, tokens))),
             self.heads(memory.unpack(project(self.value, memory_ND, tokens))),
         )
 
     def step(self, x_RD: Tensor, past: GrowingKeys, tokens: Tokens) -> Tensor:
-        """Self-attention of one new token per row, which is added to the row's past."""
+        """Return self-attention of one new token per row, and add it to the row's past."""
         states = self.project(x_RD, tokens)
         past.append(states.key_ND, states.value_ND)
         return project(self.output, past.attend(states.query_ND), tokens)
 
     def step_memory(self, x_RD: Tensor, memory: StepKeys, tokens: Tokens) -> Tensor:
-        """Cross-attention of one new token per row."""
+        """Return cross-attention of one new token per row."""
         context_RD = memory.attend(project(self.query, x_RD, tokens))
         return project(self.output, context_RD, tokens)
 
     def heads(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) → (B, H, T, K)."""
+        """Cut states into heads: (B, T, D) → (B, H, T, K)."""
         x_BTHK: Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
         return x_BTHK.transpose(1, 2)

@@ -1,22 +1,14 @@
 """The position-wise feed-forward: up, activation, down.
 
-Every feed-forward returns its result and what it has to report, which is nothing here: the layer
-does not care which it has. A new one is a module of that signature in a file of its own, a config
-type in ``config.FeedForwardConfig`` and a case of :func:`build_feed_forward`.
+Every feed-forward returns its result and a routing record, which is None here: a layer does not
+know which kind it has. :func:`pipeline.model.building.build_feed_forward` chooses.
 """
 
 from torch import Tensor, nn
 
 from pipeline.kernels.products import Activation, Linear, activate
-from pipeline.model.language_modules.language_experts import build_language_experts
-from pipeline.model.language_modules.low_rank import project
-from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.layer import RoutingRecord, build_mixture_of_experts
-from pipeline.model.moe.router import Side
-from pipeline.model.regularization import Regularization
-from pipeline.model.settings import DenseConfig, LanguageExpertsConfig, ModelConfig
-from pipeline.model.spec import ModelSpec
-from pipeline.model.tokens import Tokens
+from pipeline.model.moe.routing import RoutingRecord
+from pipeline.model.tokens import Tokens, project
 
 
 class FeedForward(nn.Module):
@@ -28,53 +20,7 @@ class FeedForward(nn.Module):
         self.up = Linear(width, hidden_width)
         self.down = Linear(hidden_width, width)
 
-    def forward(
-        self,
-        x_ND: Tensor,
-        tokens: Tokens,
-    ) -> tuple[Tensor, RoutingRecord | None]:
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord | None]:
+        """Apply the feed-forward to every token."""
         hidden_NF = activate(project(self.up, x_ND, tokens), self.activation)
         return project(self.down, hidden_NF, tokens), None
-
-
-def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether layer ``layer`` (from 0) of encoder and decoder is an MoE layer."""
-    return model.moe is not None and (layer + 1) % model.moe.every == 0
-
-
-def has_language_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether layer ``layer`` (from 0) of encoder and decoder has a feed-forward per language."""
-    modules = model.language_modules
-    if has_experts(model, layer) or not isinstance(modules, LanguageExpertsConfig):
-        return False
-    return (layer + 1) % modules.every == 0
-
-
-def build_feed_forward(
-    spec: ModelSpec,
-    *,
-    side: Side,
-    layer: int,
-    regularization: Regularization,
-    expert_parallel: ExpertParallel | None,
-) -> nn.Module:
-    """The feed-forward of a layer: experts where the model has them, else as configured."""
-    model = spec.model
-    if model.moe is not None and has_experts(model, layer):
-        return build_mixture_of_experts(
-            spec,
-            model.moe,
-            side=side,
-            regularization=regularization,
-            expert_parallel=expert_parallel,
-        )
-    modules = model.language_modules
-    if isinstance(modules, LanguageExpertsConfig) and has_language_experts(model, layer):
-        return build_language_experts(spec, modules, side=side, expert_parallel=expert_parallel)
-    match model.feed_forward:
-        case DenseConfig():
-            return FeedForward(
-                width=model.width,
-                hidden_width=model.feed_forward_width,
-                activation=model.activation,
-            )

@@ -60,8 +60,6 @@ def _linear_bound(name: str, shape: torch.Size, *, model: ModelConfig) -> float:
     """
     layer, _, kind = name.rpartition(".")
     xavier = 0.0 if kind == "bias" else math.sqrt(6.0 / (shape[-1] + shape[-2]))
-    if "_routing." in name:  # CLSR's, whose authors have Xavier-uniform weights throughout
-        return xavier
     match model.initialization, layer.rpartition(".")[2]:
         case "fairseq", "query" | "key" | "value":
             return 1 / math.sqrt(model.width) if kind == "bias" else xavier / math.sqrt(2)

@@ -2,7 +2,7 @@
 
 The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
 from ``POSITION_OFFSET`` on, a norm behind the embeddings. Its one token type is in the positions
-(``extensions/tasks/xlmr.py``). Layers are those of translation, with its low-rank modules of languages:
+(``extensions/tasks/xlmr.py``). Layers are those of translation, with its low-rank modules:
 a sentence is in one language, its source and its target.
 
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
@@ -19,13 +19,12 @@ from pipeline.batching.batch import Packing
 from pipeline.batching.labelled import LabelledBatch
 from pipeline.config.settings import Route
 from pipeline.kernels.products import Linear
-from pipeline.model.feed_forward import FeedForward
-from pipeline.model.language_modules.choice import add_low_rank
-from pipeline.model.layers import EncoderLayer
+from pipeline.model.building import allocate, dense_feed_forward
+from pipeline.model.extension import extensions
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
-from pipeline.model.transformer import Output, Stack, Transformer, allocate
+from pipeline.model.transformer import EncoderLayer, Output, Stack, Transformer
 
 HEAD_STD = 0.02
 """What a head's weights start from, as Hugging Face's ``initializer_range`` of XLM-R."""
@@ -68,10 +67,12 @@ class Labeller(nn.Module):
         self.dropout = rates.dropout
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
         layers = [
-            EncoderLayer(model, rates, feed_forward_of(spec)) for _ in range(model.encoder_layers)
+            EncoderLayer(model, rates, dense_feed_forward(model))
+            for _ in range(model.encoder_layers)
         ]
-        add_low_rank(spec, layers, side="encoder")
         self.encoder = Stack(model, layers, dropout=rates.dropout)
+        for extension in extensions():
+            extension.change_side(spec, self.encoder, side="encoder")
         self.head = Head(model.width, 2 if head == "reader" else num_tags)
 
     def forward(
@@ -116,16 +117,6 @@ class Labeller(nn.Module):
 
 Trained: TypeAlias = Transformer | Labeller
 """What an engine trains."""
-
-
-def feed_forward_of(spec: ModelSpec) -> nn.Module:
-    """The feed-forward of a layer."""
-    model = spec.model
-    return FeedForward(
-        width=model.width,
-        hidden_width=model.feed_forward_width,
-        activation=model.activation,
-    )
 
 
 def spans(logits_N2: Tensor, packing: Packing) -> Tensor:

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 
-from pipeline.model.front.ncf import NgramConvolution
-from pipeline.model.language_modules.clsr import ConditionalRouting
-from pipeline.model.language_modules.language_experts import LanguageExperts
-from pipeline.model.language_modules.stack import LanguageStack
+from pipeline.model.building import shape_of_model
+from pipeline.model.extension import extensions
 from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.transformer import Transformer
 
 PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
 
@@ -44,14 +42,12 @@ def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
     ``active`` are those one token meets: of the experts of a layer only ``top_k`` count, and of the
     modules of languages those of one slot or the shared one.
     """
-    model = spec.model
     parts = dict.fromkeys(PARTS, 0)
-    if model.language_modules is not None:
-        parts["language modules"] = 0
     transformer = shape_of_model(spec)
     within = _parts_within_layers(transformer)
     for name, parameter in transformer.named_parameters():
-        parts[within.get(id(parameter)) or _part(name)] += parameter.numel()
+        part = within.get(id(parameter)) or _part(name)
+        parts[part] = parts.get(part, 0) + parameter.numel()
     total = sum(parts.values())
     met = _shares_met(transformer)
     idle = sum(
@@ -79,7 +75,9 @@ def count_multiplied(spec: ModelSpec) -> PerToken:
     n-grams once for n tokens.
     """
     transformer = shape_of_model(spec)
-    met = _shares_met(transformer) | _uses_of_tables(transformer) | _shares_of_products(transformer)
+    met = _shares_met(transformer) | _shares_of_products(transformer)
+    for extension in extensions():
+        met |= extension.shares_multiplied(transformer)
     sums = {"source": 0.0, "target": 0.0}
     for name, parameter in transformer.named_parameters():
         side = _side_met(name, has_own_output=transformer.embedding.output_weight is not None)
@@ -104,15 +102,9 @@ def _side_met(name: str, *, has_own_output: bool) -> str | None:
 def _shares_of_products(model: Transformer) -> dict[int, float]:
     """Return how often one token is multiplied by a parameter, by id, where it is not once."""
     embedding = model.embedding
-    found = {
-        id(parameter): 1 / module.weight.shape[2]
-        for module in model.modules()
-        if isinstance(module, NgramConvolution)
-        for parameter in module.parameters()
-    }
-    if embedding.output_weight is None and embedding.weight is not None:
-        found[id(embedding.weight)] = embedding.output_size / len(embedding.weight)
-    return found
+    if embedding.output_weight is not None or embedding.weight is None:
+        return {}
+    return {id(embedding.weight): embedding.output_size / len(embedding.weight)}
 
 
 def _shares_met(model: Transformer) -> dict[int, float]:
@@ -120,39 +112,23 @@ def _shares_met(model: Transformer) -> dict[int, float]:
     moe = model.spec.model.moe
     met: dict[int, float] = {}
     for module in model.modules():
-        match module:
-            case MixtureOfExperts() if moe is not None:
-                share = moe.top_k / moe.num_experts
-                met |= {id(parameter): share for parameter in module.experts.parameters()}
-            case LanguageStack():
-                met |= {id(parameter): 1 / len(module.slots) for parameter in module.parameters()}
-            case LanguageExperts() if module.has_shared:  # a language's stands in its place
-                shared = (*module.up.parameters(), *module.down.parameters())
-                met |= {id(parameter): 0.0 for parameter in shared}
+        if isinstance(module, MixtureOfExperts) and moe is not None:
+            share = moe.top_k / moe.num_experts
+            met |= {id(parameter): share for parameter in module.experts.parameters()}
+    for extension in extensions():
+        met |= extension.shares_met(model)
     return met
 
 
-def _uses_of_tables(model: Transformer) -> dict[int, float]:
-    """Return the share of each table of a side that one token meets times its uses, by id."""
-    found: dict[int, float] = {}
-    for stack in (model.encoder, model.decoder):
-        if stack.projections is not None:
-            uses = sum(isinstance(module, ConditionalRouting) for module in stack.modules())
-            found[id(stack.projections.weight)] = uses / len(stack.projections.slots)
-    return found
-
-
-def _stacks(model: Transformer) -> list[LanguageStack]:
-    return [module for module in model.modules() if isinstance(module, LanguageStack)]
-
-
 def _parts_within_layers(model: Transformer) -> dict[int, str]:
-    """Parameters of experts, routers and languages, told from those of other layers by type."""
+    """Return the parts of parameters that their module's type tells, by id."""
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     experts = {id(p): "experts" for layer in layers for p in layer.experts.parameters()}
     routers = {id(p): "routers" for layer in layers for p in layer.router.parameters()}
-    languages = {id(p): "language modules" for one in _stacks(model) for p in one.parameters()}
-    return experts | routers | languages
+    found = experts | routers
+    for extension in extensions():
+        found |= extension.parts(model)
+    return found
 
 
 def _part(name: str) -> str:

@@ -1,17 +1,12 @@
 """Settings of the model: the section ``[model]`` of a recipe."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from pipeline.config.settings import (
-    MAX_EXPERTS,
-    MAX_GROUPS,
-    Layers,
-    Settings,
-    number,
-    whole,
-)
+from pipeline.config.settings import MAX_EXPERTS, MAX_GROUPS, Layers, Settings, number, whole
+from pipeline.config.variants import FrontSettings, LanguageModuleSettings, VariantSettings, one_of
+from pipeline.extensions.installed import INSTALLED
 
 CombineWeights = Literal["renormalized", "probability"]
 DecoderRouter = Literal["token", "language_group"]
@@ -87,99 +82,10 @@ class EmbeddingConfig(Settings):
         return self
 
 
-class SubwordsConfig(Settings):
-    """The front of a model whose tokens are taken as they are."""
+class SubwordsConfig(FrontSettings):
+    """No front end: tokens are taken as they are."""
 
     kind: Literal["subwords"] = "subwords"
-
-
-class MscConfig(Settings):
-    """Multi-scale contextualisation before a layer's queries, keys and values (MoCE, §2.2)."""
-
-    kind: Literal["msc"] = "msc"
-    kernels: Annotated[tuple[OddKernel, ...], Field(min_length=1)] = (0, 0, 3, 3, 5, 5, 7, 7)
-    """Of each group that the width is cut into; 0: it stays as it is. MoCE takes 0, 0, 1, 1, 3, 5,
-    5, 7 for OPUS-100."""
-    layer: Annotated[int, whole(0, 999)] = 0
-    """Of the encoder, counted from 0."""
-
-
-class MshaConfig(Settings):
-    """Every head of a layer's attention at a scale of its own (MoCE, §3.1)."""
-
-    kind: Literal["msha"] = "msha"
-    scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (0, 0, 2, 2, 3, 3, 4, 4)
-    """δ of each head."""
-    layer: Annotated[int, whole(0, 999)] = 0
-    scaled: Literal["after", "before"] = "after"
-    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
-
-
-class AdaMshaConfig(Settings):
-    """Every head of every token mixes the scales that a router chooses (MoCE, §3.2)."""
-
-    kind: Literal["ada_msha"] = "ada_msha"
-    max_scale: Annotated[int, whole(1, 8)] = 5
-    """Δ: experts are δ = 0 … Δ."""
-    top_k: Annotated[int, whole(1, 9)] = 2
-    layer: Annotated[int, whole(0, 999)] = 0
-    language_vector: bool = False
-    """The router sees the embedding of the source language's token, too (``+lid``, §3.3)."""
-    separate_routers: bool = False
-    """One router each for queries, keys and values, not one for all."""
-    weights: Literal["logits", "probabilities"] = "logits"
-    """A softmax over the chosen experts' logits, as MoCE's code, or over their probabilities, as
-    its eqs. 2 and 12 say."""
-    single_weight: Literal["straight_through", "logit"] = "straight_through"
-    """With top_k 1: the weight 1 with a gradient to its logit, or, as in MoCE's code, the logit."""
-    scaled: Literal["after", "before"] = "after"
-    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.top_k > self.max_scale + 1:
-            raise ValueError(
-                f"top_k {self.top_k} exceeds the {self.max_scale + 1} experts of max_scale "
-                f"{self.max_scale}: lower it"
-            )
-        return self
-
-
-class NcfConfig(Settings):
-    """n-grams of states fused after the first layers (LOBEF, §3.1)."""
-
-    kind: Literal["ncf"] = "ncf"
-    layers_before: Annotated[int, whole(0, 999)] = 1
-    """Layers of the encoder that come before it; LOBEF's code has 4 of 6."""
-    orders: Annotated[tuple[Annotated[int, whole(1, 16)], ...], Field(min_length=1)] = (1, 2, 3, 4)
-    """n; 1 is the state itself."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if len(set(self.orders)) < len(self.orders):
-            raise ValueError("orders names an n more than once: name it once")
-        return self
-
-
-class WsfConfig(Settings):
-    """Attention within words in the first layers (LOBEF, §3.2).
-
-    Words are what white space parts. In a language that is written without (Chinese, Japanese,
-    Thai, Lao, Khmer, Burmese, Tibetan) a line has hardly more than one word, and these layers see
-    it as the others do; training names such languages with their lines. As sources alone they can
-    be had with spaces: part their words by any segmenter before the text is imported.
-    """
-
-    kind: Literal["wsf"] = "wsf"
-    layers: Annotated[int, whole(1, 1000)] = 4
-    """Of the encoder, from the first on; LOBEF's code has 2 of 6."""
-
-
-FrontConfig = Annotated[
-    SubwordsConfig | MscConfig | MshaConfig | AdaMshaConfig | NcfConfig | WsfConfig,
-    Field(discriminator="kind"),
-]
-"""Of the encoder's front, told apart by ``kind``."""
 
 
 class DenseConfig(Settings):
@@ -192,82 +98,12 @@ FeedForwardConfig = DenseConfig
 """Of layers without experts: a union once there are several, told apart by ``kind``."""
 
 
-class LowRankConfig(Settings):
-    """Language-specific matrix synthesis: linear layers W + V F, V and F of rank d per language."""
-
-    kind: Literal["low_rank"] = "low_rank"
-    rank: Annotated[int, whole(1, 2**16)] = 32
-    synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
-    """V of the source and F of the target language; or both of one language, in the encoder the
-    source."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Of language-wise synthesis: whose modules the decoder has (paper: the target's; its code: the
-    source's)."""
-    within: Literal["feed_forward", "attention", "both"] = "feed_forward"
-    """Which linear layers have modules; those of experts (model.moe) have none."""
-    cross_attention: bool = True
-    """With modules in attention, whether the attention of the decoder to the source has them, too,
-    as in the authors' code. Without, the sizes are those of the paper's table 6."""
-    encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Layers that have modules, counted from 0; None: all."""
-    decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    shared: bool = False
-    """A further module for all languages, which fuse distillation teaches, and its route."""
-    languages: tuple[str, ...] | None = None
-    """Languages that have modules; None: all of the tokenizer's."""
-
-
-class LanguageExpertsConfig(Settings):
-    """A language-level mixture of experts: one whole feed-forward per language."""
-
-    kind: Literal["language_experts"] = "language_experts"
-    every: Layers = 1
-    """Every n-th layer has them: layers n, 2n, … counted from 1."""
-    shared: bool = False
-    """A further feed-forward for all languages, which fuse distillation teaches, and its route."""
-    decoder_language: Literal["target", "source"] = "target"
-    """Whose feed-forwards the decoder has; the encoder has the source's."""
-    languages: tuple[str, ...] | None = None
-    """Languages that have modules; None: all of the tokenizer's."""
-
-
-class ClsrConfig(Settings):
-    """Conditional language-specific routing: gates between projections (Zhang et al., 2021)."""
-
-    kind: Literal["clsr"] = "clsr"
-    tables: Literal["per_side", "per_sublayer"] = "per_side"
-    """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
-    sublayer."""
-    shared_projection: Literal["per_sublayer", "none"] = "per_sublayer"
-    """W_shared. ``per_sublayer``: a linear layer in every sublayer, in place of the output
-    projection of attention (the authors' code). ``none``: attention keeps its output projection,
-    and where the gate is 0 the result of the sublayer passes unchanged; the model starts as the
-    plain one. Without ``cross_attention`` and with a ``gate_width`` of 64, ``none`` gives the sizes
-    that Xu et al. (2023) state for CLSR and CLSR*."""
-    cross_attention: bool = True
-    """Whether projections follow the attention of the decoder to the source, too."""
-    gate_width: Annotated[int, whole(1, 2**16)] = 128
-    noise: Annotated[float, number(least=0, most=1000)] = 5.0
-    """Standard deviation of the noise on gates at the end of training; it grows from 0."""
-    languages: tuple[str, ...] | None = None
-    """Languages that have modules; None: all of the tokenizer's."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_shared_tables(cls, values: object) -> object:
-        """Refuse models of earlier versions, whose sublayers shared one W_shared per table."""
-        if isinstance(values, dict) and "attention_output" in values:
-            raise ValueError(
-                "attention_output is of an earlier version, which shared W_shared between the "
-                "sublayers and so was not CLSR: set shared_projection instead, and train the "
-                "model again"
-            )
-        return values
-
-
-LanguageModulesConfig = Annotated[
-    LowRankConfig | LanguageExpertsConfig | ClsrConfig, Field(discriminator="kind")
-]
+if TYPE_CHECKING:
+    FrontConfig = FrontSettings
+    LanguageModulesConfig = LanguageModuleSettings
+else:
+    FrontConfig = one_of((SubwordsConfig, *(kind for one in INSTALLED for kind in one.FRONT_ENDS)))
+    LanguageModulesConfig = one_of([kind for one in INSTALLED for kind in one.LANGUAGE_MODULES])
 
 
 class ModelConfig(Settings):
@@ -304,46 +140,21 @@ class ModelConfig(Settings):
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}: change one "
                 "of them"
             )
-        modules = self.language_modules
-        if isinstance(modules, LowRankConfig):
-            for name in ("encoder_layers", "decoder_layers"):
-                chosen, layers = getattr(modules, name), getattr(self, name)
-                if chosen is not None and max(chosen, default=0) >= layers:
-                    raise ValueError(
-                        f"language_modules.{name} names layer {max(chosen)}, and there are "
-                        f"{layers}, counted from 0: leave it out"
-                    )
         if self.width * self.max_positions > MAX_POSITION_VALUES:
             raise ValueError(
                 f"width {self.width:,} times max_positions {self.max_positions:,} exceeds "
                 f"{MAX_POSITION_VALUES:,}: lower one of them"
             )
-        self._check_front()
+        for variant in self.variants:
+            variant.check_shape(self)
         return self
 
-    def _check_front(self) -> None:
-        """Of what a front needs of the model."""
-        front = self.front
-        match front:
-            case MscConfig() | MshaConfig() | AdaMshaConfig():
-                layer, last = ("front.layer", front.layer), self.encoder_layers - 1
-            case NcfConfig():
-                layer, last = ("front.layers_before", front.layers_before), self.encoder_layers
-            case WsfConfig():
-                layer, last = ("front.layers", front.layers), self.encoder_layers
-            case _:
-                return
-        if layer[1] > last:
-            raise ValueError(
-                f"{layer[0]} {layer[1]} lies beyond encoder_layers {self.encoder_layers}: lower it"
-            )
-        if isinstance(front, MscConfig) and self.width % len(front.kernels):
-            raise ValueError(
-                f"width {self.width} is not a multiple of the {len(front.kernels)} groups of "
-                "front.kernels: change one of them"
-            )
-        if isinstance(front, MshaConfig) and len(front.scales) != self.num_heads:
-            raise ValueError(
-                f"front.scales names {len(front.scales)} scales for num_heads {self.num_heads}: "
-                "name one for each head"
-            )
+    @property
+    def variants(self) -> tuple[VariantSettings, ...]:
+        """The settings of the front end and, if there are any, of the language modules."""
+        return (self.front, *([] if self.language_modules is None else [self.language_modules]))
+
+    @property
+    def has_shared_route(self) -> bool:
+        """Whether there is a route for all languages beside those of single languages."""
+        return self.language_modules is not None and self.language_modules.has_shared_route

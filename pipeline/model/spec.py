@@ -3,7 +3,8 @@
 It is fixed when a model is first made and travels in its checkpoint from then on.
 """
 
-from typing import Annotated, Any, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 
@@ -11,9 +12,10 @@ from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.batching.settings import TagScheme
 from pipeline.config.settings import Settings, describe_validation, whole
 from pipeline.errors import ConfigError
-from pipeline.model.settings import AdaMshaConfig, ModelConfig, WsfConfig
+from pipeline.model.settings import ModelConfig
 
 Id = Annotated[int, whole(0, 2**31 - 1)]
+Side = Literal["encoder", "decoder"]
 
 
 class ModelSpec(Settings):
@@ -63,17 +65,8 @@ class ModelSpec(Settings):
             self.languages
         ):
             raise ValueError("language_token_ids must give every language an id")
-        modules = self.model.language_modules
-        if modules is not None and modules.languages is not None:
-            unknown = sorted(set(modules.languages) - set(self.languages))
-            if unknown or not modules.languages:
-                raise ValueError(
-                    "model.language_modules.languages must name one or more of the tokenizer's "
-                    f"languages, {', '.join(self.languages)}"
-                    + (f"; {', '.join(unknown)} is none of them" if unknown else "")
-                )
-        if modules is not None and "shared" in self.languages:
-            raise ValueError("a language is called shared, as the module of all languages is")
+        for variant in self.model.variants:
+            variant.check_languages(self.languages)
         groups, moe = self.language_groups, self.model.moe
         if groups is None and moe is not None and moe.decoder_router == "language_group":
             raise ValueError("decoder_router is language_group, but there are no language_groups")
@@ -84,6 +77,12 @@ class ModelSpec(Settings):
                 "language_groups must give every language a group, numbered from 0 without gaps"
             )
         return self
+
+    @property
+    def languages_with_modules(self) -> tuple[str, ...]:
+        """The languages that the specific route serves; all of them without language modules."""
+        modules = self.model.language_modules
+        return self.languages if modules is None else modules.languages_among(self.languages)
 
     @property
     def num_groups(self) -> int:
@@ -104,7 +103,7 @@ def make_spec(**values: Any) -> ModelSpec:
 
 
 def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a model must know of a vocabulary but for its size, as fields of a spec.
+    """Return what a model must know of a vocabulary beside its size, as fields of a spec.
 
     Raises:
         ConfigError: pieces hold white space and text at once, and the front is to part words.
@@ -112,14 +111,8 @@ def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
     marks: dict[str, Any] = {}
     if tokenizer.output_size is not None:
         marks["output_size"] = tokenizer.output_size
-    languages = tuple(map(tokenizer.language_token_id, tokenizer.languages))
-    match model.front:
-        case AdaMshaConfig(language_vector=True):
-            marks["language_token_ids"] = languages
-        case WsfConfig():
-            marks["lone_ids"] = (*tokenizer.white_space_ids(), *languages)
-        case _:
-            pass
+    for variant in model.variants:
+        marks |= variant.marks(tokenizer)
     return marks
 
 
@@ -132,8 +125,7 @@ def placeholder_spec(
     output_size: int | None = None,
 ) -> ModelSpec:
     """A spec of that size with languages of no name, at least one per group: to count with."""
-    modules = model.language_modules
-    named = () if modules is None or modules.languages is None else modules.languages
+    named = () if model.language_modules is None else model.language_modules.languages or ()
     unnamed = max(num_groups, num_languages, 1) - len(named)
     languages = (*named, *(f"l{index}" for index in range(unnamed)))
     return make_spec(
@@ -184,3 +176,15 @@ def groups_of_languages(
             f"artifact has {len(found)}: change one of them."
         )
     return tuple(groups[code] for code in languages)
+
+
+def refuse_languages_without_modules(spec: ModelSpec, codes: Iterable[str]) -> None:
+    """Raise ConfigError if a model has language modules, but none for one of the languages."""
+    own = spec.languages_with_modules
+    missing = sorted(set(codes) - set(own))
+    if missing:
+        raise ConfigError(
+            f"The model has no language module for {', '.join(missing)}: it has those of "
+            f"{', '.join(own)}; name one of these"
+            + (", or take the shared route." if spec.model.has_shared_route else ".")
+        )

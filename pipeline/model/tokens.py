@@ -6,7 +6,7 @@ Legend: B sentences, N tokens.
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.batching.batch import Packing
 from pipeline.config.settings import Route
@@ -75,3 +75,24 @@ class Tokens:
     @cached_property
     def _route_numbers(self) -> dict[tuple[int, int], RouteNumbers]:
         return {}
+
+
+class TokenLinear(nn.Module):
+    """A module in the place of a linear layer whose result depends on the tokens, too.
+
+    It is called with the states, (…, inputs), and the tokens that their rows belong to.
+    """
+
+    in_features: int
+    out_features: int
+
+    @property
+    def kept_values(self) -> int:
+        """Values that it keeps per token for gradients, beside those of a linear layer."""
+        raise NotImplementedError
+
+
+def project(layer: nn.Module, x: Tensor, tokens: Tokens) -> Tensor:
+    """Apply a linear layer, or what stands in its place."""
+    y: Tensor = layer(x, tokens) if isinstance(layer, TokenLinear) else layer(x)
+    return y

@@ -6,18 +6,23 @@ Notable choices:
   unless ``model.embedding`` says otherwise
 - pre- or post-norm; sinusoidal (sines, then cosines) or learned positions, counted from
   ``POSITION_OFFSET`` as in fairseq; embedding scale sqrt(D); optional embedding norm
+- a layer is two or three residual sublayers (:mod:`pipeline.model.sublayer`), which it registers
+  under the names that they have in artifacts
+- every layer's feed-forward is dense or a mixture of experts; the layer does not know which
+- what a layer is told about its tokens is one record; what an MoE layer reports is returned beside
+  the hidden states
+- a front end leads the encoder's input through its layers (:mod:`pipeline.model.front_end`)
 - logits only at real target tokens
-- every layer's feed-forward is dense or a mixture of experts, the layer does not care which
-- what a layer is told about its tokens is one record, what an MoE layer has to report is returned
-  beside the hidden states
-- how the encoder goes through its layers is a slot, its front (``model/front/``)
 
-Legend: B batch, N real tokens, D model width, V vocabulary, L predicted tokens.
+:mod:`pipeline.model.building` makes a model of its description.
+
+Legend: B batch, N real tokens, T length, R rows of a decoding step, D model width, V vocabulary,
+L predicted tokens.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,22 +30,21 @@ from torch import Tensor, nn
 
 from pipeline.batching.batch import Batch, Packing
 from pipeline.config.settings import Route
-from pipeline.errors import ConfigError
-from pipeline.kernels.expert_products import check_widths
+from pipeline.model.attention import Attention, Contextualizer, GrowingKeys, StepKeys
 from pipeline.model.embedding import Embedding
-from pipeline.model.feed_forward import build_feed_forward
-from pipeline.model.front.choice import build_front
-from pipeline.model.front.passage import HasBuffers, Passage, Source
-from pipeline.model.language_modules.choice import add_gates, add_low_rank
-from pipeline.model.language_modules.clsr import Projections
-from pipeline.model.language_modules.stack import LanguageStack
-from pipeline.model.layers import DecoderLayer, EncoderLayer, Reports, run_layer
-from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.layer import RoutingRecord
-from pipeline.model.moe.router import Side
+from pipeline.model.front_end import HasBuffers, Passage, Source
+from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
+from pipeline.model.sublayer import (
+    LayerOutput,
+    Reports,
+    Residual,
+    ResidualNorm,
+    Sublayer,
+    run_layer,
+)
 from pipeline.model.tokens import Tokens
 
 POSITION_OFFSET = 2
@@ -57,6 +61,122 @@ class Output:
     """Of sublayers that are followed by gated projections, (N,) each."""
 
 
+@dataclass
+class LayerCache:
+    """What a decoder layer keeps between decoding steps."""
+
+    past: GrowingKeys
+    """Keys and values of the target so far."""
+    memory: StepKeys
+    """Keys and values of the source."""
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rates: Regularization,
+        feed_forward: nn.Module,
+        *,
+        feed_forward_dropout: float | None = None,
+    ) -> None:
+        """``feed_forward_dropout``: of the feed-forward's result; None: as everywhere."""
+        super().__init__()
+        self.self_attention = build_attention(model, rates)
+        self.self_attention_norm = residual_norm(model, rates.dropout)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = residual_norm(
+            model, rates.dropout if feed_forward_dropout is None else feed_forward_dropout
+        )
+        attention = self.self_attention
+        self.sublayers = {
+            "self_attention": Sublayer(self.self_attention_norm, attention, attention.step),
+            "feed_forward": Sublayer(self.feed_forward_norm, feed_forward, feed_forward),
+        }
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        *,
+        mask_BTT: Tensor | None = None,
+        contextualizer: Contextualizer | None = None,
+    ) -> LayerOutput:
+        """Apply the layer to the packed source; with ``mask_BTT``, attend only where it is True."""
+        attend, transform = self.sublayers.values()
+        x = Residual(x_ND, tokens)
+        x = attend(x, packing, tokens, mask_BTT=mask_BTT, contextualizer=contextualizer)
+        x = transform(x, tokens)
+        return x.output()
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention and feed-forward."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rates: Regularization,
+        feed_forward: nn.Module,
+        *,
+        feed_forward_dropout: float | None = None,
+    ) -> None:
+        """``feed_forward_dropout``: of the feed-forward's result; None: as everywhere."""
+        super().__init__()
+        self.self_attention = build_attention(model, rates)
+        self.self_attention_norm = residual_norm(model, rates.dropout)
+        self.cross_attention = build_attention(model, rates)
+        self.cross_attention_norm = residual_norm(model, rates.dropout)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = residual_norm(
+            model, rates.dropout if feed_forward_dropout is None else feed_forward_dropout
+        )
+        own, cross = self.self_attention, self.cross_attention
+        self.sublayers = {
+            "self_attention": Sublayer(self.self_attention_norm, own, own.step),
+            "cross_attention": Sublayer(
+                self.cross_attention_norm, cross.attend_to, cross.step_memory
+            ),
+            "feed_forward": Sublayer(self.feed_forward_norm, feed_forward, feed_forward),
+        }
+
+    def forward(
+        self,
+        x_ND: Tensor,
+        packing: Packing,
+        tokens: Tokens,
+        memory_ND: Tensor,
+        memory: Packing,
+    ) -> LayerOutput:
+        """Apply the layer to all positions of the packed target at once."""
+        attend, attend_to_source, transform = self.sublayers.values()
+        x = Residual(x_ND, tokens)
+        x = attend(x, packing, tokens, is_causal=True)
+        x = attend_to_source(x, packing, memory_ND, memory, tokens)
+        x = transform(x, tokens)
+        return x.output()
+
+    def step(self, x_RD: Tensor, cache: LayerCache, tokens: Tokens) -> Tensor:
+        """Apply the layer to one new token per row, and add it to the row's past."""
+        attend, attend_to_source, transform = self.sublayers.values()
+        x = Residual(x_RD, tokens)
+        x = attend.step(x, cache.past, tokens)
+        x = attend_to_source.step(x, cache.memory, tokens)
+        x = transform.step(x, tokens)
+        return x.sum()
+
+
+def build_attention(model: ModelConfig, rates: Regularization) -> Attention:
+    return Attention(width=model.width, num_heads=model.num_heads, dropout=rates.attention_dropout)
+
+
+def residual_norm(model: ModelConfig, dropout: float) -> ResidualNorm:
+    return ResidualNorm(model.width, pre_norm=model.norm == "pre", dropout=dropout)
+
+
 class Stack(nn.Module):
     """The layers of an encoder or decoder, its positions and its norms."""
 
@@ -65,8 +185,6 @@ class Stack(nn.Module):
         self.dropout = dropout
         self.layers = nn.ModuleList(layers)
         self.embedding_norm = nn.LayerNorm(model.width) if model.embedding_norm else None
-        self.projections: Projections | None = None
-        """Of languages, shared by all sublayers."""
         self.final_norm = nn.LayerNorm(model.width) if model.norm == "pre" else None
         if model.positions == "learned":
             self.positions = nn.Embedding(model.max_positions + POSITION_OFFSET, model.width)
@@ -93,48 +211,20 @@ class Transformer(nn.Module):
         self,
         spec: ModelSpec,
         *,
-        regularization: Regularization | None = None,
-        expert_parallel: ExpertParallel | None = None,
+        front: nn.Module,
+        encoder: Stack,
+        decoder: Stack,
+        expert_parallel_size: int = 1,
     ) -> None:
         super().__init__()
         self.spec = spec
-        model, rates = spec.model, regularization or Regularization()
-        self.expert_parallel_size = 1 if expert_parallel is None else expert_parallel.size
-
-        def feed_forward(side: Side, layer: int) -> nn.Module:
-            return build_feed_forward(
-                spec,
-                side=side,
-                layer=layer,
-                regularization=rates,
-                expert_parallel=expert_parallel,
-            )
-
-        encoder = [
-            EncoderLayer(model, rates, feed_forward("encoder", i))
-            for i in range(model.encoder_layers)
-        ]
-        last = model.decoder_layers - 1
-        decoder = [
-            DecoderLayer(
-                model,
-                rates_of_last(model, rates) if i == last else rates,
-                feed_forward("decoder", i),
-            )
-            for i in range(model.decoder_layers)
-        ]
-        add_low_rank(spec, encoder, side="encoder")
-        add_low_rank(spec, decoder, side="decoder")
+        self.expert_parallel_size = expert_parallel_size
         self.recomputes = False
         """Of every layer only its input is kept for the backward pass."""
         self.embedding = Embedding(spec)
-        self.front = build_front(spec)
-        # Nothing is dropped of one-hot embeddings as the encoder takes them (Shaham and Levy 2021).
-        drops = model.embedding.input != "one_hot" or model.embedding.one_hot == "fixed_scale"
-        self.encoder = Stack(model, encoder, dropout=rates.dropout if drops else 0.0)
-        self.decoder = Stack(model, decoder, dropout=rates.dropout)
-        self.encoder.projections = add_gates(spec, encoder)
-        self.decoder.projections = add_gates(spec, decoder)
+        self.front = front
+        self.encoder = encoder
+        self.decoder = decoder
         self.positions_TD: Tensor
         self.group_of_language: Tensor
         self.register_buffer("positions_TD", torch.empty(0), persistent=False)
@@ -146,7 +236,7 @@ class Transformer(nn.Module):
         return self.group_of_language.device
 
     def reset_buffers(self, device: torch.device | None = None) -> None:
-        """(Re)compute what is not a parameter: sinusoids and the groups of languages."""
+        """Compute what is not a parameter: sinusoids and the groups of languages."""
         model = self.spec.model
         device = device or torch.get_default_device()
         is_table = model.positions == "sinusoidal"
@@ -226,17 +316,6 @@ class Transformer(nn.Module):
             yield layer
 
 
-def rates_of_last(model: ModelConfig, rates: Regularization) -> Regularization:
-    """Return the rates of the last decoder layer.
-
-    With tied one-hot embeddings its states are the logits, of which the code of Shaham and Levy
-    (2021) drops nothing.
-    """
-    if model.embedding.one_hot != "two_scales":
-        return rates
-    return replace(rates, dropout=0.0, moe_dropout=None)
-
-
 def sinusoids(max_positions: int, width: int) -> Tensor:
     """Sinusoidal positions as in fairseq: sines in the first half, cosines in the second.
 
@@ -249,61 +328,3 @@ def sinusoids(max_positions: int, width: int) -> Tensor:
     position = torch.arange(max_positions, dtype=torch.float32, device="cpu") + POSITION_OFFSET
     angle = position[:, None] * frequency[None, :]
     return F.pad(torch.cat([angle.sin(), angle.cos()], dim=1), (0, width % 2))
-
-
-def shape_of_model(spec: ModelSpec) -> Transformer:
-    """A model without values: its modules, and the names and shapes of its parameters."""
-    with torch.device("meta"):
-        return Transformer(spec)
-
-
-def build_model(
-    spec: ModelSpec,
-    *,
-    regularization: Regularization | None = None,
-    expert_parallel: ExpertParallel | None = None,
-    device: torch.device | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Transformer:
-    """A model whose parameters are allocated but not yet set (initialise it, or load weights).
-
-    They are allocated once, in ``dtype``, and so are the buffers.
-
-    Raises:
-        ConfigError: there is not that much memory, or a kernel of the device does not take the
-            model's widths.
-    """
-    device = device or torch.device("cpu")
-    if spec.model.moe is not None:
-        check_widths(
-            width=spec.model.width, hidden_width=spec.model.feed_forward_width, device=device
-        )
-    with torch.device("meta"):
-        model = Transformer(spec, regularization=regularization, expert_parallel=expert_parallel)
-        model.to(dtype)
-    try:
-        allocate(model, device)
-    except RuntimeError as error:
-        if "memory" not in str(error):
-            raise
-        count = sum(parameter.numel() for parameter in model.parameters())
-        raise ConfigError(
-            f"There is no memory for the {count:,} parameters of this rank: make [model] smaller, "
-            "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
-        ) from error
-    for module in model.modules():
-        if isinstance(module, LanguageStack):
-            module.clear_padding()
-    model.reset_buffers(device)
-    return model.to(dtype)
-
-
-def allocate(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Put parameters without values in the place of those on the meta device.
-
-    As ``Module.to_empty`` does, which loads PyTorch's compiler (``empty_like`` of a meta tensor).
-    """
-    for module in model.modules() if recurse else [model]:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))

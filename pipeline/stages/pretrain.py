@@ -9,9 +9,9 @@ from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
-from pipeline.model.transformer import build_model
 from pipeline.stages.registry import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data

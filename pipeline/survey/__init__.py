@@ -1,1 +1,1 @@
-"""One page about a corpus: what is in it, what cleaning dropped, and how it will be trained on."""
+"""A page about a corpus: its contents, the lines that cleaning dropped, and the training ahead."""

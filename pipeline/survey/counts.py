@@ -1,4 +1,4 @@
-"""What is counted of the training text of a pair: lengths, words, and the ratio of its sides."""
+"""Counts of the training text of a pair: lengths, words, and the ratio of its sides."""
 
 import math
 from collections import Counter
@@ -6,24 +6,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 LENGTH_BIN = 10
-"""Characters in one column of a histogram of lengths."""
+"""Width of a bin of a histogram of lengths, in characters."""
 RATIO_BIN = 0.02
-"""Of the natural logarithm of a ratio: 2 % of it."""
+"""Width of a bin of the natural logarithm of a ratio."""
 
 
 @dataclass
 class LanguageCounts:
-    """Of the training lines of one language in one pair, or in several."""
+    """Counts of the training lines of one language, in one or several pairs."""
 
     lines: int = 0
     characters: int = 0
     words: int = 0
-    """What spaces divide the lines into."""
+    """Number of words, which spaces separate."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Length in bins of ``LENGTH_BIN`` characters → lines."""
 
     def add(self, other: "LanguageCounts") -> None:
-        """Count the lines of another one in."""
+        """Add the counts of other lines."""
         self.lines += other.lines
         self.characters += other.characters
         self.words += other.words
@@ -32,7 +32,7 @@ class LanguageCounts:
 
 @dataclass
 class PairCounts:
-    """Of the training lines of one pair."""
+    """Counts of the training lines of one pair."""
 
     sides: tuple[LanguageCounts, LanguageCounts] = field(
         default_factory=lambda: (LanguageCounts(), LanguageCounts())
@@ -41,7 +41,7 @@ class PairCounts:
     """Logarithm of first by second side's characters in bins of ``RATIO_BIN`` → lines."""
 
     def ratio(self, share: float) -> float | None:
-        """The ratio of characters that a share of the lines is below; None where there is none."""
+        """Return a quantile of the ratio of characters, first to second side, if there is one."""
         place = quantile(self.ratios, share)
         return None if place is None else math.exp(place * RATIO_BIN)
 
@@ -61,7 +61,7 @@ def count_pair(lines: Iterable[tuple[str, str]]) -> PairCounts:
 
 
 def quantile(histogram: Counter[int], share: float) -> int | None:
-    """The lowest value that at least this share of what was counted does not exceed."""
+    """Return the lowest value that at least this share of the counts does not exceed."""
     wanted = share * histogram.total()
     reached = 0
     for value in sorted(histogram):

@@ -1,17 +1,21 @@
-"""The survey of a corpus as one self-contained HTML page, in the form of the evaluation's."""
+"""The survey of a corpus as one self-contained HTML page, in the form of an evaluation's report."""
 
-from collections.abc import Mapping, Sequence
-from importlib import resources
-from itertools import groupby
+from collections.abc import Mapping
 
-from pipeline.evaluation.charts import Series, legend, line_chart
-from pipeline.evaluation.html_parts import (
-    SERIES_COLOURS,
-    bar,
-    bullet_list,
-    escape_html,
-    section,
-    table,
+from pipeline.evaluation.charts import SERIES_COLORS, Series, legend, line_chart
+from pipeline.evaluation.rendering import render_html
+from pipeline.evaluation.tables import (
+    Cell,
+    Figure,
+    Report,
+    ReportSection,
+    Row,
+    SampleText,
+    Table,
+    TextSample,
+    bullets,
+    headings,
+    row,
 )
 from pipeline.survey.counts import LENGTH_BIN, LanguageCounts, quantile
 from pipeline.survey.survey import Survey
@@ -20,38 +24,33 @@ from pipeline.terminal import counted
 SHOWN_SHARE = 0.995
 """Histograms end at the length that this share of the lines of all languages does not exceed."""
 SHOWN_LEAKS = 100
-"""Pairs and held-out sets in the table of leaks, the largest."""
-
-
+"""Number of rows in the table of leaks; the largest are shown."""
 PAGE_START = '<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="survey">\n'
-"""By which a page is known: another file is never replaced by one."""
+"""Beginning of every page, by which it is recognized: no other file is replaced by one."""
 
 
 def survey_page(survey: Survey) -> str:
-    """The whole page."""
-    title = f"The corpus {escape_html(survey.origin)}"
-    style = resources.files("pipeline.evaluation").joinpath("report.css").read_text("utf-8")
-    sections = [
-        _header(survey, title),
+    """Return the page of a survey."""
+    sections = (
         _sizes(survey),
         _lengths(survey),
         _languages(survey),
         _dropped(survey),
         _samples(survey),
         _leaks(survey),
-        _method(survey),
-    ]
-    body = "\n".join(one for one in sections if one)
-    return (
-        f'{PAGE_START}<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n'
-        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        _notes(survey),
     )
+    report = Report(
+        f"The corpus {survey.origin}",
+        "Survey of a corpus",
+        _facts(survey),
+        tuple(section for section in sections if section is not None),
+        generator="survey",
+    )
+    return render_html(report)
 
 
-def _header(survey: Survey, title: str) -> str:
-    totals = {split: _total(survey, split) for split in ("train", "valid", "test")}
+def _facts(survey: Survey) -> tuple[str, ...]:
     zero_shot = [
         pair
         for pair, sizes in survey.sizes.items()
@@ -60,62 +59,52 @@ def _header(survey: Survey, title: str) -> str:
     facts = [
         counted(len(survey.sizes), "pair"),
         counted(len({code for pair in survey.sizes for code in pair.split("-")}), "language"),
-        counted(totals["train"], "training line"),
-        f"{totals['valid']:,} of validation",
-        f"{totals['test']:,} of test",
+        *(
+            counted(sum(sizes.get(split, 0) for sizes in survey.sizes.values()), f"{name} line")
+            for split, name in (("train", "training"), ("valid", "validation"), ("test", "test"))
+        ),
     ]
     if zero_shot:
         facts.append(f"{counted(len(zero_shot), 'pair')} without training text")
     if survey.emptied:
         facts.append(f"nothing left of {', '.join(sorted(survey.emptied))}")
-    return (
-        f'<header><p class="eyebrow">Survey of a corpus</p><h1>{title}</h1>'
-        f'<p class="facts">{escape_html(" · ".join(facts))}</p></header>'
-    )
+    return tuple(facts)
 
 
-def _sizes(survey: Survey) -> str:
-    largest = max((sizes.get("train", 0) for sizes in survey.sizes.values()), default=0)
-    pairs = sorted(survey.sizes, key=lambda pair: (-survey.sizes[pair].get("train", 0), pair))
-    titles = [
-        *("training lines", "", "imported", "dropped", "valid", "test"),
-        *("ratio of characters", "5 %", "95 %"),
-        *(("epochs",) if survey.epochs else ()),
-    ]
-    rows = "".join(_size_row(survey, pair, largest=largest) for pair in pairs)
+def _sizes(survey: Survey) -> ReportSection:
     lead = (
-        "Lines per pair and split. The ratio is that of the characters of the first side to those "
-        "of the second, its median over the training lines and what 5 % and 95 % are below."
+        "Lines per pair and split. The ratio is that of the characters of the first language to "
+        "those of the second: its median over the training lines, and its 5 % and 95 % quantiles."
     )
     if survey.epochs:
         lead += f" Epochs are how often training would see each line{_conditions(survey)}."
-    return section("Sizes", table(_head("pair", titles), rows, tall=len(pairs) > 20), lead=lead)
+    titles = headings(
+        *("Pair", "training lines", "imported", "dropped", "valid", "test"),
+        *("ratio of characters", "5 %", "95 %"),
+        *(("epochs",) if survey.epochs else ()),
+    )
+    largest = max((sizes.get("train", 0) for sizes in survey.sizes.values()), default=0)
+    pairs = sorted(survey.sizes, key=lambda pair: (-survey.sizes[pair].get("train", 0), pair))
+    rows = (_size_row(survey, pair, largest=largest) for pair in pairs)
+    return ReportSection("Sizes", lead, tables=(Table("", titles, tuple(rows)),))
 
 
-def _size_row(survey: Survey, pair: str, *, largest: int) -> str:
+def _size_row(survey: Survey, pair: str, *, largest: int) -> Row:
     sizes = survey.sizes[pair]
     lines = sizes.get("train", 0)
     imported = survey.imported.get(pair, lines)
     counts = survey.counts.get(pair)
     ratios = [None if counts is None else counts.ratio(share) for share in (0.5, 0.05, 0.95)]
-    cells = [
-        f"{lines:,}",
-        _bar(lines / largest if largest else 0.0),
-        f"{imported:,}",
-        f"{1 - lines / imported:.1%}" if imported else "–",
-        f"{sizes.get('valid', 0):,}",
-        f"{sizes.get('test', 0):,}",
-        *("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-    ]
-    if survey.epochs:
-        cells.append(f"{survey.epochs[pair]:.3g}" if pair in survey.epochs else "–")
-    return _row(pair, cells)
-
-
-def _bar(share: float) -> str:
-    """A bar as wide as its column of a table."""
-    drawn = bar(share, text="", style="s0")
-    return f'<div class="bar-row" style="grid-template-columns:110px">{drawn}</div>'
+    return row(
+        pair,
+        Cell(lines, bar=lines / largest if largest else 0.0),
+        imported,
+        Cell(1 - lines / imported if imported else None, ".1%"),
+        sizes.get("valid", 0),
+        sizes.get("test", 0),
+        *(Cell(ratio, ".2f") for ratio in ratios),
+        *([Cell(survey.epochs.get(pair), ".3g")] if survey.epochs else []),
+    )
 
 
 def _conditions(survey: Survey) -> str:
@@ -127,31 +116,31 @@ def _conditions(survey: Survey) -> str:
     return f" {' '.join(parts)}" if parts else ""
 
 
-def _lengths(survey: Survey) -> str:
-    """A few languages per chart, in the order of the alphabet."""
+def _lengths(survey: Survey) -> ReportSection | None:
+    """Return histograms of a few languages per chart, in alphabetical order."""
     languages = survey.languages
     if not languages:
-        return ""
+        return None
     total = LanguageCounts()
     for counts in languages.values():
         total.add(counts)
     last = quantile(total.lengths, SHOWN_SHARE) or 0
     codes = list(languages)
-    figures = [
+    figures = (
         _length_figure(
-            {code: languages[code] for code in codes[start : start + SERIES_COLOURS]}, last
+            {code: languages[code] for code in codes[start : start + SERIES_COLORS]}, last
         )
-        for start in range(0, len(codes), SERIES_COLOURS)
-    ]
-    return section(
+        for start in range(0, len(codes), SERIES_COLORS)
+    )
+    return ReportSection(
         "Lengths",
-        f'<div class="charts">{"".join(figures)}</div>',
-        lead=f"Characters per training line, in columns of {LENGTH_BIN}; the longest "
-        f"{1 - SHOWN_SHARE:.1%} are beyond the right edge.",
+        f"Characters per training line, in bins of {LENGTH_BIN}; the longest "
+        f"{1 - SHOWN_SHARE:.1%} of the lines are beyond the right edge.",
+        figures=tuple(figures),
     )
 
 
-def _length_figure(languages: Mapping[str, LanguageCounts], last: int) -> str:
+def _length_figure(languages: Mapping[str, LanguageCounts], last: int) -> Figure:
     series = [
         Series(
             code,
@@ -169,128 +158,98 @@ def _length_figure(languages: Mapping[str, LanguageCounts], last: int) -> str:
         x_label="characters",
         y_label="% of lines",
     )
-    return f"<figure>{chart}{legend(series)}</figure>"
+    return Figure(chart + legend(series))
 
 
-def _languages(survey: Survey) -> str:
-    titles = ["training lines", "characters per line", "words per line"]
+def _languages(survey: Survey) -> ReportSection | None:
+    languages = survey.languages
+    if not languages:
+        return None
+    titles = ["Language", "training lines", "characters per line", "words per line"]
+    lead = "Lines of a language count once in each of its pairs. Words are separated by spaces."
     if survey.fertility:
         titles += ["tokens", "tokens per word", "tokens per character"]
-    rows = []
-    for code, counts in survey.languages.items():
-        cells = [
-            f"{counts.lines:,}",
-            f"{counts.characters / counts.lines:.1f}",
-            f"{counts.words / counts.lines:.1f}",
-        ]
-        if survey.fertility:
-            found = survey.fertility.get(code)
-            cells += (
-                ["–"] * 3
-                if found is None
-                else [f"{found.tokens:,}", f"{found.per_word:.2f}", f"{found.per_character:.3f}"]
-            )
-        rows.append(_row(code, cells))
-    if not rows:
-        return ""
-    lead = "A language's lines count once in each of its pairs. Words are what spaces divide."
-    if survey.fertility:
         lead += (
-            " Fertility is the tokens per word; where a language is written without spaces, those "
-            "per character say more. Lines too long for the shards are without tokens here."
+            " Fertility is the number of tokens per word; for a language written without spaces, "
+            "tokens per character say more. Lines too long for the shards have no tokens here."
         )
-    return section(
-        "Languages", table(_head("language", titles), "".join(rows), tall=len(rows) > 20), lead=lead
-    )
+    rows = tuple(_language_row(survey, code, counts) for code, counts in languages.items())
+    return ReportSection("Languages", lead, tables=(Table("", headings(*titles), rows),))
 
 
-def _dropped(survey: Survey) -> str:
+def _language_row(survey: Survey, code: str, counts: LanguageCounts) -> Row:
+    fertility = survey.fertility.get(code)
+    cells = [
+        Cell(counts.lines),
+        Cell(counts.characters / counts.lines, ".1f"),
+        Cell(counts.words / counts.lines, ".1f"),
+    ]
+    if survey.fertility:
+        cells += (
+            [Cell(None)] * 3
+            if fertility is None
+            else [
+                Cell(fertility.tokens),
+                Cell(fertility.per_word, ".2f"),
+                Cell(fertility.per_character, ".3f"),
+            ]
+        )
+    return row(code, *cells)
+
+
+def _dropped(survey: Survey) -> ReportSection | None:
     found = {rule: lines for rule, lines in survey.dropped.items() if lines}
     if not found:
-        return ""
-    read = sum(found.values()) + _total(survey, "train")
-    rows = "".join(
-        _row(rule, [f"{lines:,}", f"{lines / read:.2%}"])
+        return None
+    kept = sum(sizes.get("train", 0) for sizes in survey.sizes.values())
+    read = sum(found.values()) + kept
+    rows = tuple(
+        row(rule, lines, Cell(lines / read, ".2%"))
         for rule, lines in sorted(found.items(), key=lambda item: (-item[1], item[0]))
     )
-    return section(
-        "Dropped by cleaning",
-        table(_head("rule", ["lines", "of those read"]), rows),
-        lead="Each line under the first rule that it breaks.",
+    return ReportSection(
+        "Lines dropped by cleaning",
+        "A line counts under the first rule that it violates.",
+        tables=(Table("", headings("Rule", "lines", "share of lines read"), rows),),
     )
 
 
-def _samples(survey: Survey) -> str:
-    parts = []
-    for rule, rows in groupby(survey.samples, key=lambda row: str(row["rule"])):
-        cards = "".join(
-            f'<article class="sample"><h4>{escape_html(str(row["pair"]))}'
-            f"<small>line {row['line']:,}</small></h4><dl>{_texts(row['text'])}</dl></article>"
-            for row in rows
+def _samples(survey: Survey) -> ReportSection | None:
+    samples = tuple(
+        TextSample(
+            str(sample["pair"]),
+            sample["line"],
+            tuple(SampleText(code, str(text), code) for code, text in sample["text"].items()),
+            group=str(sample["rule"]),
         )
-        parts.append(f'<h3>{escape_html(rule)}</h3><div class="samples">{cards}</div>')
-    if not parts:
-        return ""
-    return section(
-        "Samples of what was dropped", "".join(parts), lead="Drawn evenly from all, not by hand."
+        for sample in survey.samples
     )
+    if not samples:
+        return None
+    return ReportSection("Samples of dropped lines", "Drawn evenly from all.", samples=samples)
 
 
-def _texts(text: Mapping[str, object]) -> str:
-    return "".join(
-        f'<dt class="given">{escape_html(code)}</dt>'
-        f'<dd class="given" lang="{escape_html(code)}" dir="auto">'
-        + (escape_html(str(side)) if str(side).strip() else '<em class="empty">empty</em>')
-        + "</dd>"
-        for code, side in text.items()
-    )
-
-
-def _leaks(survey: Survey) -> str:
+def _leaks(survey: Survey) -> ReportSection | None:
     found = [
         (lines, pair, held_out)
         for pair, sets in survey.leaks.items()
         for held_out, lines in sets.items()
     ]
     if not found:
-        return ""
+        return None
     found.sort(key=lambda one: (-one[0], one[1], one[2]))
-    rows = "".join(
-        _row(pair, [escape_html(held_out), f"{lines:,}"])
-        for lines, pair, held_out in found[:SHOWN_LEAKS]
-    )
-    lead = "Training lines with a side that is a line of a held-out set, before they were dropped."
+    lead = "Training lines with a side that is a line of a held-out set; cleaning dropped them."
     if len(found) > SHOWN_LEAKS:
-        lead += (
-            f" The {SHOWN_LEAKS} largest of {len(found):,} numbers; the others stand in the corpus."
-        )
-    titles = ["held-out set", "training lines"]
-    return section(
-        "Held-out lines in training text",
-        table(_head("training text", titles), rows, tall=len(found) > 20),
-        lead=lead,
-    )
+        lead += f" The {SHOWN_LEAKS} largest of {len(found):,} counts; the corpus has the others."
+    titles = headings("Training text", "held-out set", "training lines", words=["held-out set"])
+    rows = tuple(row(pair, held_out, lines) for lines, pair, held_out in found[:SHOWN_LEAKS])
+    return ReportSection("Held-out lines in training text", lead, tables=(Table("", titles, rows),))
 
 
-def _method(survey: Survey) -> str:
-    notes = ["Characters are code points. All training lines were counted, none was sampled."]
+def _notes(survey: Survey) -> ReportSection:
+    notes = ["Characters are code points. All training lines were counted."]
     if not survey.fertility:
         notes.append("Fertility is left out: it needs the shards.")
     if not survey.epochs:
         notes.append("Expected epochs are left out: they need the mixture.")
-    return section("How to read this", bullet_list(notes))
-
-
-def _head(first: str, titles: Sequence[str]) -> str:
-    cells = "".join(f'<th scope="col">{escape_html(title)}</th>' for title in titles)
-    return f'<tr><th scope="col">{escape_html(first)}</th>{cells}</tr>'
-
-
-def _row(name: str, cells: Sequence[str]) -> str:
-    """A row of HTML cells; its name is text."""
-    shown = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f'<tr><th scope="row">{escape_html(name)}</th>{shown}</tr>'
-
-
-def _total(survey: Survey, split: str) -> int:
-    return sum(sizes.get(split, 0) for sizes in survey.sizes.values())
+    return ReportSection("Notes", lists=bullets(notes))

@@ -1,4 +1,4 @@
-"""What is known of a corpus, from its artifact and from those that were made of it."""
+"""Facts about a corpus, from its artifact and from those that were made of it."""
 
 import math
 from collections import defaultdict
@@ -25,50 +25,53 @@ SAMPLES_NAME, LEAKS_NAME = "dropped_samples.jsonl", "held_out_leaks.json"
 
 @dataclass(frozen=True)
 class Fertility:
-    """Tokens of a language's training text as it was encoded, and what they stand for."""
+    """Number of tokens of a language's training text, and the text they encode."""
 
     tokens: int
     counts: LanguageCounts
-    """Of the pairs that were encoded."""
+    """Counts of the encoded pairs."""
 
     @property
     def per_word(self) -> float:
+        """Return the tokens per word."""
         return self.tokens / max(self.counts.words, 1)
 
     @property
     def per_character(self) -> float:
+        """Return the tokens per character."""
         return self.tokens / max(self.counts.characters, 1)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """All that the page shows."""
+    """Contents of the page."""
 
     origin: str
-    """The corpus's folder."""
+    """Name of the corpus's directory."""
     sizes: Mapping[str, Mapping[str, int]]
     """Pair → split → lines."""
     imported: Mapping[str, int]
-    """Pair → training lines before any were dropped."""
+    """Pair → number of training lines before cleaning."""
     emptied: frozenset[str]
+    """Pairs of which cleaning left no training line."""
     counts: Mapping[str, PairCounts]
-    """Pair → of its training lines."""
+    """Pair → counts of its training lines."""
     dropped: Mapping[str, int]
-    """Rule → training lines that it dropped."""
+    """Rule → number of training lines that it dropped."""
     samples: tuple[Mapping[str, Any], ...]
-    """Some of them: rule, pair, line, text."""
+    """Some dropped lines: rule, pair, line, text."""
     leaks: Mapping[str, Mapping[str, int]]
-    """Pair → held-out set → training lines with a side in it."""
+    """Pair → held-out set → number of training lines with a side in it."""
     fertility: Mapping[str, Fertility]
-    """Language → of its tokens; empty without shards."""
+    """Language → fertility; empty without shards."""
     epochs: Mapping[str, float]
-    """Pair → how often training would see each line; empty without a mixture."""
+    """Pair → expected number of times that training sees each line; empty without a mixture."""
     sampling_temperature: float | None
     updates: int | None
 
     @property
     def languages(self) -> Mapping[str, LanguageCounts]:
-        """Language → of its training lines in all pairs."""
+        """Return the counts of every language over all its pairs."""
         found: dict[str, LanguageCounts] = defaultdict(LanguageCounts)
         for pair, counts in self.counts.items():
             for code, side in zip(pair.split("-"), counts.sides, strict=True):
@@ -112,11 +115,15 @@ def survey_corpus(corpus: Artifact, *, shards: Artifact | None, mixture: Artifac
 
 
 def refuse_others(corpus: Artifact, shards: Artifact | None, mixture: Artifact | None) -> None:
-    """Raises ArtifactError where an artifact was made of something else than the one before."""
+    """Check that every artifact was made from the one before.
+
+    Raises:
+        ArtifactError: one was not.
+    """
     if shards is None:
         if mixture is not None:
             raise ArtifactError(
-                f"Its shards alone say what {mixture.directory} was made of: name them, too."
+                f"Only its shards say what {mixture.directory} was made of. Name them, too."
             )
         return
     _refuse_other("corpus", corpus, made=shards)
@@ -128,7 +135,8 @@ def _refuse_other(name: str, source: Artifact, *, made: Artifact) -> None:
     record = made.manifest.inputs.get(name)
     if record is None or record.digest != source.digest_of(record.splits):
         raise ArtifactError(
-            f"{made.directory} was not made of {source.directory}: name those that belong together."
+            f"{made.directory} was not made of {source.directory}. Name artifacts that belong "
+            "together."
         )
 
 
@@ -188,6 +196,6 @@ def _updates(mixture: Artifact) -> int | None:
 
 def _refuse(artifact: Artifact, name: str) -> NoReturn:
     raise ArtifactError(
-        f"The {name} of {artifact.directory} hold something else than they should: run stage "
+        f"The {name} of {artifact.directory} have unexpected contents. Run stage "
         f"{artifact.manifest.stage!r} again."
     )

@@ -49,10 +49,9 @@ from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.compiled_regions import check_compiler
 from pipeline.model.labeller import Trained
-from pipeline.model.language_modules.stack import LanguageStack
-from pipeline.model.layers import compile_regions
 from pipeline.model.moe.expert_parallel import ExpertParallel
-from pipeline.model.moe.experts import Experts
+from pipeline.model.stacked import StackedModules
+from pipeline.model.sublayer import compile_regions
 from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import (
     GradientOrder,
@@ -512,7 +511,7 @@ def _mark_experts(model: Trained, group_name: str) -> None:
 def _spread_modules(model: Trained) -> Iterator[nn.Module]:
     """Yield the modules whose parameters differ within an expert-parallel group."""
     for module in model.modules():
-        if isinstance(module, Experts) or (isinstance(module, LanguageStack) and module.is_spread):
+        if isinstance(module, StackedModules) and module.is_spread:
             yield module
 
 

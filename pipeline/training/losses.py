@@ -14,8 +14,7 @@ from torch import Tensor
 from pipeline.batching.labelled import AnyBatch
 from pipeline.kernels.logits import summed_cross_entropy, summed_divergence
 from pipeline.model.labeller import Trained
-from pipeline.model.moe.layer import RoutingRecord
-from pipeline.model.moe.router import z_loss
+from pipeline.model.moe.routing import RoutingRecord, z_loss
 from pipeline.model.transformer import Output
 from pipeline.training.settings import LossConfig
 

@@ -21,8 +21,6 @@ from pipeline.checkpoints.checkpoint import write_model_files
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.languages import parts_words_by_spaces
-from pipeline.model.language_modules.choice import languages_with_modules
-from pipeline.model.settings import WsfConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.stages.registry import StageCall
@@ -83,7 +81,7 @@ def check_languages(data: TrainingData, spec: ModelSpec) -> None:
     Raises:
         ConfigError: a language has none.
     """
-    own = languages_with_modules(spec)
+    own = spec.languages_with_modules
     pairs = (*data.train.offsets, *data.valid.offsets)
     missing = sorted({code for pair in pairs for code in pair.split("-")} - set(own))
     if missing:
@@ -197,7 +195,7 @@ def unspaced_lines(
     Byte-WSF takes everything between two white spaces for one word: the whole line in a language
     without spaces. ``segmented``: the languages whose words a segmenter finds.
     """
-    if not isinstance(spec.model.front, WsfConfig):
+    if not spec.model.front.parts_words:
         return {}
     found: dict[str, int] = {}
     for pair, lines in train_lines.items():

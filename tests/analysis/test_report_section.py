@@ -58,7 +58,9 @@ def stored(directory: Path, name: str) -> Artifact:
 def test_its_figures_stand_in_tables_and_its_pictures_are_sound(tmp_path: Path, name: str) -> None:
     (shown,) = analysis_sections({"mine": stored(tmp_path / "a", name)})
     assert "mine" in shown.title
-    rows = {(table.title, row[0]): row[1:] for table in shown.tables for row in table.rows}
+    rows = {
+        (table.title, row.texts[0]): row.texts[1:] for table in shown.tables for row in table.rows
+    }
     match name:
         case "scales":
             assert rows["By direction", "de-en"] == ("0.750", "0.500", "25.0", "75.0")
@@ -70,7 +72,7 @@ def test_its_figures_stand_in_tables_and_its_pictures_are_sound(tmp_path: Path, 
             assert rows["From the longest to the most concise", "de"] == ("7.5", "1.500")
     assert len(shown.figures) == 1
     for figure in shown.figures:
-        ElementTree.fromstring(f"<figure>{figure}</figure>")
+        ElementTree.fromstring(f"<figure>{figure.svg}</figure>")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -96,5 +98,5 @@ def test_an_analysis_of_no_known_kind_is_refused(tmp_path: Path) -> None:
         tmp_path / "new", kind="analysis", stage="analyze_it", config={}, inputs={}
     ) as writer:
         writer.statistics["analysis"] = "of tomorrow"
-    with pytest.raises(ArtifactError, match="run stage 'analyze_it' again"):
+    with pytest.raises(ArtifactError, match="Run stage 'analyze_it' again"):
         analysis_sections({"x": open_artifact(tmp_path / "new", kind="analysis")})

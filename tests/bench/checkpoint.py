@@ -39,9 +39,9 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory

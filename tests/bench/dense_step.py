@@ -33,7 +33,8 @@ from support.tiny_models import EOS_ID, PAD_ID, random_examples, tiny_spec
 from pipeline.batching.batch import Batch, Example, Packing, collate
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.kernels.cpu import has_bfloat16_products
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.building import build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss
 from pipeline.training.settings import LossConfig
 

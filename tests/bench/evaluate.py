@@ -35,10 +35,14 @@ from pipeline.artifacts.corpus import Direction
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.language_grams import grams_of_lines, langdetect_profiles
-from pipeline.evaluation.paired_tests import RandomisationTask, randomisation_p_values
+from pipeline.evaluation.language_detector import grams_of_lines, langdetect_profiles
 from pipeline.evaluation.score_slot import Score, TranslatedLines
-from pipeline.evaluation.significance import BootstrapTask, resampled_scores
+from pipeline.evaluation.significance import (
+    BootstrapTask,
+    RandomisationTask,
+    randomisation_p_values,
+    resampled_scores,
+)
 
 BIBLE = Path(__file__).resolve().parents[3] / "shared" / "data" / "bible"
 LANGUAGES = "cs da de el es fi fr he hu ja ko lv mg ml my nl pl pt ru sr sv tl vi zh".split()

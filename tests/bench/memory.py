@@ -37,10 +37,10 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port, leave
 from pipeline.estimates.memory import estimate
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import TrainingConfig

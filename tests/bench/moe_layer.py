@@ -35,10 +35,11 @@ from support.tiny_models import tiny_spec, tokens_in_groups
 from pipeline.batching.batch import Packing
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave
+from pipeline.model.building import build_model
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.moe.layer import MixtureOfExperts
+from pipeline.model.moe.router import TokenRouter
 from pipeline.model.settings import MoEConfig
-from pipeline.model.transformer import build_model
 from pipeline.training.engine import connect
 
 TOP_K = 2
@@ -157,6 +158,7 @@ def nllb_layer(shape: Shape, ours: MixtureOfExperts) -> tuple[nn.Module, Layer]:
         activation_dropout=0.0,
         activation_function="relu",
     )
+    assert isinstance(ours.router, TokenRouter)
     dtype = ours.router.weight.dtype
     peer = NllbMoeSparseMLP(config, shape.hidden_width).to(DEVICE, dtype).train()
     with torch.no_grad():

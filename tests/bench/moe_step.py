@@ -34,9 +34,10 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World, distributed_world, leave
+from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.engine import Engine, connect
 from pipeline.training.losses import translation_loss
 from pipeline.training.optim import make_optimizer

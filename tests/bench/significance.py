@@ -25,14 +25,15 @@ from ratios import compare, interleaved, parse_options, report
 
 from pipeline.evaluation.bleu import Bleu
 from pipeline.evaluation.chrf import Chrf
-from pipeline.evaluation.paired_tests import (
+from pipeline.evaluation.significance import (
+    BootstrapTask,
     PairedBootstrapTask,
     RandomisationTask,
     bootstrap_p_values,
     randomisation_p_values,
+    resampled_scores,
     second_round,
 )
-from pipeline.evaluation.significance import BootstrapTask, resampled_scores
 
 LINES, SYSTEMS, RESAMPLES, DIRECTIONS = 2000, 4, 1000, 188
 

@@ -29,10 +29,11 @@ from pipeline.checkpoints.weights import TensorFiles, read_tensor, write_weights
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ArtifactError, CheckpointError
-from pipeline.model import transformer
+from pipeline.model import building
+from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.run_directory import RunDirectory
@@ -364,13 +365,13 @@ def test_a_model_loaded_in_bfloat16_is_the_float32_model_rounded_and_allocated_o
     tmp_path: Path,
 ) -> None:
     saved = saved_checkpoint(tmp_path / "checkpoint", tiny_model(SPEC))
-    original, allocated = transformer.allocate, list[torch.dtype]()
+    original, allocated = building.allocate, list[torch.dtype]()
 
     def allocate(model: nn.Module, device: torch.device) -> None:
         allocated.extend(parameter.dtype for parameter in model.parameters())
         original(model, device)
 
-    with mock.patch.object(transformer, "allocate", allocate):
+    with mock.patch.object(building, "allocate", allocate):
         loaded = load_model(saved, dtype=torch.bfloat16)
     assert set(allocated) == {torch.bfloat16}
     expected = load_model(saved).to(torch.bfloat16)

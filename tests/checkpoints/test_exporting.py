@@ -32,8 +32,8 @@ from pipeline.checkpoints.foreign.vocabularies import with_pieces
 from pipeline.checkpoints.opening import import_checkpoint, own_source
 from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
+from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
-from pipeline.model.transformer import build_model
 
 ARCHIVE = Path(__file__).parents[1] / "whole" / "stored_run.tar.gz"
 MOE = MoEConfig(num_experts=4, every=2)

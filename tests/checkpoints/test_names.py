@@ -9,12 +9,13 @@ from support.tiny_models import PAD_ID, tiny_spec
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.checkpoints.names import expert_name, initialize_weights, named_slices, tensor_shapes
+from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
+from pipeline.model.building import build_model
 from pipeline.model.initial_values import initialize
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 
 MOE = MoEConfig(num_experts=4, top_k=2, every=2)
 
@@ -39,13 +40,6 @@ def rank_of_two(spec: ModelSpec, rank: int) -> Transformer:
     model = build_model(spec, expert_parallel=parallel)
     initialize_weights(model, seed=1)
     return model
-
-
-@pytest.mark.parametrize("expert", [0, 7, 31])
-def test_an_experts_name_carries_its_global_id(expert: int) -> None:
-    stacked = "decoder.layers.3.feed_forward.experts.up.weight"
-    expected = f"decoder.layers.3.feed_forward.experts.{expert}.up.weight"
-    assert expert_name(stacked, expert) == expected
 
 
 def test_an_artifact_has_a_tensor_per_expert_and_one_name_per_dense_tensor() -> None:

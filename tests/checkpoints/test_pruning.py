@@ -23,7 +23,7 @@ from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.pruning import PruningPlan, plan_pruning, prune_experts
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.moe.router import Routing
+from pipeline.model.moe.routing import Routing
 from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingCounter, RoutingStatistics
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec

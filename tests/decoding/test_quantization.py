@@ -13,7 +13,7 @@ from pipeline.batching.batch import collate
 from pipeline.decoding.quantization import QuantizedLinear, quantize
 from pipeline.errors import ConfigError
 from pipeline.kernels.products import Linear
-from pipeline.model.transformer import shape_of_model
+from pipeline.model.building import shape_of_model
 
 
 def by_integers(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:

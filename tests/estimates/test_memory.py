@@ -26,10 +26,11 @@ from pipeline.errors import ConfigError
 from pipeline.estimates.activations import Device, MicroBatchShape, activation_bytes
 from pipeline.estimates.memory import MemoryEstimate, estimate
 from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.model.building import build_model, shape_of_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Output, Transformer, build_model, shape_of_model
+from pipeline.model.transformer import Output, Transformer
 from pipeline.training.engine import Engine, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import LossConfig, TrainingConfig

@@ -9,9 +9,9 @@ from torch import Tensor
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
 from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, expert_exchanges, least_time
+from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.spec import placeholder_spec
-from pipeline.model.transformer import build_model
 from pipeline.training.losses import training_loss
 
 DROPLESS = {"num_experts": 4, "every": 2}

@@ -1,14 +1,74 @@
-"""Averages agree with calculation by hand."""
+"""Averages, verdicts, win ratios and confusion matrices: counted by hand, and shown in reports."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.example_evaluation import BLEU, IMPRINT, PROFILES, evaluation, history
 
 from pipeline.artifacts.corpus import Direction, Resource
-from pipeline.evaluation.averages import average_scores, mean_scores
+from pipeline.errors import ConfigError
+from pipeline.evaluation.averages import (
+    average_by_language,
+    average_scores,
+    confuse_languages,
+    distinct_share,
+    judge,
+    mean_scores,
+    quality,
+    win_ratios,
+)
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.checks import undecided
+from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile, Family
-from pipeline.evaluation.scores import Scores
+from pipeline.evaluation.failed_outputs import LengthRatio
+from pipeline.evaluation.rendering import render_html, render_markdown
+from pipeline.evaluation.report import evaluation_report
+from pipeline.evaluation.score_slot import Column
+from pipeline.evaluation.score_tables import (
+    MATRIX_LANGUAGES,
+    average_columns,
+    baseline_section,
+    distinct_outputs_section,
+    language_averages_section,
+    output_languages_section,
+)
+from pipeline.evaluation.scores import (
+    BaselineTests,
+    Evaluation,
+    PairedTest,
+    Scores,
+    Wins,
+    scores_document,
+)
+from pipeline.evaluation.scoring import baseline_place
+from pipeline.evaluation.significance import LEVEL, holm
+from pipeline.evaluation.tables import Table
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+MANY = {f"l{number:02}": 1 for number in range(MATRIX_LANGUAGES + 4)}
+MISSED = {"de-en": {"en": 9, "de": 1}, "en-de": {"de": 10}, "fr-de": {"de": 6, "fr": 3, "none": 1}}
+FOUND = {"de-en": {"en": 27, "de": 3}, "de-fr": {"fr": 10, "en": 15, "de": 4, "none": 1}}
+
+
+def both_forms(found: Evaluation, *, system: str = "experts") -> tuple[str, str]:
+    """Return the report as Markdown and as HTML."""
+    report = evaluation_report(found, history(system), imprint=IMPRINT)
+    return render_markdown(report), render_html(report)
+
+
+def titles(table: Table) -> list[str]:
+    return [heading.title for heading in table.headings]
+
+
+# Averages
 
 
 def profile(name: str, family: Family, resource: Resource | None) -> DirectionProfile:
@@ -51,3 +111,402 @@ def test_the_mean_of_scores_is_numpys_mean(values: list[float]) -> None:
     found = mean_scores([{"bleu": value, "chrf": value / 2} for value in values])
     assert found["bleu"] == pytest.approx(float(np.mean(values)))
     assert found["chrf"] == pytest.approx(float(np.mean(values)) / 2)
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(
+    ("bleu", "distinct", "translates"),
+    [(5.0, 50.0, True), (4.99, 100.0, False), (40.0, 49.9, False), (0.1, 1.0, False)],
+)
+def test_a_system_translates_from_5_bleu_and_half_as_many_outputs_as_sources(
+    bleu: float, distinct: float, translates: bool
+) -> None:
+    assert quality(bleu=bleu, distinct=distinct).translates == translates
+
+
+def test_distinct_outputs_are_counted_over_distinct_sources_and_without_white_space() -> None:
+    sources = ["one", "two", "two ", "three", "four"]
+    assert distinct_share(["a", "a ", " a", "b", ""], sources) == 100 * 3 / 4
+    assert distinct_share([""], [""]) == 100.0
+
+
+def judged(**distinct: float) -> Evaluation:
+    """The example with other shares of distinct outputs, in all directions."""
+    found = evaluation()
+    systems = [
+        replace(
+            one,
+            directions={
+                name: replace(
+                    scored,
+                    quality=quality(
+                        bleu=scored.scores["bleu"],
+                        distinct=distinct.get(one.name, scored.quality.distinct),
+                    ),
+                )
+                for name, scored in one.directions.items()
+            },
+        )
+        for one in found.systems
+    ]
+    verdicts = judge(systems, baseline="dense", profiles=PROFILES)
+    return replace(
+        found, systems=tuple(systems), verdicts=verdicts, warnings=(*undecided(verdicts),)
+    )
+
+
+def test_an_average_is_judged_by_its_mean_and_a_direction_by_itself() -> None:
+    """The baseline has 5 BLEU into French and 1 into Malagasy."""
+    verdicts = judged().verdicts
+    assert verdicts.decides("de-fr")
+    assert not verdicts.decides("de-mg")
+    assert verdicts.averages["zero_shot"]["all"]["dense"].bleu == 3.0
+    assert not verdicts.decides_average("zero_shot", "all")
+    assert verdicts.decides_average("out_of_pivot", "low")
+    assert not judged(dense=49.0).verdicts.decides("de-en"), "30 BLEU, but the same outputs"
+
+
+def test_both_reports_say_not_decided_where_the_baseline_does_not_translate() -> None:
+    found = judged()
+    assert [(one.family, one.decided) for one in average_columns(found)][-2:] == [
+        ("out_of_pivot", True),
+        ("zero_shot", False),
+    ]
+    text, page = both_forms(found)
+    assert "Zero-shot all (2 directions, not decided)" in text
+    assert page.count("<small>2 directions, not decided</small>") >= 2
+    rows = [line for line in text.split("\n") if line.startswith(("| de → fr (", "| de → mg ("))]
+    assert [("not decided" in row) for row in rows] == [False, True]
+    assert page.count("<small>German → Malagasy, not decided</small>") == 1
+    (warning,) = found.warnings
+    assert "Not decided in 1 of 5 directions" in warning
+    assert "does not translate there: de-mg." in warning
+
+
+def test_the_share_of_distinct_outputs_stands_per_system_in_both_reports_and_the_document() -> None:
+    found = judged(experts=42.5)
+    (table,) = distinct_outputs_section(found).tables
+    assert table.rows[0].texts == ("dense", *["97.0"] * 6)
+    assert table.rows[1].texts == ("experts", *["42.5"] * 6)
+    assert table.rows[-1].texts == ("Comparison with dense", *["decided"] * 5, "not decided")
+    text, page = both_forms(found)
+    assert f"| experts | {' | '.join(['42.5'] * 6)} |" in text
+    assert "<td>42.5</td>" in page
+    verdicts = scores_document(found)["verdicts"]
+    assert verdicts["directions"]["de-en"]["experts"] == {
+        "bleu": 31.0,
+        "distinct": 42.5,
+        "translates": False,
+    }
+    assert verdicts["averages"]["zero_shot"]["all"]["dense"]["translates"] is False
+
+
+def test_where_nothing_is_decided_there_are_no_tables_of_directions_won() -> None:
+    found = judged(dense=10.0)
+    wins = win_ratios(
+        found.systems,
+        baseline="dense",
+        columns=found.columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
+    )
+    section = baseline_section(replace(found, wins=wins))
+    assert section is not None
+    assert section.tables == ()
+    assert section.lead == "Not decided: dense does not translate in any direction."
+
+
+def test_of_one_system_the_share_is_given_and_nothing_is_called_undecided() -> None:
+    """There is no baseline that could have decided anything."""
+    found = evaluation()
+    alone = replace(
+        found,
+        systems=found.systems[:1],
+        verdicts=judge(found.systems[:1], baseline="dense", profiles=PROFILES),
+        significance=None,
+        warnings=(),
+    )
+    assert undecided(alone.verdicts) == []
+    text, _ = both_forms(alone, system="dense")
+    assert "| dense | 97.0 |" in text
+    assert "not decided" not in text
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_results_that_are_kept_show_no_verdict_where_the_baseline_does_not_translate(
+    path: Path,
+) -> None:
+    """Not even in bold: the 0.5 BLEU of one system was, against 0.3."""
+    found = json.loads(path.read_text("utf-8"))
+    baseline = found["baseline_tests"]["baseline"]
+    (scored,) = [one["directions"] for one in found["systems"] if one["name"] == baseline]
+    text = path.with_suffix(".md").read_text("utf-8")
+    rows = text[text.index("## All directions") :].split("\n")
+    for name, one in scored.items():
+        (row,) = [row for row in rows if row.startswith(f"| {name} (")]
+        if one["scores"]["bleu"] < 5:
+            assert "not decided" in row
+            assert "**" not in row
+        else:
+            assert "not decided" not in row
+    if all(one["scores"]["bleu"] < 5 for one in scored.values()):
+        assert f"Not decided: {baseline} does not translate in any direction." in text
+        assert "**" not in text
+
+
+# Wins and tests
+
+
+def paired(difference: float, bootstrap: float, randomisation: float) -> PairedTest:
+    return PairedTest(difference, 0.001, bootstrap, 0.001, randomisation)
+
+
+def whole_evaluation() -> Evaluation:
+    """The example with all that stands beside its averages."""
+    found = evaluation()
+    systems = tuple(
+        replace(
+            system,
+            directions={
+                name: replace(one, outcomes={"language": FOUND[name]}) if name in FOUND else one
+                for name, one in system.directions.items()
+            },
+        )
+        for system in found.systems
+    )
+    tests = {
+        "de-en": {"bleu": {"experts": paired(1.0, 0.01, 0.2), "baseline": paired(-27.0, 0.0, 0.0)}},
+        "de-fr": {"bleu": {"experts": paired(-1.0, 0.04, 0.05), "baseline": paired(-4, 0.06, 0.5)}},
+    }
+    return replace(
+        found,
+        systems=systems,
+        baseline_tests=BaselineTests("dense", tests, 8, 1000, ("de-mg",)),
+        language_averages=tuple(average_by_language(systems, profiles=PROFILES, pivot="en")),
+        wins=won(found.columns),
+    )
+
+
+def won(columns: Sequence[Column]) -> Wins | None:
+    """Of the example, against its dense system."""
+    found = evaluation()
+    return win_ratios(
+        found.systems,
+        baseline="dense",
+        columns=columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
+    )
+
+
+def test_a_set_of_languages_may_name_one_of_several_regions() -> None:
+    systems, profiles = evaluation().systems, list(PROFILES)
+    for name, code in (("de-fr", "fr_CA"), ("de-mg", "fr")):
+        renamed = Direction("de", code)
+        profiles = [
+            replace(one, direction=renamed) if str(one.direction) == name else one
+            for one in profiles
+        ]
+        systems = tuple(
+            replace(one, directions={**one.directions, str(renamed): one.directions[name]})
+            for one in systems
+        )
+    sets = {"Canada": ["fra-CA"], "all": ["fr", "fr_CA"], "France": ["fr_FR"]}
+    found = average_by_language(systems, profiles=profiles, pivot="en", sets=sets)
+    counts = {one.value: one.directions for one in found if one.trait == "set"}
+    assert counts == {"Canada": 1, "all": 2, "France": 1}
+
+
+def test_win_ratios_are_shares_of_directions_won_and_ties_are_none() -> None:
+    wins = won(evaluation().columns)
+    assert wins is not None
+    assert wins.systems.keys() == {"experts", "baseline"}
+    ours = wins.systems["experts"]
+    won_out = [BLEU["second"][name] > BLEU["dense"][name] for name in ("en-de", "en-fr")]
+    assert ours["out_of_pivot"]["all"]["bleu"] == 100 * sum(won_out) / 2 == 100.0
+    assert ours["out_of_pivot"]["high"]["chrf"] == 100.0
+    assert ours["zero_shot"]["all"]["language"] == 0.0, "equal"
+    assert wins.systems["baseline"]["into_pivot"]["all"]["bleu"] == 0.0
+
+
+def test_a_score_with_less_is_better_is_won_by_the_lower_and_one_without_ends_by_none() -> None:
+    found = evaluation()
+    columns = [replace(Bleu.column, larger_is_better=False), replace(Chrf.column)]
+    wins = won(columns)
+    assert wins is not None
+    assert wins.systems["baseline"]["zero_shot"]["all"] == {"bleu": 100.0, "chrf": 0.0}
+    endless = won([LengthRatio.column])
+    assert endless is not None
+    assert endless.systems["experts"]["zero_shot"]["all"] == {}
+    alone = win_ratios(
+        found.systems[:1],
+        baseline="dense",
+        columns=columns,
+        profiles=PROFILES,
+        verdicts=found.verdicts,
+    )
+    assert alone is None
+
+
+def test_directions_whose_baseline_does_not_translate_are_won_by_none() -> None:
+    """Into Malagasy the baseline has 1 BLEU: of both zero-shot directions, de-fr alone counts."""
+    wins = won(evaluation().columns)
+    assert wins is not None
+    assert BLEU["second"]["de-mg"] > BLEU["dense"]["de-mg"]
+    assert BLEU["second"]["de-fr"] < BLEU["dense"]["de-fr"]
+    assert wins.systems["experts"]["zero_shot"]["all"]["bleu"] == 0.0
+    section = baseline_section(whole_evaluation())
+    assert section is not None
+    (table,) = [one for one in section.tables if one.title == "BLEU: win ratio, %"]
+    assert table.rows[-1].texts == ("Directions not decided", *("0" for _ in range(5)), "1")
+
+
+def test_tests_are_counted_by_what_is_significant_and_languages_by_lines() -> None:
+    whole = whole_evaluation()
+    baseline, averages = baseline_section(whole), language_averages_section(whole)
+    languages = output_languages_section(whole)
+    assert baseline is not None
+    assert averages is not None
+    assert languages is not None
+    by_family, _, by_script, _ = averages.tables
+    assert [table.title for table in averages.tables] == [
+        *("BLEU by family", "chrF++ by family", "BLEU by script", "chrF++ by script")
+    ]
+    systems = ["dense", "experts", "baseline"]
+    assert titles(by_family) == ["Family", "Direction type", "Directions", *systems]
+    assert by_family.rows[1].texts == ("Germanic", "En → Any", "1", "20.0", "22.0", "2.0")
+    assert {row.texts[:3] for row in by_script.rows} == {
+        ("Latn", "Any → En", "1"),
+        ("Latn", "En → Any", "2"),
+        ("Latn", "Zero-shot", "2"),
+    }
+    tables = {
+        table.title: {row.texts[0]: row.texts[1:] for row in table.rows}
+        for table in baseline.tables
+    }
+    assert tables["BLEU: directions with a significant difference"] == {
+        "experts": ("1 / 0", "1 / 1", "0 / 1", "1"),
+        "baseline": ("0 / 0", "1 / 1", "1 / 1", "1"),
+    }
+    assert tables["BLEU: win ratio, %"]["experts"][0] == "100.0"
+    table = languages.tables[0]
+    assert table.rows[0].texts[:3] == ("English (en)", "Any → En", "90.0 %; de 10.0")
+    assert table.rows[1].texts[:3] == (
+        "French (fr)",
+        "Zero-shot",
+        "33.3 %; en 50.0, de 13.3, none 3.3",
+    )
+
+
+@pytest.mark.parametrize(("resamples", "shown"), [(158, False), (160, True)])
+def test_a_table_of_differences_is_shown_only_where_one_could_be_significant(
+    resamples: int, shown: bool
+) -> None:
+    """Eight tests: the smallest p-value there can be, 1 / (n + 1), is corrected to 8 times that."""
+    smallest = holm([1 / (resamples + 1), *[1.0] * 7])[0]
+    assert (smallest <= LEVEL) == shown
+    found = whole_evaluation()
+    assert found.baseline_tests is not None
+    tests = replace(found.baseline_tests, resamples=resamples)
+    section = baseline_section(replace(found, baseline_tests=tests))
+    assert section is not None
+    assert any("significant" in table.title for table in section.tables) == shown
+    assert ("8 tests need 160 resamples" in section.lead) == (not shown)
+
+
+def test_averages_by_language_are_means_over_the_languages_that_are_not_the_pivot() -> None:
+    found = average_by_language(evaluation().systems, profiles=PROFILES, pivot="en")
+    means = {
+        (one.trait, one.value, one.family): (one.directions, one.systems["dense"]["bleu"])
+        for one in found
+    }
+    bleu = BLEU["dense"]
+    assert means["family", "Germanic", "into_pivot"] == (1, bleu["de-en"])
+    assert means["family", "Romance", "zero_shot"] == (1, bleu["de-fr"])
+    assert means["family", "Austronesian", "zero_shot"] == (1, bleu["de-mg"])
+    assert means["script", "Latn", "out_of_pivot"] == (2, (bleu["en-de"] + bleu["en-fr"]) / 2)
+
+
+def test_both_reports_and_the_document_hold_them() -> None:
+    found = whole_evaluation()
+    document = scores_document(found)
+    assert document["wins"]["systems"]["experts"]["into_pivot"]["all"]["bleu"] == 100.0
+    test = document["baseline_tests"]["directions"]["de-en"]["bleu"]["experts"]
+    assert (test["bootstrap_holm"], test["randomisation_holm"]) == (0.01, 0.2)
+    scored = document["systems"][0]["directions"]["de-fr"]
+    assert scored["language_found"] == FOUND["de-fr"]
+    text, page = both_forms(found)
+    for title in ("Comparison with the baseline dense", "Output languages"):
+        assert f"## {title}\n" in text
+        assert f"<h2>{title}</h2>" in page
+    assert "| French (fr) | Zero-shot | 33.3 %; en 50.0, de 13.3, none 3.3 |" in text
+    assert "33.3 %; en 50.0, de 13.3, none 3.3</td>" in page
+
+
+def test_the_baseline_is_the_first_system_or_the_one_that_is_named() -> None:
+    assert baseline_place(["a", "b"], "") == 0
+    assert baseline_place(["a", "b"], "b") == 1
+    with pytest.raises(ConfigError, match="'c', which is none of the systems a, b"):
+        baseline_place(["a", "b"], "c")
+
+
+# Output languages
+
+
+def told(found: dict[str, dict[str, int]]) -> Evaluation:
+    """Every system has these outcomes, in the directions that are named."""
+    example = evaluation()
+    systems = tuple(
+        replace(
+            system,
+            directions={
+                name: replace(one, outcomes={"language": found[name]} if name in found else {})
+                for name, one in system.directions.items()
+            },
+        )
+        for system in example.systems
+    )
+    return replace(
+        example, systems=systems, confusion=confuse_languages(systems, profiles=PROFILES)
+    )
+
+
+def test_counts_of_a_familys_directions_into_a_language_are_summed() -> None:
+    names = [str(one.direction) for one in PROFILES]
+    found = {name: {"en": place + 1, "none": 2} for place, name in enumerate(names)}
+    confusion = told(found).confusion
+    assert confusion.keys() == {"language"}
+    for families in confusion["language"].values():
+        for family, targets in families.items():
+            for target, counts in targets.items():
+                members = [
+                    found[str(one.direction)]
+                    for one in PROFILES
+                    if one.family == family and one.direction.target == target
+                ]
+                assert counts == sum(map(Counter, members), Counter())
+    assert sum(map(len, families.values())) == len(
+        {(one.family, one.direction.target) for one in PROFILES}
+    )
+
+
+def test_the_matrix_shows_shares_of_the_lines_asked_for_where_any_was_missed() -> None:
+    whole = told(MISSED)
+    section = output_languages_section(whole)
+    assert section is not None
+    matrices = {table.title: table for table in section.tables[1:]}
+    matrix = matrices["dense, Any → En: output language, % of lines"]
+    assert titles(matrix) == ["Target language", "de", "en"]
+    assert [row.texts for row in matrix.rows] == [("en", "10.0", "90.0")]
+    assert not any("En → Any" in title for title in matrices), "nothing was missed there"
+
+
+def test_languages_that_are_found_seldom_are_summed_up() -> None:
+    section = output_languages_section(told({"de-en": {"en": 80, **MANY}}))
+    assert section is not None
+    matrix = section.tables[1]
+    shares = dict(zip(titles(matrix), matrix.rows[0].texts, strict=True))
+    assert len(shares) == 1 + MATRIX_LANGUAGES + 1
+    assert (shares["en"], shares["others"]) == ("80.0", "5.0")

@@ -126,7 +126,7 @@ def test_a_missing_korean_tokenizer_is_replaced_by_characters(
     found = Bleu.into(["de", "ko"], option="per-language")
     assert found.tokenizers == {"de": "13a", "ko": "char"}
     assert found.caveats() == [
-        "BLEU into ko: tokenizer char stands in for ko-mecab, which cannot be loaded here."
+        "BLEU into ko: tokenizer char replaces ko-mecab, which cannot be loaded here."
     ]
 
 

@@ -19,9 +19,9 @@ from pipeline.evaluation.charts import (
     legend,
     line_chart,
     nice_ticks,
+    picture,
     thin_out,
 )
-from pipeline.evaluation.pictures import picture
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 8))

@@ -14,10 +14,10 @@ from pipeline.evaluation.failed_outputs import (
     Copies,
     EmptyOutputs,
     InvalidOutputs,
+    LengthRatio,
     Loops,
     has_loop,
 )
-from pipeline.evaluation.length_ratio import LengthRatio
 from pipeline.evaluation.score_slot import Score, TranslatedLines
 
 SOURCES = ["Guten  Tag", "Haus", "la la la la", "x"]

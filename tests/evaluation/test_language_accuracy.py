@@ -15,11 +15,16 @@ from langdetect.lang_detect_exception import LangDetectException
 
 from pipeline.artifacts.corpus import Direction
 from pipeline.errors import ConfigError
-from pipeline.evaluation import language_grams, language_walk
+from pipeline.evaluation import language_detector
 from pipeline.evaluation.language_accuracy import LanguageAccuracy
-from pipeline.evaluation.language_detector import LanguageDetector, detectable_languages
-from pipeline.evaluation.language_grams import Floats, langdetect_profiles
-from pipeline.evaluation.language_walk import RandomWords, language_probabilities
+from pipeline.evaluation.language_detector import (
+    Floats,
+    LanguageDetector,
+    RandomWords,
+    detectable_languages,
+    langdetect_profiles,
+    language_probabilities,
+)
 from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.languages import PAPER_GROUPS
 
@@ -229,9 +234,9 @@ def test_neither_blocks_nor_stages_change_what_is_found(monkeypatch: pytest.Monk
         )
 
     expected = found()
-    monkeypatch.setattr(language_grams, "BLOCK_CHARACTERS", 70)
-    monkeypatch.setattr(language_walk, "BLOCK_LINES", 2)
-    monkeypatch.setattr(language_walk, "MIN_ROWS", 1)
+    monkeypatch.setattr(language_detector, "BLOCK_CHARACTERS", 70)
+    monkeypatch.setattr(language_detector, "BLOCK_LINES", 2)
+    monkeypatch.setattr(language_detector, "MIN_ROWS", 1)
     np.testing.assert_array_equal(found(), expected)
 
 

@@ -1,6 +1,9 @@
-"""Paired bootstrap: sacreBLEU's own scores and intervals, and no best system by chance."""
+"""Intervals and tests equal sacreBLEU's and calculations by hand, and find what differs."""
 
+import itertools
+import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,29 @@ from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED, LanguageAcc
 from pipeline.evaluation.score_slot import Score
 from pipeline.evaluation.scores import Quality, Significance, Verdicts
 from pipeline.evaluation.significance import (
+    LEVEL,
+    MOST_RESAMPLES,
+    SETTLED,
     BootstrapTask,
+    PairedBootstrapTask,
+    PValues,
+    RandomisationTask,
+    bootstrap_p_value,
+    bootstrap_p_values,
     compare,
     compare_all,
+    compare_with_baseline,
     draw_counts,
+    holm,
+    in_two_rounds,
     middle_95,
+    p_values_of_draws,
+    randomisation_p_values,
     resampled_scores,
+    second_round,
 )
+
+# Intervals
 
 KNOWN = frozenset({"en"})
 SCORES: tuple[Score, ...] = (
@@ -212,3 +231,225 @@ def test_language_accuracies_are_resampled_where_they_were_measured(tmp_path: Pa
         "bleu",
         "chrf",
     ]
+
+
+# Tests against the baseline
+
+TRIALS = 300
+HITS = LanguageAccuracy(PLAIN, KNOWN, None, seed=1)
+
+
+@pytest.fixture
+def texts() -> tuple[list[str], dict[str, list[str]]]:
+    """References, and a baseline with a system much like it and one better than it."""
+    references = sentences(50, seed=1)
+    shares = {"base": (0.4, 2), "near": (0.38, 3), "far": (0.3, 4)}
+    return references, {
+        name: damaged(references, share=share, seed=seed) for name, (share, seed) in shares.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test_type", ["bs", "ar"])
+def test_p_values_are_those_of_sacrebleus_paired_tests(
+    test_type: str,
+    texts: tuple[list[str], dict[str, list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    references, systems = texts
+    monkeypatch.setitem(os.environ, "SACREBLEU_SEED", "77")
+    metrics: Any = {"BLEU": BLEU(), "chrF2++": CHRF(word_order=2)}
+    peer = PairedTest(
+        list(systems.items()), metrics, [references], test_type=test_type, n_samples=TRIALS
+    )
+    expected: Any = peer()[1]
+    rows = {name: line_statistics(one, references) for name, one in systems.items()}
+    paths = [stored(tmp_path / name, one) for name, one in rows.items()]
+    scores = (BLEU_INTO, CHRF_PLUS)
+    draws = resampled_scores(BootstrapTask(paths, scores, seed=77, resamples=TRIALS))
+    swapped = randomisation_p_values(RandomisationTask(paths, 0, scores, seed=77, trials=TRIALS))
+    for score, title in ((BLEU_INTO, "BLEU"), (CHRF_PLUS, "chrF2++")):
+        name = score.column.name
+        values = [score.of_corpus(one[name]) for one in rows.values()]
+        for place in (1, 2):
+            found = (
+                bootstrap_p_value(
+                    draws[name][place], draws[name][0], difference=values[place] - values[0]
+                )
+                if test_type == "bs"
+                else swapped[name][place]
+            )
+            assert found == pytest.approx(expected[title][place].p_value, abs=1.5 / TRIALS)
+
+
+def test_randomisation_of_hits_is_the_exact_test_of_all_tosses(tmp_path: Path) -> None:
+    """Six lines that differ, five of them in one system's favour: 14 tosses of 64 are as far."""
+    ours = np.array([True] * 5 + [False] + [True] * 10)
+    theirs = np.array([False] * 5 + [True] + [True] * 10)
+    paths = []
+    for name, hits in (("base", theirs), ("system", ours), ("twin", theirs)):
+        path = tmp_path / f"{name}.npz"
+        np.savez_compressed(path, language=hits)
+        paths.append(path)
+    task = RandomisationTask(paths, 0, (HITS,), seed=3, trials=20_000)
+    base, system, twin = randomisation_p_values(task)["language"]
+    signs = itertools.product((1, -1), repeat=6)
+    exact = np.mean([abs(sum(one)) >= 4 for one in signs])
+    assert exact == 14 / 64
+    assert system == pytest.approx(exact, abs=0.01)
+    assert base == twin == 1.0, "what does not differ at all does not differ beyond chance"
+
+
+def test_holms_correction_is_that_of_its_definition() -> None:
+    values = [0.01, 0.04, 0.03, 0.005]
+    assert holm(values) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_tests_that_are_missing_count_in_holms_correction_as_ones() -> None:
+    assert holm([0.01, 0.02], tests=5) == pytest.approx(holm([0.01, 0.02, 1.0, 1.0, 1.0])[:2])
+
+
+def test_of_many_directions_alike_hardly_any_is_significant_once_corrected() -> None:
+    """Without correction one in twenty of them is."""
+    generator = np.random.default_rng(1)
+    names = [f"d{number}-en" for number in range(200)]
+    scores, of_draws, swapped = {}, {}, {}
+    for name in names:
+        difference = generator.normal()
+        noise = generator.normal(size=(2, 1000)) / np.sqrt(2)
+        scores[name] = {"bleu": [30.0, 30.0 + difference]}
+        of_draws[name] = p_values_of_draws(
+            {"bleu": noise + np.array([[30.0], [30.0 + difference]])},
+            baseline=0,
+            differences={"bleu": [0.0, difference]},
+        )
+        swapped[name] = {"bleu": [1.0, 0.5]}
+    found = compare_with_baseline(
+        scores, of_draws, swapped, systems=["base", "ours"], baseline=0, resamples=1000
+    )
+    tests = [found.directions[name]["bleu"]["ours"] for name in names]
+    assert found.tests == 200
+    assert sum(one.bootstrap <= 0.05 for one in tests) >= 3
+    assert sum(one.bootstrap_holm <= 0.05 for one in tests) <= 1
+    assert {one.randomisation_holm for one in tests} == {1.0}
+
+
+def test_directions_that_are_not_decided_are_corrected_for_and_not_tested() -> None:
+    values = {"de-en": {"bleu": [1.0, 0.02]}}
+    found = compare_with_baseline(
+        {"de-en": {"bleu": [30.0, 31.0]}},
+        values,
+        values,
+        systems=["base", "ours"],
+        baseline=0,
+        resamples=1000,
+        undecided=["fr-en", "ja-en"],
+    )
+    assert found.directions.keys() == {"de-en"}
+    assert found.directions["de-en"]["bleu"]["ours"].bootstrap_holm == pytest.approx(3 * 0.02)
+
+
+# As many trials as the tests need
+
+
+@pytest.mark.parametrize("tests", [1, 21, 140, 141, 564, 2499])
+def test_with_the_second_round_every_number_of_tests_can_be_significant(tests: int) -> None:
+    """140 are the demo's: 1,000 resamples could tell none of its systems apart."""
+    resamples = second_round(tests, resamples=1000) or 1000
+    assert tests * 1 / (resamples + 1) <= LEVEL
+    if resamples > 1000:
+        assert tests * 1 / (resamples - 1) > LEVEL, "no more than they need"
+    assert second_round(tests, resamples=resamples) is None
+
+
+def test_tests_that_need_more_than_are_drawn_at_most_have_no_second_round() -> None:
+    assert second_round(int(LEVEL * MOST_RESAMPLES) + 1, resamples=1000) is None
+
+
+def test_only_p_values_that_the_first_round_left_small_are_those_of_the_second() -> None:
+    settled, small = (SETTLED + 1) / 101, SETTLED / 101
+    first = {
+        "a": {"bleu": [1.0, small, settled], "chrf": [1.0, 0.5, 0.5]},
+        "b": {"bleu": [1.0, settled, settled]},
+    }
+    asked: dict[str, Sequence[str]] = {}
+
+    def again(columns: Mapping[str, Sequence[str]]) -> Mapping[str, PValues]:
+        asked.update(columns)
+        return {"a": {"bleu": [1.0, 0.25, 0.0]}}
+
+    found = in_two_rounds(first, again, resamples=100)
+    assert asked == {"a": ["bleu"]}
+    assert found == {**first, "a": {**first["a"], "bleu": [1.0, 0.25, settled]}}
+
+
+def answering(
+    found: Mapping[str, PValues],
+) -> Callable[[Mapping[str, Sequence[str]]], Mapping[str, PValues]]:
+    """A second round that gives the same to whatever is asked."""
+    return lambda _: found
+
+
+@pytest.mark.parametrize(("first_round", "second"), [(99, 399), (200, 333)])
+def test_two_rounds_are_as_honest_as_one(first_round: int, second: int) -> None:
+    """Under the null hypothesis a p-value is at most a with a probability of at most a.
+
+    The number of trials as far apart as the systems is then uniform over what it can be, and that
+    of the first round is hypergeometric given that of the second: summed over all of both.
+    """
+    chance: dict[float, float] = {}
+    for beyond in range(second + 1):
+        for of_first in range(min(beyond, first_round) + 1):
+            if first_round - of_first > second - beyond:
+                continue
+            ways = math.comb(beyond, of_first) * math.comb(second - beyond, first_round - of_first)
+            share = ways / math.comb(second, first_round) / (second + 1)
+            one, two = (of_first + 1) / (first_round + 1), (beyond + 1) / (second + 1)
+            found = in_two_rounds(
+                {"d": {"bleu": [one]}},
+                answering({"d": {"bleu": [two]}}),
+                resamples=first_round,
+            )["d"]["bleu"][0]
+            chance[found] = chance.get(found, 0.0) + share
+    assert sum(chance.values()) == pytest.approx(1.0)
+    total = 0.0
+    for p_value, share in sorted(chance.items()):
+        total += share
+        assert total <= p_value + 1e-9
+    smallest = min(chance)
+    assert smallest == 1 / (second + 1)
+
+
+def test_a_second_round_finds_what_the_first_could_not(tmp_path: Path) -> None:
+    """Of 140 tests, with systems as far apart as 0.8 and 59.7 BLEU."""
+    references = sentences(50, seed=1)
+    rows = {
+        "base": line_statistics(damaged(references, share=0.2, seed=2), references),
+        "poor": line_statistics(damaged(references, share=0.9, seed=3), references),
+    }
+    paths = [stored(tmp_path / name, one) for name, one in rows.items()]
+    points = [BLEU_INTO.of_corpus(one["bleu"]) for one in rows.values()]
+    differences = {"bleu": [one - points[0] for one in points]}
+    draws = BootstrapTask(paths, (BLEU_INTO, CHRF_PLUS), seed=7, resamples=1000)
+    bootstrap = PairedBootstrapTask(draws, 0, differences)
+    tosses = RandomisationTask(paths, 0, (BLEU_INTO, CHRF_PLUS), seed=7, trials=1000)
+    more = second_round(140, resamples=1000)
+    assert more is not None
+    for first, again in (
+        (
+            {"bleu": bootstrap_p_values(bootstrap.again(["bleu"], resamples=1000))["bleu"]},
+            bootstrap_p_values(bootstrap.again(["bleu"], resamples=more)),
+        ),
+        (
+            {"bleu": randomisation_p_values(tosses)["bleu"]},
+            randomisation_p_values(tosses.again(["bleu"], trials=more)),
+        ),
+    ):
+        assert again.keys() == {"bleu"}
+        alone = holm([first["bleu"][1]], tests=140)
+        assert alone[0] > LEVEL
+        found = in_two_rounds({"de-en": first}, answering({"de-en": again}), resamples=1000)
+        assert holm([found["de-en"]["bleu"][1]], tests=140)[0] <= LEVEL

@@ -27,12 +27,12 @@ from pipeline.kernels.routing import (
     kept_weights,
     logits_of_average,
 )
+from pipeline.model.building import build_model
 from pipeline.model.moe.dispatch import dispatch_dropless, dispatch_with_capacity
 from pipeline.model.moe.experts import Experts
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.moe.router import Routing, choose
+from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.settings import CombineWeights, MoEConfig
-from pipeline.model.transformer import build_model
 
 SEEDS = st.integers(0, 2**16)
 ORDERS = st.sampled_from(["number", "position", "priority"])

@@ -20,10 +20,11 @@ from pipeline.kernels.compiled_regions import (
     norm_of_sum,
     sum_and_norm,
 )
-from pipeline.model.layers import compile_regions
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.sublayer import compile_regions
+from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 

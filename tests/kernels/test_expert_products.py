@@ -10,8 +10,8 @@ from pipeline.kernels.expert_products import (
     may_leave_idle_gradients,
 )
 from pipeline.kernels.products import has_grouped_products
+from pipeline.model.building import build_model
 from pipeline.model.settings import MoEConfig
-from pipeline.model.transformer import build_model
 
 
 @pytest.mark.parametrize(("width", "hidden_width"), [(20, 32), (16, 36), (7, 7)])

@@ -24,10 +24,10 @@ from pipeline.checkpoints.training_state import PieceReader, write_pieces
 from pipeline.decoding.cached_keys import DecoderStates
 from pipeline.decoding.hypotheses import Source
 from pipeline.distributed.world import World
-from pipeline.model.layers import ResidualNorm
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
+from pipeline.model.sublayer import ResidualNorm
 from pipeline.training.engine import Engine, connect
 
 KINDS = [

@@ -11,9 +11,10 @@ from support.tiny_models import random_batch, tiny_spec
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 

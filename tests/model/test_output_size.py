@@ -19,9 +19,10 @@ from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.estimates.memory import estimate
+from pipeline.model.building import build_model
 from pipeline.model.parameters import count_parameters
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.settings import LossConfig
 

@@ -22,10 +22,11 @@ from transformers import (
 
 from pipeline.batching.batch import Example, Packing, collate
 from pipeline.kernels.products import Activation
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 
 PEER_NAMES = (
     (r"embedding\.weight", "model.shared.weight"),
@@ -291,7 +292,7 @@ import resource, torch
 from pipeline.model.settings import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
+from pipeline.model.building import build_model
 resource.setrlimit(resource.RLIMIT_AS, (2**35, 2**35))
 model = ModelConfig(width=2**16, feed_forward_width=2**20, max_positions=2**10)
 spec = ModelSpec(model=model, vocabulary_size=9, pad_id=0, languages=("de",))

@@ -8,13 +8,22 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from pipeline.artifacts.corpus import Direction
-from pipeline.evaluation.averages import average_scores, by_group
+from pipeline.evaluation.averages import average_scores, by_group, judge, quality
 from pipeline.evaluation.bleu import Bleu
-from pipeline.evaluation.budgets import Parameters, Spent, SystemTraining, TrainingRun
 from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.directions import DirectionProfile
-from pipeline.evaluation.history import Curve, CurvePoint, History, StageRun
+from pipeline.evaluation.history import (
+    Curve,
+    CurvePoint,
+    History,
+    Parameters,
+    Spent,
+    StageRun,
+    SystemTraining,
+    TrainingRun,
+)
 from pipeline.evaluation.language_accuracy import PLAIN, RESTRICTED
+from pipeline.evaluation.report import Imprint, Sample
 from pipeline.evaluation.scores import (
     Comparison,
     DirectionScores,
@@ -25,8 +34,6 @@ from pipeline.evaluation.scores import (
     Significance,
     SystemScores,
 )
-from pipeline.evaluation.tables import Imprint, Sample
-from pipeline.evaluation.verdicts import judge, quality
 
 HOSTILE = "<script>alert(\"1\")</script> | & 'x'"
 IMPRINT = Imprint(made=datetime(2024, 2, 29, 12, 30, tzinfo=UTC), version="1.2.3")

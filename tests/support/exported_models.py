@@ -15,9 +15,10 @@ from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.opening import own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import write_weights
+from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from support.foreign_models import LINES
 
 HUNDRED = ("de", "en", "fr")

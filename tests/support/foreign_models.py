@@ -22,7 +22,8 @@ from pipeline.checkpoints.sources import ModelSource
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.building import build_model
+from pipeline.model.transformer import Transformer
 
 LINES = [
     "Das ist ein Satz.",

@@ -6,8 +6,9 @@ from typing import Any, Literal
 import torch
 
 from pipeline.distributed.world import World
+from pipeline.model.building import build_model
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.engine import Engine, StepResult, connect, expert_parallel_group
 from pipeline.training.optim import make_optimizer
 from pipeline.training.settings import LossConfig, OptimizerConfig

@@ -23,8 +23,8 @@ from pipeline.checkpoints.names import initialize_weights, tensor_shapes
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
-from pipeline.model.transformer import build_model
 from pipeline.stages.pretrain import model_spec
 from pipeline.stages.registry import STAGES, StageCall, stage_config
 from pipeline.training.engine import Engine, connect, expert_parallel_group

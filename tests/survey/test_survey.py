@@ -112,14 +112,14 @@ def test_the_page_shows_every_pair_with_its_sizes_and_the_epochs_of_the_mixture(
     rows = {
         row[0].text: ["".join(cell.itertext()) for cell in row[1:]]
         for row in root.iter("tr")
-        if len(row) == 11
+        if len(row) == 10
     }
     epochs = made_of["mixture"].statistics["expected_epochs"]
     assert list(rows)[1:] == ["de-en", "en-zh", "de-zh"]
     # 43 lines came in; one was empty, one a copy, one held out in de-en and one in de-zh.
-    assert rows["de-en"][:6] == ["39", "", "43", "9.3%", "0", "1"]
+    assert rows["de-en"][:5] == ["39", "43", "9.3%", "0", "1"]
     assert rows["de-en"][-1] == f"{epochs['de-en']:.3g}"
-    assert rows["de-zh"] == ["0", "", "0", "–", "0", "1", "–", "–", "–", "–"]
+    assert rows["de-zh"] == ["0", "0", "–", "0", "1", "–", "–", "–", "–"]
     text = " ".join(root.itertext())
     assert "at T = 5 in" in text
     assert "1 pair without training text" in text
@@ -137,10 +137,10 @@ def test_the_page_is_self_contained_and_text_from_outside_stays_text(
         "Sizes",
         "Lengths",
         "Languages",
-        "Dropped by cleaning",
-        "Samples of what was dropped",
+        "Lines dropped by cleaning",
+        "Samples of dropped lines",
         "Held-out lines in training text",
-        "How to read this",
+        "Notes",
     ]
 
 
@@ -150,7 +150,7 @@ def test_a_corpus_as_it_was_imported_has_a_page_without_what_nobody_knows(
     corpus = open_artifact(made_of["corpus"].directory.with_name("corpus"), kind="corpus")
     text = survey_page(survey_corpus(corpus, shards=None, mixture=None))
     titles = [one.text for one in body(text).iter("h2")]
-    assert titles == ["Sizes", "Lengths", "Languages", "How to read this"]
+    assert titles == ["Sizes", "Lengths", "Languages", "Notes"]
     assert "Fertility is left out: it needs the shards." in text
 
 
@@ -163,7 +163,7 @@ def test_a_corpus_without_training_lines_has_a_page(tmp_path: Path) -> None:
         writer.statistics["pairs"] = {"de-en": {"test": 1}}
     corpus = open_artifact(tmp_path / "tests", kind="corpus")
     text = survey_page(survey_corpus(corpus, shards=None, mixture=None))
-    assert [one.text for one in body(text).iter("h2")] == ["Sizes", "How to read this"]
+    assert [one.text for one in body(text).iter("h2")] == ["Sizes", "Notes"]
 
 
 def test_the_verb_writes_the_page(
@@ -185,7 +185,7 @@ def test_artifacts_that_do_not_belong_together_are_refused_in_a_sentence(
     other = str(made_of["corpus"].directory.with_name("corpus"))
     for arguments, said in [
         ([other, "--shards", folders["shards"]], "was not made of"),
-        ([folders["corpus"], "--mixture", folders["mixture"]], "name them, too"),
+        ([folders["corpus"], "--mixture", folders["mixture"]], "Name them, too"),
         ([folders["shards"]], "shards"),
     ]:
         out = ["--out", str(tmp_path / "page.html")]

@@ -18,11 +18,12 @@ from transformers import (
 from pipeline.batching.labelled import Labelled, collate_spans, collate_tags
 from pipeline.checkpoints.names import named_slices
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.extensions.language_modules.settings import LowRankConfig
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.task_model import Head, TaskSpec, build_labeller
 from pipeline.extensions.tasks.xlmr import BOS, EOS, PAD, PIECES_FILE, Pieces, Pretrained
 from pipeline.model.labeller import Labeller
-from pipeline.model.settings import LowRankConfig, ModelConfig
+from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 
 TAGS = ("O", "B-PER", "I-PER")

@@ -35,10 +35,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels import compiled_regions
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
 from pipeline.training import engine as engine_module
 from pipeline.training.engine import (
     Engine,
@@ -256,6 +256,7 @@ def losses_of_evaluation(world: World, spec: ModelSpec) -> tuple[float, float, b
     return terms.cross_entropy.item(), terms.balance.item(), terms.objective.requires_grad
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_dropout_and_no_gradient(pool1: ProcessPool) -> None:
     spec = SPECS["moe"]
     model = tiny_model(spec)

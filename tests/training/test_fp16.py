@@ -29,7 +29,7 @@ from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.training_state import LossScale
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
-from pipeline.model.transformer import build_model
+from pipeline.model.building import build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.optim import prepare_scaler, read_scale, restore_scale
 

@@ -10,7 +10,7 @@ from support.tiny_models import EOS_ID, random_batch, random_examples, tiny_mode
 from pipeline.batching.batch import Example, collate
 from pipeline.batching.settings import TagScheme
 from pipeline.kernels.logits import summed_cross_entropy
-from pipeline.model.moe.router import z_loss
+from pipeline.model.moe.routing import z_loss
 from pipeline.model.settings import MoEConfig
 from pipeline.model.transformer import Transformer
 from pipeline.training.losses import translation_loss

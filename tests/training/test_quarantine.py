@@ -37,8 +37,9 @@ from pipeline.checkpoints.names import initialize_weights, named_slices
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
+from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.seeds import derive_seed
 from pipeline.stages.pretrain import model_spec
 from pipeline.terminal import counted

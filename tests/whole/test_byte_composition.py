@@ -34,9 +34,9 @@ from pipeline.checkpoints.checkpoint import load_model, read_spec
 from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import World
 from pipeline.errors import Interrupted
-from pipeline.model.front.ada_msha import AdaMsha
+from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha
+from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.regularization import Regularization
-from pipeline.model.settings import AdaMshaConfig
 from pipeline.stages import evaluate, translate, upcycle
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data

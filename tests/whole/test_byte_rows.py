@@ -15,10 +15,15 @@ from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.extensions.byte_front_ends.settings import (
+    AdaMshaConfig,
+    MscConfig,
+    NcfConfig,
+    WsfConfig,
+)
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.model.parameters import count_parameters
-from pipeline.model.settings import AdaMshaConfig, MscConfig, NcfConfig, WsfConfig
 
 BYTES = [
     *("ted59", "opus100_bytes", "pc6", "lobef", "lobef_transfer", "lobef_domains"),

@@ -19,9 +19,10 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.decoding.beam_search import beam_search
 from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.settings import DecodingConfig
+from pipeline.model.building import build_model
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import make_spec, marks_of_vocabulary
-from pipeline.model.transformer import Transformer, build_model
+from pipeline.model.transformer import Transformer
 from pipeline.training.losses import training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
 from pipeline.training.settings import LossConfig, OptimizerConfig

@@ -13,18 +13,17 @@ from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.extensions.language_modules.settings import (
+    ClsrConfig,
+    LanguageExpertsConfig,
+    LowRankConfig,
+)
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
 from pipeline.model.labeller import Labeller
 from pipeline.model.parameters import count_parameters
-from pipeline.model.settings import (
-    ClsrConfig,
-    LanguageExpertsConfig,
-    LanguageModulesConfig,
-    LowRankConfig,
-    ModelConfig,
-)
+from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec
 
 

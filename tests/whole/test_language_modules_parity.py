@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.names import initialize_weights, named_slices, tensor_shapes
 from pipeline.distributed.world import World
-from pipeline.model.language_modules.language_experts import FeedForwardStack
+from pipeline.extensions.language_modules.language_experts import FeedForwardStack
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer

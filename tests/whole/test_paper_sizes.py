@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import pytest
 
 from pipeline.config.recipe import load_recipe
+from pipeline.extensions.byte_front_ends.settings import MshaConfig
 from pipeline.jobs.plan import load_plan
 from pipeline.model.parameters import count_parameters
-from pipeline.model.settings import ModelConfig, MshaConfig
+from pipeline.model.settings import ModelConfig
 
 BYTES = 4 + 256
 MMNMT_SIZES = "Table 2 prints no sizes; Table 3 prints 0.4 B dense and 3.5 B with experts"

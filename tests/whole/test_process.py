@@ -170,7 +170,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.model.settings import MoEConfig
 from pipeline.training.settings import OptimizerConfig
 from pipeline.distributed.world import distributed_world, leave
-from pipeline.model.transformer import build_model
+from pipeline.model.building import build_model
 from pipeline.training.engine import Engine, connect
 from pipeline.training.optim import make_optimizer
 

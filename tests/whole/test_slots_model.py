@@ -1,6 +1,6 @@
-"""A new front, feed-forward, router, loss or stopping rule is one file, one setting, one case.
+"""A new front, language module, feed-forward, router, loss or stopping rule: one file and one case.
 
-The five are added, as text, to a copy of the house, which then trains, looks into and translates
+They are added, as text, to a copy of the house, which then trains, looks into and translates
 with a model that has them all.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.model.front.passage import Passage, Source
+from pipeline.model.front_end import Passage, Source
 from pipeline.model.spec import ModelSpec
 
 
@@ -69,7 +69,7 @@ from torch import Tensor, nn
 
 from pipeline.model.settings import MoEConfig
 from pipeline.kernels.products import linear
-from pipeline.model.moe.router import Routing, choose
+from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.spec import ModelSpec
 from pipeline.model.tokens import Tokens
 
@@ -119,27 +119,88 @@ class FirstRule:
 MODEL_SETTINGS = "pipeline/model/settings.py"
 LOSS_SETTINGS = "pipeline/training/settings.py"
 DECODING_SETTINGS = "pipeline/decoding/settings.py"
+LANGUAGE_SCALES = '''"""A factor per language behind every feed-forward."""
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.extensions.language_modules.stack import LanguageStack
+
+
+class Scales(LanguageStack):
+    def __init__(self, languages, *, kept) -> None:
+        super().__init__(languages, kept=kept)
+        self.factor = nn.Parameter(torch.empty(len(self.slots), 1))
+
+    def initial_value(self, name, shape, *, generator) -> Tensor:
+        return torch.ones(shape)
+
+    def forward(self, x_ND, y_ND, tokens) -> tuple[Tensor, None]:
+        slot_N = self.slots_of(tokens.target_language_B, tokens)[tokens.sentence_N]
+        return y_ND * self.factor[slot_N].to(y_ND.dtype), None
+
+    def kept_bytes(self, *, tokens, width, value) -> int:
+        return tokens * width * value
+
+
+def add_scales(spec, config, stack) -> None:
+    for layer in stack.layers:
+        scales = Scales(spec.languages, kept=config.languages)
+        layer.add_module("feed_forward_scales", scales)
+        layer.sublayers["feed_forward"].after = scales
+'''
+FRONT_ENDS = "pipeline/extensions/byte_front_ends"
+LANGUAGE_MODULES = "pipeline/extensions/language_modules"
 VARIANTS = {
     "front": Variant(
-        {"pipeline/model/front/smooth.py": SMOOTH_FRONT},
+        {f"{FRONT_ENDS}/smooth.py": SMOOTH_FRONT},
         {
-            MODEL_SETTINGS: [
+            f"{FRONT_ENDS}/settings.py": [
                 (
-                    "FrontConfig = Annotated[\n    SubwordsConfig |",
-                    "class SmoothConfig(Settings):\n"
+                    "FRONT_ENDS: tuple[type[FrontSettings], ...] = (\n",
+                    "class SmoothConfig(FrontSettings):\n"
                     '    """Smooth."""\n\n'
                     '    kind: Literal["smooth"] = "smooth"\n\n\n'
-                    "FrontConfig = Annotated[\n    SubwordsConfig | SmoothConfig |",
+                    "FRONT_ENDS: tuple[type[FrontSettings], ...] = (\n    SmoothConfig,\n",
                 )
             ],
-            "pipeline/model/front/choice.py": [
-                ("    SubwordsConfig,\n", "    SmoothConfig,\n    SubwordsConfig,\n"),
+            f"{FRONT_ENDS}/extension.py": [
                 (
-                    "        case SubwordsConfig():\n",
-                    "        case SmoothConfig():\n"
-                    "            from pipeline.model.front.smooth import SmoothFront\n"
-                    "            return SmoothFront(spec)\n"
-                    "        case SubwordsConfig():\n",
+                    "        match spec.model.front:\n",
+                    f"        from {FRONT_ENDS.replace('/', '.')}.settings import SmoothConfig\n"
+                    f"        from {FRONT_ENDS.replace('/', '.')}.smooth import SmoothFront\n"
+                    "        match spec.model.front:\n"
+                    "            case SmoothConfig():\n"
+                    "                return SmoothFront(spec)\n",
+                ),
+            ],
+        },
+    ),
+    "language modules": Variant(
+        {f"{LANGUAGE_MODULES}/scales.py": LANGUAGE_SCALES},
+        {
+            f"{LANGUAGE_MODULES}/settings.py": [
+                (
+                    "LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (\n",
+                    "class ScalesConfig(LanguageModuleSettings):\n"
+                    '    """Scales."""\n\n'
+                    '    kind: Literal["scales"] = "scales"\n\n\n'
+                    "LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = (\n"
+                    "    ScalesConfig,\n",
+                )
+            ],
+            f"{LANGUAGE_MODULES}/extension.py": [
+                (
+                    "            case LowRankConfig() as config:\n                add_low_rank",
+                    "            case ScalesConfig() as config:\n"
+                    "                add_scales(spec, config, stack)\n"
+                    "            case LowRankConfig() as config:\n                add_low_rank",
+                ),
+                (
+                    "from pipeline.extensions.language_modules.stack import LanguageStack\n",
+                    "from pipeline.extensions.language_modules.scales import add_scales\n"
+                    "from pipeline.extensions.language_modules.settings import ScalesConfig\n"
+                    "from pipeline.extensions.language_modules.stack import LanguageStack\n",
                 ),
             ],
         },
@@ -157,10 +218,10 @@ VARIANTS = {
                     'Field(discriminator="kind")]\n',
                 )
             ],
-            "pipeline/model/feed_forward.py": [
+            "pipeline/model/building.py": [
                 (
-                    "import DenseConfig, LanguageExpertsConfig, ModelConfig\n",
-                    "import DenseConfig, GatedConfig, LanguageExpertsConfig, ModelConfig\n",
+                    "import DenseConfig, ModelConfig, SubwordsConfig\n",
+                    "import DenseConfig, GatedConfig, ModelConfig, SubwordsConfig\n",
                 ),
                 (
                     "        case DenseConfig():\n",
@@ -231,11 +292,17 @@ VARIANTS = {
     ),
 }
 TOUCHED = {
-    "front": {"pipeline/model/front/smooth.py", MODEL_SETTINGS, "pipeline/model/front/choice.py"},
+    **{
+        slot: {f"{folder}/{name}.py" for name in (module, "settings", "extension")}
+        for slot, folder, module in (
+            ("front", FRONT_ENDS, "smooth"),
+            ("language modules", LANGUAGE_MODULES, "scales"),
+        )
+    },
     "feed-forward": {
         "pipeline/model/gated_feed_forward.py",
         MODEL_SETTINGS,
-        "pipeline/model/feed_forward.py",
+        "pipeline/model/building.py",
     },
     "router": {
         "pipeline/model/moe/language_router.py",
@@ -255,6 +322,8 @@ parent = "moe_lgr.toml"
 kind = "smooth"
 [model.feed_forward]
 kind = "gated"
+[model.language_modules]
+kind = "scales"
 [model.moe]
 decoder_router = "language"
 [loss]
@@ -303,6 +372,7 @@ def test_all_variants_together_train_over_ranks_translate_and_are_counted(
     assert {
         "front.share",
         "encoder.layers.0.feed_forward.gate.weight",
+        "encoder.layers.0.feed_forward_scales.de.factor",
         "decoder.layers.1.feed_forward.router.preference",
     } <= tensors
     filtered = [*mmnmt, "translate", "--recipe", "all.toml", "--checkpoint", "new"]
@@ -316,7 +386,7 @@ def test_memory_counts_what_a_variant_keeps(house: Path, stored: Path) -> None:
     bytes_of = {}
     for recipe in ("moe_lgr.toml", "all.toml"):
         arguments = ["memory", "--recipe", recipe, "--processes", "1", "--json"]
-        groups = ["--groups", "2"] if recipe == "moe_lgr.toml" else []
+        groups = ["--groups", "2"] if recipe == "moe_lgr.toml" else ["--languages", "2"]
         done = run_in(house, ["-m", "pipeline", *arguments, *groups], cwd=stored)
         bytes_of[recipe] = json.loads(done.stdout)["phases"]["backward"]["activations"]
     assert bytes_of["all.toml"] > bytes_of["moe_lgr.toml"]

@@ -158,9 +158,9 @@ def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_pa
     assert interval["low"] < ratios["de-en"] < interval["high"]
 
     report = (out / "report.md").read_text("utf-8")
-    table = report.split("Source ratio (less is better), averages over directions")[1]
+    table = report.split("### Source ratio (less is better)\n")[1]
     assert f"| perfect | no training | {mean:.2f} (" in table
-    assert "Zero-shot all (1, not decided)" in table.split("chrF++")[0], (
+    assert "Zero-shot all (1 direction, not decided)" in table.split("chrF++")[0], (
         "one of the two is into French"
     )
     assert "perfect Source ratio (less is better)" in table

@@ -31,8 +31,9 @@ from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import dense_name, is_router, named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
+from pipeline.model.building import shape_of_model
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import Transformer, shape_of_model
+from pipeline.model.transformer import Transformer
 from pipeline.seeds import named_generator
 from pipeline.terminal import counted, text_table
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.names import (
+    added_tensor,
     dense_name,
     is_router,
-    language_tensor,
     tensor_shapes,
 )
 from pipeline.checkpoints.settings import UpcyclingConfig
@@ -182,7 +182,7 @@ def _assign(
         return Assignment(target, part, target, "copied")
     if target.startswith("front."):
         return Assignment(target, part, None, "fresh")
-    if (module := language_tensor(target)) is not None:
+    if (module := added_tensor(target)) is not None:
         if module.dense in names:
             return Assignment(target, part, module.dense, "language of dense")
         if module.dense is None and not any(_is_of(module.stack, name) for name in names):

@@ -26,8 +26,8 @@ from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.names import NamedSlice, initial_value, named_slices
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.sources import Tensors
+from pipeline.model.building import shape_of_model
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import shape_of_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

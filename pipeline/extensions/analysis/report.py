@@ -1,6 +1,6 @@
 """Pictures of analyses, from what stands in their JSON.
 
-Analyses in the reports of an evaluation: their tables in both, their pictures on the page.
+Sections of an evaluation's report about analyses: tables, and charts on the HTML page.
 """
 
 from collections.abc import Mapping
@@ -8,9 +8,17 @@ from typing import Any
 
 from pipeline.artifacts.artifact import Artifact
 from pipeline.errors import ArtifactError
-from pipeline.evaluation.charts import Bar, Series, bar_chart, legend, line_chart
-from pipeline.evaluation.comparison_tables import TableSection, TextTable
-from pipeline.evaluation.pictures import picture
+from pipeline.evaluation.charts import Bar, Series, bar_chart, legend, line_chart, picture
+from pipeline.evaluation.tables import (
+    Cell,
+    Figure,
+    ReportSection,
+    Table,
+    Value,
+    headings,
+    row,
+    score_cell,
+)
 
 JsonObject = Mapping[str, Any]
 
@@ -78,11 +86,11 @@ def vectors_picture(document: JsonObject, direction: str) -> str:
 
 
 SHOWN_PAIRS = 12
-"""Pairs whose scales are drawn; the tables have all of them."""
+"""Number of pairs that are drawn; the tables have all of them."""
 
 
-def analysis_sections(analyses: Mapping[str, Artifact]) -> list[TableSection]:
-    """One per analysis, by its name.
+def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
+    """Return one section per analysis, titled by its name.
 
     Raises:
         ArtifactError: a file is not what its stage writes.
@@ -90,7 +98,7 @@ def analysis_sections(analyses: Mapping[str, Artifact]) -> list[TableSection]:
     return [_section(name, artifact) for name, artifact in analyses.items()]
 
 
-def _section(name: str, artifact: Artifact) -> TableSection:
+def _section(name: str, artifact: Artifact) -> ReportSection:
     try:
         match artifact.statistics.get("analysis"):
             case "scales":
@@ -102,68 +110,83 @@ def _section(name: str, artifact: Artifact) -> TableSection:
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
         pass
     raise ArtifactError(
-        f"{artifact.directory} holds no analysis that reports can show: run stage "
+        f"{artifact.directory} holds no analysis that reports can show. Run stage "
         f"{artifact.manifest.stage!r} again."
     )
 
 
-def _scales(name: str, document: JsonObject) -> TableSection:
+def _number(value: float, decimals: int) -> Cell:
+    """Return a number as text: formatting it here finds values that are no numbers."""
+    return Cell(score_cell(value, decimals=decimals).text)
+
+
+def _percent(share: float) -> Cell:
+    return _number(100 * share, 1)
+
+
+def _scales(name: str, document: JsonObject) -> ReportSection:
     directions = document["directions"]
     scales = range(max(len(one["share"]) for one in directions.values()))
-    heads = ("mean δ", "by weight", *(f"δ = {scale}, %" for scale in scales))
-    rows = tuple(
-        (direction, *_numbers(found["mean"], found["weighted_mean"], found["share"]))
+    shares = tuple(f"δ = {scale}, %" for scale in scales)
+    by_direction = tuple(
+        row(
+            direction,
+            _number(found["mean"], 3),
+            _number(found["weighted_mean"], 3),
+            *map(_percent, found["share"]),
+        )
         for direction, found in directions.items()
     )
-    parts = tuple(
-        (
-            f"{code}, {part}",
-            *(f"{100 * share:.1f}" for share in found["parts"][part]["share"]),
-        )
+    by_source = tuple(
+        row(f"{code}, {part}", *map(_percent, found["parts"][part]["share"]))
         for code, found in document["sources"].items()
         for part in found["parts"]
     )
-    pairs = tuple(
-        (
+    by_pair = tuple(
+        row(
             pair,
-            f"{found['divergence']:.5f}",
-            "" if found["length_ratio"] is None else f"{found['length_ratio']:.3f}",
+            _number(found["divergence"], 5),
+            "" if found["length_ratio"] is None else _number(found["length_ratio"], 3),
         )
         for pair, found in document["pairs"].items()
     )
     apart = sorted(document["pairs"], key=lambda pair: -document["pairs"][pair]["divergence"])
-    return TableSection(
+    return ReportSection(
         f"Scales chosen by {name}",
         "Shares of each δ among the top-k choices for the vectors of all source tokens, heads, "
-        "and queries, keys and values; their mean, by number of choices and by weight. Drawn are "
-        f"the pairs whose two directions differ most, up to {SHOWN_PAIRS}; dotted lines are means.",
-        (
-            TextTable("By direction", ("Direction", *heads), rows),
-            TextTable(
-                "By source language, of queries, keys and values",
-                ("Source", *(f"δ = {scale}, %" for scale in scales)),
-                parts,
+        "and queries, keys and values; and mean δ, by number of choices and by weight. The charts "
+        f"show the pairs whose two directions differ most, at most {SHOWN_PAIRS}; dotted lines are "
+        "means.",
+        tables=(
+            Table(
+                "By direction", headings("Direction", "mean δ", "by weight", *shares), by_direction
             ),
-            TextTable(
+            Table(
+                "By source language, of queries, keys and values",
+                headings("Source", *shares),
+                by_source,
+            ),
+            Table(
                 "Both directions of a pair",
-                ("Pair", "Jensen–Shannon divergence, bits", "bytes of the first by the second"),
-                pairs,
+                headings("Pair", "Jensen–Shannon divergence, bits", "byte ratio, first to second"),
+                by_pair,
             ),
         ),
-        tuple(
-            scale_chart(document, pair) + legend(scale_series(document, pair))
+        figures=tuple(
+            Figure(scale_chart(document, pair) + legend(scale_series(document, pair)))
             for pair in apart[:SHOWN_PAIRS]
         ),
     )
 
 
-def _numbers(mean: float, weighted: float, shares: list[float]) -> tuple[str, ...]:
-    return (f"{mean:.3f}", f"{weighted:.3f}", *(f"{100 * share:.1f}" for share in shares))
-
-
-def _vectors(name: str, document: JsonObject) -> TableSection:
+def _vectors(name: str, document: JsonObject) -> ReportSection:
     rows = tuple(
-        (f"{direction}, {shown}", f"{one['bleu']:.2f}", f"{one['chrf']:.2f}", f"{one['changed']:,}")
+        row(
+            f"{direction}, {shown}",
+            _number(one["bleu"], 2),
+            _number(one["chrf"], 2),
+            f"{one['changed']:,}",
+        )
         for direction, found in document["directions"].items()
         for shown, one in [
             ("right", found["right"]),
@@ -171,26 +194,28 @@ def _vectors(name: str, document: JsonObject) -> TableSection:
             *found["wrong"].items(),
         ]
     )
-    return TableSection(
+    return ReportSection(
         f"Wrong language vectors: {name}",
-        "Translations whose router is shown the vector of another language than the source's, "
-        "while tags stay right; and how many of them differ from those with the right one. The "
-        "bars do not begin at 0.",
-        (TextTable("By language shown", ("Direction", "BLEU", "chrF++", "changed"), rows),),
-        tuple(
-            vectors_chart(document, direction)
+        "Scores when the router is given the vector of another language than the source's, while "
+        "the tags stay right; and the number of translations that change. The bars do not begin "
+        "at 0.",
+        tables=(
+            Table("By language shown", headings("Direction", "BLEU", "chrF++", "changed"), rows),
+        ),
+        figures=tuple(
+            Figure(vectors_chart(document, direction))
             for direction in list(document["directions"])[:SHOWN_PAIRS]
         ),
     )
 
 
-def _lengths(name: str, document: JsonObject) -> TableSection:
+def _lengths(name: str, document: JsonObject) -> ReportSection:
     means, ratios = document["mean_bytes"], document["ratio_to_pivot"]
     rows = tuple(
-        (
+        row(
             code,
-            f"{means[code]:.1f}" if means else "",
-            f"{ratios[code]:.3f}" if code in ratios else "",
+            _number(means[code], 1) if means else "",
+            _number(ratios[code], 3) if code in ratios else "",
         )
         for code in document["order"]
     )
@@ -198,33 +223,37 @@ def _lengths(name: str, document: JsonObject) -> TableSection:
     measured = (
         f"Mean length in bytes of UTF-8 of {lines:,} test lines that all languages have"
         if lines
-        else f"No test line of {pivot} stands in all pairs, so that there is no mean length"
+        else f"No test line of {pivot} is in all pairs, so there is no mean length"
     )
-    return TableSection(
+    return ReportSection(
         f"Lengths in bytes: {name}",
-        f"{measured}; and bytes by those of {pivot}, over all test lines of their pair.",
-        (
-            TextTable(
+        f"{measured}; and ratio of bytes to those of {pivot}, over all test lines of their pair.",
+        tables=(
+            Table(
                 "From the longest to the most concise",
-                ("Language", "bytes per line", f"by those of {pivot}"),
+                headings("Language", "bytes per line", f"ratio to {pivot}"),
                 rows,
             ),
             *_segmentation(document.get("segmentation", {})),
         ),
-        (lengths_chart(document),),
+        figures=(Figure(lengths_chart(document)),),
     )
 
 
-def _segmentation(languages: JsonObject) -> tuple[TextTable, ...]:
-    """Return the table of pieces a word, where a tokenizer was named."""
+def _segmentation(languages: JsonObject) -> tuple[Table, ...]:
+    """Return the table of pieces per word, if a tokenizer was given."""
+
+    def optional(value: float | None, spec: str) -> Value:
+        return "" if value is None else format(value, spec)
+
     rows = tuple(
-        (
+        row(
             code,
             f"{found['words']:,}",
-            "" if found["fertility"] is None else f"{found['fertility']:.2f}",
-            "" if found["unknown_share"] is None else f"{found['unknown_share']:.2%}",
+            optional(found["fertility"], ".2f"),
+            optional(found["unknown_share"], ".2%"),
         )
         for code, found in languages.items()
     )
-    heads = ("Language", "words", "pieces per word", "unknown pieces")
-    return (TextTable("By the tokenizer's pieces", heads, rows),) if rows else ()
+    titles = headings("Language", "words", "pieces per word", "unknown pieces")
+    return (Table("By the tokenizer's pieces", titles, rows),) if rows else ()

@@ -26,8 +26,8 @@ from pipeline.decoding.hypotheses import Source
 from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
 from pipeline.extensions.analysis.conciseness import length_ratio
-from pipeline.model.front.ada_msha import AdaMsha, choose_scales
-from pipeline.model.settings import AdaMshaConfig
+from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, choose_scales
+from pipeline.extensions.byte_front_ends.settings import AdaMshaConfig
 from pipeline.model.transformer import Transformer
 from pipeline.terminal import track
 

@@ -1,4 +1,4 @@
-"""Scores of task models by language, their means, and the means of several runs of one system."""
+"""Scores of task models by language, their means, and means over runs of one system."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -6,34 +6,31 @@ from statistics import fmean, stdev
 from typing import Any
 
 RUN_MARK = "@"
-"""``lms@1``: run 1 of the system ``lms``."""
+"""Separates a system from its run: ``lms@1`` is run 1 of ``lms``."""
 TITLES = {"f1": "F1", "precision": "precision", "recall": "recall", "exact_match": "exact match"}
 MAIN = {"tagger": ("f1",), "reader": ("f1", "exact_match")}
-"""The scores that the tables show."""
+"""Scores that the tables show."""
 
 Scores = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class SystemReport:
-    """One system.
-
-    Attributes:
-        runs: run → language → score → percent.
-        languages: language → score → mean over runs.
-        mean: score → mean over languages of these.
-        spread: score → standard deviation over runs of the mean over languages; none of one run.
-    """
+    """Scores of one system."""
 
     name: str
     runs: Mapping[str, Mapping[str, Scores]]
+    """Run → language → score → percent."""
     languages: Mapping[str, Scores]
+    """Language → score → mean over runs."""
     mean: Scores
+    """Score → mean over languages of the means over runs."""
     spread: Scores
+    """Score → standard deviation over runs of the mean over languages; empty for one run."""
 
 
 def describe_systems(scores: Mapping[str, Mapping[str, Scores]]) -> list[SystemReport]:
-    """Of scores by name of system (and run) and language, in the order given."""
+    """Return one report per system from scores by name (and run) and language, in their order."""
     grouped: dict[str, dict[str, Mapping[str, Scores]]] = {}
     for name, found in scores.items():
         system, _, run = name.partition(RUN_MARK)
@@ -60,7 +57,7 @@ def scores_document(
     examples: Mapping[str, int],
     skipped: Mapping[str, int],
 ) -> dict[str, Any]:
-    """``scores.json``: a function of the predictions and the data alone."""
+    """Return the contents of ``scores.json``, a function of the predictions and the data alone."""
     return {
         "head": head,
         "examples": dict(examples),
@@ -76,31 +73,39 @@ def markdown(
     examples: Mapping[str, int],
     skipped: Mapping[str, int],
 ) -> str:
-    """One table per score: languages down, systems across."""
-    what = "sentences" if head == "tagger" else "questions"
-    lines = ["# Scores by language", ""]
-    for score in MAIN[head]:
-        lines += [f"## {TITLES[score]}, percent", ""]
-        header = ["language", what, *(report.name for report in reports)]
-        lines += [_row(header), _row(["---", "--:", *("--:" for _ in reports)])]
-        for code, count in examples.items():
-            values = [f"{report.languages[code][score]:.1f}" for report in reports]
-            lines.append(_row([code, f"{count:,}", *values]))
-        means = [_with_spread(report, score) for report in reports]
-        lines += [_row(["mean", f"{sum(examples.values()):,}", *means]), ""]
+    """Return one table per score: languages down, systems across."""
+    # Stages of training and decoding load this module, and Jinja2 is for evaluations alone.
+    from pipeline.evaluation.rendering import render_markdown
+    from pipeline.evaluation.tables import Report, ReportSection, Table, bullets, headings, row
+
+    unit = "sentences" if head == "tagger" else "questions"
+    columns = headings("Language", unit, *(report.name for report in reports))
+    tables = (
+        Table(
+            f"{TITLES[score]}, %",
+            columns,
+            (
+                *(
+                    row(code, count, *(f"{one.languages[code][score]:.1f}" for one in reports))
+                    for code, count in examples.items()
+                ),
+                row("mean", sum(examples.values()), *(_mean_text(one, score) for one in reports)),
+            ),
+        )
+        for score in MAIN[head]
+    )
+    notes = []
     several = [report for report in reports if len(report.runs) > 1]
     if several:
         counts = ", ".join(f"{report.name} of {len(report.runs)}" for report in several)
-        lines += [f"Means over runs ({counts}); ± is their standard deviation.", ""]
+        notes.append(f"Means over runs ({counts}); ± is their standard deviation.")
     if skipped:
-        lines += [f"Left out, since not every system knows them: {', '.join(skipped)}.", ""]
-    return "\n".join(lines)
+        notes.append(f"Left out, since not every system knows them: {', '.join(skipped)}.")
+    section = ReportSection("Scores by language", tables=tuple(tables), lists=bullets(notes))
+    task = "Named entities" if head == "tagger" else "Question answering"
+    return render_markdown(Report(task, "", (), (section,)))
 
 
-def _with_spread(report: SystemReport, score: str) -> str:
+def _mean_text(report: SystemReport, score: str) -> str:
     mean = f"{report.mean[score]:.1f}"
     return f"{mean} ± {report.spread[score]:.1f}" if report.spread else mean
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -16,7 +16,6 @@ from pipeline.errors import CheckpointError
 from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import PIECES_FILE, Pieces
 from pipeline.model.labeller import Labeller, allocated
-from pipeline.model.language_modules.choice import has_two_routes
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
 
@@ -36,7 +35,7 @@ class TaskSpec(Settings):
     @property
     def has_two_routes(self) -> bool:
         """Whether there is a route for all languages beside those of its languages' modules."""
-        return has_two_routes(self.encoder.model)
+        return self.encoder.model.has_shared_route
 
     def specific_languages(self) -> set[str] | None:
         """The languages with modules; None: there are none, and every language is like any."""

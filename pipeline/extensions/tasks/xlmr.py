@@ -34,7 +34,7 @@ from pipeline.checkpoints.names import initial_value, named_slices
 from pipeline.checkpoints.weights import FLOATING_TYPES
 from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
-from pipeline.model.settings import LanguageModulesConfig, LowRankConfig, ModelConfig
+from pipeline.model.settings import LanguageModulesConfig, ModelConfig
 from pipeline.model.spec import ModelSpec, make_spec
 from pipeline.model.transformer import POSITION_OFFSET
 
@@ -196,7 +196,7 @@ class Pretrained:
             ConfigError: the modules are of a kind that an encoder alone has not, or of other
                 languages.
         """
-        if not isinstance(modules, LowRankConfig | None):
+        if modules is not None and not modules.fits_encoder_alone:
             raise ConfigError(
                 f"model.language_modules.kind is {modules.kind}, and an encoder with a head can "
                 "have low_rank ones alone: change it, or leave [model.language_modules] out."

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.kernels.placement import Placement, Queue, RouteNumbers, place_routes
 from pipeline.kernels.routing import kept_softmax, kept_weights
-from pipeline.model.moe.router import Routing
+from pipeline.model.moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipeline.kernels.expert_products import ExpertWeights, serve_rows, serve_tokens
 from pipeline.kernels.products import Activation
 from pipeline.model.moe.dispatch import Dispatch
+from pipeline.model.stacked import StackedModules
 
 
 class StackedLinear(nn.Module):
@@ -22,8 +23,10 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(num_experts, out_features))
 
 
-class Experts(nn.Module):
+class Experts(StackedModules):
     """E feed-forwards of one shape; ``first_expert`` is the global id of the first one here."""
+
+    can_spread = True
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.first_expert = first_expert
+        self.first_slot = self.first_expert = first_expert
         self.activation: Activation = activation
         self.up = StackedLinear(
             num_experts=num_experts, in_features=width, out_features=hidden_width
@@ -44,6 +47,16 @@ class Experts(nn.Module):
         self.down = StackedLinear(
             num_experts=num_experts, in_features=hidden_width, out_features=width
         )
+
+    @property
+    def is_spread(self) -> bool:
+        """Return True: an expert belongs to one rank, with one rank as well."""
+        return True
+
+    @property
+    def held_slots(self) -> tuple[str, ...]:
+        """Global ids of the experts of this rank."""
+        return tuple(str(self.first_expert + index) for index in range(self.num_experts))
 
     def forward(self, x_RD: Tensor, rows_E: Sequence[int] | Tensor) -> Tensor:
         """Apply each expert to its slice of rows."""

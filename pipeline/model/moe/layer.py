@@ -5,14 +5,14 @@ Padding never arrives here: hidden states are packed.
 Legend: N real tokens, D model width, E experts, R kept routes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
-from pipeline.kernels.placement import Placement, beside_float32, combine, gather
+from pipeline.kernels.placement import beside_float32, combine, gather
 from pipeline.model.moe.dispatch import (
     Dispatch,
     dispatch_dropless,
@@ -21,40 +21,12 @@ from pipeline.model.moe.dispatch import (
 )
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
-from pipeline.model.moe.router import Router, Routing, Side, build_router
+from pipeline.model.moe.router import build_router
+from pipeline.model.moe.routing import Routing, RoutingRecord
 from pipeline.model.regularization import Regularization
-from pipeline.model.settings import MoEConfig
-from pipeline.model.spec import ModelSpec
+from pipeline.model.settings import ModelConfig, MoEConfig
+from pipeline.model.spec import ModelSpec, Side
 from pipeline.model.tokens import Tokens
-
-
-@dataclass(frozen=True)
-class RoutingRecord:
-    """What one MoE layer did with one micro-batch; returned, never kept.
-
-    Attributes:
-        balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
-        logits_NE: the router's logits, differentiable.
-        probability_NE: router probabilities, detached.
-        expert_NC: chosen experts, best first.
-        placement: where every route was served.
-    """
-
-    balance_loss: Tensor
-    logits_NE: Tensor
-    probability_NE: Tensor
-    expert_NC: Tensor
-    placement: Placement
-
-    @property
-    def routed_E(self) -> Tensor:
-        """Routes per expert before capacity."""
-        return self.placement.routed_E
-
-    @property
-    def kept_E(self) -> Tensor:
-        """Routes per expert after capacity."""
-        return self.placement.count_E
 
 
 class MixtureOfExperts(nn.Module):
@@ -64,7 +36,7 @@ class MixtureOfExperts(nn.Module):
         self,
         config: MoEConfig,
         *,
-        router: Router,
+        router: nn.Module,
         experts: Experts,
         expert_parallel: ExpertParallel | None,
         regularization: Regularization | None = None,
@@ -138,6 +110,11 @@ class MixtureOfExperts(nn.Module):
         x_RD = gather(x_ND, dispatch)
         y_RD = self.expert_parallel.run(self.experts, x_RD, counts)
         return combine(y_RD, dispatch.weight_NC, dispatch)
+
+
+def has_experts(model: ModelConfig, layer: int) -> bool:
+    """Return whether layer ``layer`` (from 0) of encoder and decoder is an MoE layer."""
+    return model.moe is not None and (layer + 1) % model.moe.every == 0
 
 
 def build_mixture_of_experts(

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeline.model.feed_forward import has_experts
-from pipeline.model.moe.layer import RoutingRecord
+from pipeline.model.moe.layer import has_experts
+from pipeline.model.moe.routing import RoutingRecord
 from pipeline.model.spec import ModelSpec
 
 ROUTING_FILE = "routing.json"

@@ -19,7 +19,7 @@ from pipeline.model.moe.dispatch import (
     dispatch_with_capacity,
     expert_capacity,
 )
-from pipeline.model.moe.router import Routing, choose
+from pipeline.model.moe.routing import Routing, choose
 
 Route = tuple[int, int]
 """A token and the number of its choice."""

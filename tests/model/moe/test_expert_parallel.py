@@ -20,6 +20,7 @@ from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import World
 from pipeline.errors import ConfigError
 from pipeline.kernels.placement import Placement, Queue, place_by_sorting
+from pipeline.model.building import build_model
 from pipeline.model.moe import dispatch
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.moe.experts import Experts
@@ -27,7 +28,6 @@ from pipeline.model.moe.layer import MixtureOfExperts
 from pipeline.model.moe.router import TokenRouter
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.model.transformer import build_model
 from pipeline.training.engine import connect, expert_parallel_group
 
 NUM_EXPERTS, WIDTH, HIDDEN_WIDTH = 4, 6, 10
@@ -154,6 +154,7 @@ def layer_result(layer: MixtureOfExperts, rank: int) -> RankResult:
     output, record = layer(x, tokens_in_groups(torch.zeros(len(x), dtype=torch.int64)))
     ((output * arriving).sum() + record.balance_loss).backward()
     assert x.grad is not None
+    assert isinstance(layer.router, TokenRouter)
     return RankResult(
         output.detach(),
         x.grad,

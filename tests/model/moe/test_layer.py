@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pipeline.batching.batch import collate
 from pipeline.model.moe.layer import MixtureOfExperts
-from pipeline.model.moe.router import LanguageGroupRouter, Routing, choose
+from pipeline.model.moe.router import LanguageGroupRouter
+from pipeline.model.moe.routing import Routing, choose
 from pipeline.model.regularization import Regularization
 from pipeline.model.settings import MoEConfig
 from pipeline.model.tokens import Tokens

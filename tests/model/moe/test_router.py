@@ -6,9 +6,10 @@ from typing import TypeVar
 import pytest
 import torch
 from support.tiny_models import tokens_in_groups
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline.model.moe.router import LanguageGroupRouter, Router, TokenRouter, choose, z_loss
+from pipeline.model.moe.router import LanguageGroupRouter, TokenRouter
+from pipeline.model.moe.routing import choose, z_loss
 from pipeline.model.settings import MoEConfig
 
 WIDTH, EXPERTS, GROUPS = 8, 5, 3
@@ -136,7 +137,7 @@ def test_groups_without_tokens_get_a_gradient_of_zero() -> None:
 
 
 @pytest.mark.parametrize("router", [token_router(), group_router()])
-def test_half_precision_states_are_routed_in_single_precision(router: Router) -> None:
+def test_half_precision_states_are_routed_in_single_precision(router: nn.Module) -> None:
     x_ND, group_N = random_tokens(50)
     half = router.to(torch.bfloat16)
     found = half(x_ND.bfloat16(), tokens_in_groups(group_N))
@@ -147,7 +148,7 @@ def test_half_precision_states_are_routed_in_single_precision(router: Router) ->
 
 
 @pytest.mark.parametrize("router", [token_router(), group_router()])
-def test_routing_has_no_noise_even_in_training(router: Router) -> None:
+def test_routing_has_no_noise_even_in_training(router: nn.Module) -> None:
     x_ND, group_N = random_tokens(50)
     first, second = (
         router.train()(x_ND, tokens_in_groups(group_N)),

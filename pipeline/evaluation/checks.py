@@ -1,0 +1,225 @@
+"""Checks of an evaluation's inputs: what is refused, and what the report warns of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import hypotheses_name, iterate_lines, listed_names
+from pipeline.errors import ArtifactError, ConfigError
+from pipeline.evaluation.averages import RULE
+from pipeline.evaluation.directions import DirectionProfile
+from pipeline.evaluation.score_slot import Score
+from pipeline.evaluation.scores import SystemScores, Verdicts
+from pipeline.languages import parse_tag
+from pipeline.stages.registry import StageCall
+from pipeline.terminal import counted
+
+MAX_NAME_BYTES = 200
+"""Longest name of a system, which becomes the name of a directory."""
+NAMED_DIRECTIONS = 8
+"""Number of directions that a warning lists by name."""
+
+
+# Refusals
+
+
+def check_inputs(call: StageCall) -> None:
+    """Check that settings and inputs of the stage belong together.
+
+    Raises:
+        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse; or a
+            set of languages names something that is no language.
+    """
+    settings = call.recipe.evaluation
+    if "comet" in call.raw and "comet" not in settings.computed_scores:
+        raise ConfigError(
+            "--comet names a model, but evaluation.scores does not list comet. Add it there, or "
+            "leave the option out."
+        )
+    if "comet" in settings.computed_scores and "comet" not in call.raw:
+        raise ConfigError(
+            "evaluation.scores lists comet, but no model is given. Name its directory with "
+            "--comet, or leave comet out."
+        )
+    if "tokenizer" in call.artifacts and not settings.word_accuracy:
+        raise ConfigError(
+            "--tokenizer is used for word accuracy alone, and evaluation.word_accuracy is false. "
+            "Set it to true, or leave the option out."
+        )
+    for codes in settings.language_sets.values():
+        for code in codes:
+            parse_tag(code)
+
+
+def shared_directions(
+    systems: Mapping[str, Artifact], *, corpus: Artifact, profiles: Sequence[DirectionProfile]
+) -> list[DirectionProfile]:
+    """Return the directions to score: those whose languages the models of all systems know.
+
+    Raises:
+        ArtifactError: a system did not translate every line, or the corpus has no test lines.
+        ConfigError: there is no system, a name is unusable, or no direction is left.
+    """
+    if not systems:
+        raise ConfigError("evaluate has no systems. Name at least one, as NAME=DIR.")
+    if not profiles:
+        raise ArtifactError(
+            f"{corpus.directory} has no test lines. Evaluate with a corpus that has test sets."
+        )
+    _check_names(list(systems))
+    for name, translations in systems.items():
+        _check_directions(name, translations, profiles=profiles)
+    shared = [
+        profile
+        for profile in profiles
+        if not any(str(profile.direction) in skipped_directions(one) for one in systems.values())
+    ]
+    if not shared:
+        raise ConfigError(
+            f"No direction of {corpus.directory} was translated by all of the systems "
+            f"{', '.join(systems)}. Evaluate systems separately if they know other languages."
+        )
+    for name, translations in systems.items():
+        _check_line_counts(name, translations, profiles=shared)
+    return shared
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Check that every name can be a directory, on any file system."""
+    taken: dict[str, str] = {}
+    for name in names:
+        fits = name.isprintable() and 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+        if not fits or "/" in name or "\\" in name or name in {".", ".."}:
+            raise ConfigError(
+                f"System name {name!r} cannot be the name of a directory. Choose another name."
+            )
+        if name.casefold() in taken:
+            raise ConfigError(
+                f"System names {taken[name.casefold()]!r} and {name!r} differ in case alone, which "
+                "some file systems ignore. Choose another name."
+            )
+        taken[name.casefold()] = name
+
+
+def _check_directions(
+    name: str, translations: Artifact, *, profiles: Sequence[DirectionProfile]
+) -> None:
+    skipped = skipped_directions(translations)
+    missing = [
+        str(profile.direction)
+        for profile in profiles
+        if not translations.has(hypotheses_name(profile.direction))
+        and str(profile.direction) not in skipped
+    ]
+    if missing:
+        raise ArtifactError(
+            f"System {name!r} ({translations.directory}) has no translations for "
+            f"{', '.join(missing)}. Translate the whole corpus with it."
+        )
+
+
+def _check_line_counts(
+    name: str, translations: Artifact, *, profiles: Sequence[DirectionProfile]
+) -> None:
+    for profile in profiles:
+        path = translations.file(hypotheses_name(profile.direction))
+        found = sum(1 for _ in iterate_lines(path))
+        if found != profile.test_lines:
+            raise ArtifactError(
+                f"System {name!r} has {counted(found, 'translation')} in {path} where the corpus "
+                f"has {counted(profile.test_lines, 'test line')}. Translate this corpus "
+                "with it again."
+            )
+
+
+def skipped_directions(translations: Artifact) -> set[str]:
+    """Return the directions that were not translated, as the model lacks their languages."""
+    return listed_names(translations, "skipped_directions")
+
+
+# Warnings
+
+
+def caveats(
+    systems: Sequence[SystemScores],
+    *,
+    scores: Sequence[Score],
+    profiles: Sequence[DirectionProfile],
+    left_out: int,
+    call: StageCall,
+) -> list[str]:
+    """Return the warnings of the report, in sentences.
+
+    Args:
+        systems: with their scores.
+        scores: of the evaluation.
+        profiles: directions that were scored.
+        left_out: number of directions that some system's model does not know.
+        call: of the stage.
+    """
+    return [
+        *_warnings_of_directions(call, profiles=profiles, left_out=left_out),
+        *(warning for system in systems for warning in _warnings_of_lines(system)),
+        *_warnings_of_corpora(call),
+        *(warning for score in scores for warning in score.caveats()),
+    ]
+
+
+def undecided(verdicts: Verdicts) -> list[str]:
+    """Return a warning if the baseline of several systems does not translate somewhere."""
+    names = [name for name in verdicts.directions if not verdicts.decides(name)]
+    if not names or all(len(found) == 1 for found in verdicts.directions.values()):
+        return []
+    return [
+        f"Not decided in {len(names)} of {len(verdicts.directions)} directions, since the baseline "
+        f"{verdicts.baseline} does not translate there: {_listed(names)}. {RULE}"
+    ]
+
+
+def _warnings_of_directions(
+    call: StageCall, *, profiles: Sequence[DirectionProfile], left_out: int
+) -> Iterator[str]:
+    if left_out:
+        named = sorted(
+            {code for one in call.many("systems").values() for code in skipped_directions(one)}
+        )
+        yield (
+            f"{left_out} of {left_out + len(profiles)} directions are left out, because not every "
+            f"system translates them: {_listed(named)}."
+        )
+    if any(profile.family == "unknown" for profile in profiles):
+        yield (
+            "This corpus has no training lines, so it is not known which directions were trained. "
+            "Name the training corpus of the systems as the input 'training'."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_DIRECTIONS
+    return ", ".join(names[:NAMED_DIRECTIONS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _warnings_of_lines(system: SystemScores) -> Iterator[str]:
+    scored = system.directions.values()
+    findings = [
+        f"{count:,} {'has' if count == 1 else 'have'} {what}"
+        for count, what in (
+            (sum(one.truncated for one in scored), "a source cut to the model's maximum length"),
+            (sum(one.empty for one in scored), "no text"),
+            (sum(one.invalid for one in scored), "lost bytes that are not valid UTF-8"),
+        )
+        if count
+    ]
+    if findings:
+        lines = sum(one.lines for one in scored)
+        yield f"{system.name}: of {lines:,} translations, {' and '.join(findings)}."
+
+
+def _warnings_of_corpora(call: StageCall) -> Iterator[str]:
+    for name, translations in call.many("systems").items():
+        record = translations.manifest.inputs.get("corpus")
+        if record is not None and record.digest != call.artifacts["corpus"].digest:
+            yield (
+                f"{name}: translated from {Path(record.path).name}, whose contents differ from "
+                "this corpus."
+            )

@@ -1,0 +1,293 @@
+"""COMET: scores of a trained metric from source, translation and reference.
+
+The model is a directory on this machine: ``hparams.yaml`` beside ``checkpoints/model.ckpt``, as
+COMET lays out its own models. The configuration and tokenizer of its encoder are in ``encoder/``,
+in the directory that ``pretrained_model`` names, or in the Hugging Face cache. Only weights are
+read from the checkpoint, and nothing is downloaded.
+
+The model runs in a process of its own, so that COMET's dependencies are imported nowhere else and
+one model scores all lines::
+
+    python -m pipeline.evaluation.comet MODEL_DIR WORK_DIR
+
+``WORK_DIR/lines/**.json`` are lists of objects with ``src``, ``mt`` and ``ref``;
+``WORK_DIR/scores/**.json`` become lists of scores in the same order. The process prints one line
+per file. It reports an error that the user can fix in one sentence on standard error.
+"""
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction
+from pipeline.errors import EXIT_USER_ERROR, ConfigError
+from pipeline.evaluation.score_slot import Column, Floats, LineStatistics, Score, TranslatedLines
+from pipeline.terminal import track
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+DIGEST_DIGITS = 12
+
+
+@dataclass(frozen=True)
+class CometScores:
+    """Scores that a model gave to all lines of an evaluation."""
+
+    folder: Path
+    """Directory of ``{system}/{direction}.json``."""
+    signature: str
+    """Name and digest of the model, and version of COMET."""
+
+
+@dataclass(frozen=True)
+class Comet(Score):
+    """Mean of a COMET model's scores over lines, times 100."""
+
+    given: CometScores
+
+    column = Column("comet", "COMET")
+
+    def line_statistics(self, lines: TranslatedLines) -> LineStatistics:
+        """Return the scores of the model, (lines,)."""
+        path = _place(self.given.folder, lines.system, lines.direction)
+        scores = np.array(json.loads(path.read_text("utf-8")), dtype=np.float64)
+        assert len(scores) == len(lines.hypotheses)
+        return LineStatistics(scores, self.given.signature)
+
+    def of_sums(self, sums: Floats, *, lines: int) -> Floats:
+        """Return means of summed scores, (draws, 1) → (draws,)."""
+        found: Floats = 100.0 * sums[:, 0] / lines
+        return found
+
+
+def ask_comet(
+    model_dir: Path,
+    *,
+    digest: str,
+    corpus: Artifact,
+    systems: Mapping[str, Artifact],
+    directions: Sequence[Direction],
+    work_dir: Path,
+) -> CometScores:
+    """Score every line of every system.
+
+    Args:
+        model_dir: directory of the model.
+        digest: digest of that directory.
+        corpus: with sources and references.
+        systems: translations by name.
+        directions: to score.
+        work_dir: receives lines and scores.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or COMET is not installed.
+    """
+    for system, translations in systems.items():
+        for direction in directions:
+            lines = TranslatedLines.read(system, corpus, translations, direction)
+            sides = zip(lines.sources, lines.hypotheses, lines.references, strict=True)
+            samples = [{"src": src, "mt": mt, "ref": ref} for src, mt, ref in sides]
+            path = _place(work_dir / LINES, system, direction)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(samples), encoding="utf-8")
+    total = len(systems) * len(directions)
+    for _ in track(_run(model_dir, work_dir), label="comet", total=total):
+        pass
+    version = (work_dir / VERSION).read_text("utf-8")
+    parts = (f"model:{model_dir.name}", f"digest:{digest[:DIGEST_DIGITS]}", f"version:{version}")
+    return CometScores(work_dir / SCORES, "|".join(parts))
+
+
+def _place(folder: Path, system: str, direction: Direction) -> Path:
+    return folder / system / f"{direction}.json"
+
+
+def _run(model_dir: Path, work_dir: Path) -> Iterator[str]:
+    """Start the process and yield its output, one line per scored file."""
+    module = "pipeline.evaluation.comet"
+    command = [sys.executable, "-m", module, str(model_dir), str(work_dir)]
+    with (
+        (work_dir / "errors.txt").open("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            command,
+            env={**os.environ, **OFFLINE},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            yield from process.stdout
+            status = process.wait()
+        finally:
+            process.kill()
+        if status:
+            errors.seek(0)
+            said = errors.read().split("\n")
+            last = next((line for line in reversed(said) if line.strip()), "it said nothing")
+            if status == EXIT_USER_ERROR:
+                raise ConfigError(last)
+            raise ConfigError(f"COMET stopped while it scored with {model_dir}: {last.strip()}")
+
+
+LINES, SCORES, VERSION = "lines", "scores", "version.txt"
+BATCH_LINES = 16
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Score the files of a work directory and return the exit status."""
+    model_dir, work_dir = map(Path, arguments)
+    try:
+        model = load_model(model_dir)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    (work_dir / VERSION).write_text(version("unbabel-comet"), encoding="utf-8")
+    for path in sorted((work_dir / LINES).rglob("*.json")):
+        found = scores_of(model, json.loads(path.read_text("utf-8")))
+        if not all(map(math.isfinite, found)):
+            print(f"{model_dir} gives scores that are no numbers. Use another.", file=sys.stderr)
+            return EXIT_USER_ERROR
+        place = work_dir / SCORES / path.relative_to(work_dir / LINES)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(found), encoding="utf-8")
+        print(path.name, flush=True)
+    return 0
+
+
+def load_model(model_dir: Path) -> Any:
+    """Load a COMET model, ready to predict, on a GPU if there is one.
+
+    Raises:
+        ConfigError: COMET is not installed, or the directory does not hold one of its models.
+    """
+    settings = _settings_file(model_dir)
+    try:
+        import torch
+        from comet.models import str2model
+    except ImportError as error:
+        raise ConfigError(
+            f"COMET cannot be imported ({error}). Run pip install 'mmnmt[comet]', or leave comet "
+            "out of evaluation.scores."
+        ) from error
+    identifier = settings.get("class_identifier")
+    if identifier not in str2model:
+        raise ConfigError(
+            f"{model_dir / 'hparams.yaml'} names no known class of COMET models "
+            f"({identifier!r}). Name a directory with one of {', '.join(str2model)}."
+        )
+    checkpoint = _checkpoint(model_dir)
+    settings |= checkpoint.get("hyper_parameters", {})
+    model = _without_weights(str2model[identifier], settings, model_dir)
+    missing = model.load_state_dict(checkpoint["state_dict"], strict=False).missing_keys
+    if missing:
+        raise ConfigError(
+            f"{model_dir} lacks {len(missing)} of the weights that its hparams.yaml asks for, "
+            f"{missing[0]} among them. Name a directory whose checkpoint is of this model."
+        )
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _settings_file(model_dir: Path) -> dict[str, Any]:
+    import yaml
+
+    path = model_dir / "hparams.yaml"
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a COMET model's settings ({_first_line(error)}). Name the "
+            "directory that holds hparams.yaml and checkpoints/model.ckpt."
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _checkpoint(model_dir: Path) -> Mapping[str, Any]:
+    """Return weights and settings; objects that could run code are refused."""
+    import torch
+
+    path = model_dir / "checkpoints" / "model.ckpt"
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"{path} holds more than weights, which could run any code, and is not loaded. If "
+            "you trust it, save it again with its state_dict and hyper_parameters alone."
+        ) from error
+    except (OSError, RuntimeError, EOFError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as a checkpoint ({_first_line(error)}). Download it again."
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+        raise ConfigError(f"{path} has no state_dict. Name a checkpoint that COMET saved.")
+    return found
+
+
+def _without_weights(kind: Any, settings: Mapping[str, Any], model_dir: Path) -> Any:
+    """Return a model without its weights; settings that this version lacks are left out.
+
+    COMET 2.2.4 and later replace the layer transformation ``sparsemax_patch`` by softmax (issue 244
+    of COMET).
+    """
+    known = inspect.signature(kind).parameters
+    wanted = {name: value for name, value in settings.items() if name in known}
+    if wanted.get("layer_transformation") == "sparsemax_patch":
+        wanted["layer_transformation"] = "softmax"
+    encoder = str(settings.get("pretrained_model", ""))
+    wanted |= {
+        "pretrained_model": _encoder(model_dir, encoder),
+        "load_pretrained_weights": False,
+        "local_files_only": True,
+    }
+    try:
+        return kind(**wanted)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"The encoder {encoder!r} of {model_dir} cannot be set up ({_first_line(error)}). Put "
+            f"its config.json and its tokenizer's files into {model_dir / 'encoder'}; nothing is "
+            "downloaded."
+        ) from error
+
+
+def _encoder(model_dir: Path, name: str) -> str:
+    """Return the directory of the encoder's files, or its name in the cache."""
+    places = (model_dir / "encoder", model_dir / name)
+    return next((str(one) for one in places if (one / "config.json").is_file()), name)
+
+
+def scores_of(model: Any, samples: Sequence[Mapping[str, str]]) -> list[float]:
+    """Return one score per line; lines of similar lengths are scored together, as in COMET."""
+    import torch
+
+    order = sorted(range(len(samples)), key=lambda line: len(samples[line]["src"]))
+    found = [0.0] * len(samples)
+    with torch.inference_mode():
+        for start in range(0, len(order), BATCH_LINES):
+            lines = order[start : start + BATCH_LINES]
+            inputs = model.prepare_for_inference([samples[line] for line in lines])
+            inputs = model.transfer_batch_to_device(inputs, model.device, 0)
+            scores = model.predict_step(inputs)["scores"].flatten().tolist()
+            for line, score in zip(lines, scores, strict=True):
+                found[line] = score
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,369 @@
+"""Sections of the report about the runs behind the systems: budgets, loss curves and stages.
+
+The horizontal axis of a loss curve counts all that a system's weights rest on. The curve of a model
+that was assembled or trained further begins where the earlier trainings ended; a dotted line leads
+there.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from pipeline.artifacts.corpus import Resource
+from pipeline.evaluation.charts import Point, Series, legend, line_chart, thin_out
+from pipeline.evaluation.history import (
+    OPERATIONS_PER_PARAMETER,
+    Curve,
+    CurvePoint,
+    History,
+    Spent,
+    SystemTraining,
+)
+from pipeline.evaluation.tables import (
+    NO_VALUE,
+    BulletList,
+    Cell,
+    Figure,
+    Heading,
+    ReportSection,
+    Table,
+    bullets,
+    format_duration,
+    format_large,
+    headings,
+    joined,
+    row,
+)
+from pipeline.terminal import counted
+
+# Budgets
+
+SPENT_COLUMNS = ("updates", "source tokens", "target tokens", "FLOP", "wall time")
+
+
+def trained_for(history: History, system: str) -> str:
+    """Return the training of a system in a few words: ``2,100 updates (3.0 ×)``.
+
+    The factor is relative to the least trained system; it is left out if there is but one.
+    """
+    training = history.training_of(system)
+    if training is None:
+        return NO_VALUE
+    if not training.is_trained:
+        return "no training" if training.complete else "training not found"
+    updates = training.total.updates
+    text = counted(updates, "update")
+    if not training.complete:
+        return f"at least {text}"
+    least = _least_updates(history)
+    return f"{text} ({updates / least:.1f} ×)" if least else text
+
+
+def _least_updates(history: History) -> int | None:
+    """Return the updates of the least trained system; None with fewer than two to compare."""
+    found = [one.total.updates for one in history.trainings if one.is_trained and one.complete]
+    return min(found) if len(found) > 1 else None
+
+
+def budgets_section(history: History) -> ReportSection | None:
+    """Return parameters and training cost of every system, baselines without training included."""
+    if not history.trainings:
+        return None
+    columns = (
+        *(Heading(title, group="Parameters") for title in ("total", "active")),
+        *(
+            Heading(title, group=group)
+            for group in ("Last training", "All trainings")
+            for title in SPENT_COLUMNS
+        ),
+    )
+    rows = (
+        row(
+            training.system,
+            *_parameters(training),
+            *_spent(None if training.own is None else training.own.spent),
+            *_total(training),
+        )
+        for training in history.trainings
+    )
+    return ReportSection(
+        "Training budgets",
+        "Scores are comparable only beside the training that led to them.",
+        tables=(Table("", (*headings("System"), *columns), tuple(rows)),),
+        lists=bullets(_budget_notes(history)),
+    )
+
+
+def _parameters(training: SystemTraining) -> tuple[str, str]:
+    if training.parameters is None:
+        return NO_VALUE, NO_VALUE
+    return format_large(training.parameters.total), format_large(training.parameters.active)
+
+
+def _spent(spent: Spent | None) -> tuple[str, ...]:
+    if spent is None:
+        return (NO_VALUE,) * len(SPENT_COLUMNS)
+    return (
+        f"{spent.updates:,}",
+        format_large(spent.source_tokens),
+        format_large(spent.target_tokens),
+        format_large(spent.operations),
+        NO_VALUE if spent.seconds is None else format_duration(spent.seconds),
+    )
+
+
+def _total(training: SystemTraining) -> tuple[str, ...]:
+    if not training.is_trained:
+        return _spent(None)
+    cells = _spent(training.total)
+    if training.complete:
+        return cells
+    return tuple(cell if cell == NO_VALUE else f"≥ {cell}" for cell in cells)
+
+
+def _budget_notes(history: History) -> Iterator[str]:
+    """Yield how budgets are counted, and which runs each of them includes."""
+    if not any(one.is_trained for one in history.trainings):
+        return
+    yield (
+        "All trainings of a system are its last one and, each once and whole, those of every "
+        "checkpoint that it was assembled from or trained further from."
+    )
+    yield (
+        f"FLOP is an estimate: {OPERATIONS_PER_PARAMETER} for each token and each parameter that "
+        "multiplies it. Source tokens pass through the encoder, target tokens through the decoder "
+        "and the output layer; of the experts of a layer, only those count that a token meets. "
+        "Fuse distillation takes every batch through the model twice, and both passes count. Wall "
+        "times are of the training stages, on any number of processes."
+    )
+    if _least_updates(history):
+        yield (
+            "× compares the updates of a system with those of the least trained one: where it is "
+            "not 1.0, a better score may be due to longer training."
+        )
+    for training in history.trainings:
+        yield from _notes_of(training)
+
+
+def _notes_of(training: SystemTraining) -> Iterator[str]:
+    if training.before:
+        runs = [f"{run.folder} ({counted(run.spent.updates, 'update')})" for run in training.before]
+        yield f"{training.system} rests on {joined(runs)}."
+    if training.groups_from:
+        yield (
+            f"{training.system}: the embeddings of {joined(training.groups_from)} decided its "
+            "language groups; that training gave no weights and is not counted."
+        )
+    if not training.complete:
+        yield (
+            f"{training.system}: some of the trainings behind it can no longer be found; the "
+            "figures are lower bounds."
+        )
+
+
+# Stages
+
+
+def summaries_section(history: History) -> ReportSection | None:
+    """Return the counts that the stages behind the systems reported."""
+    lists = tuple(
+        BulletList(tuple(map(Cell, run.summary)), f"{run.folder} ({run.stage})")
+        for run in history.stages
+        if run.summary
+    )
+    return ReportSection("Stage summaries", lists=lists) if lists else None
+
+
+def stages_section(history: History, systems: Sequence[str]) -> ReportSection | None:
+    """Return the wall times of all stages behind the systems, and their sums per system."""
+    if not history.stages:
+        return None
+    longest = max(run.wall_seconds for run in history.stages)
+    rows = [
+        row(
+            run.stage,
+            run.folder,
+            Cell(
+                format_duration(run.wall_seconds),
+                bar=run.wall_seconds / longest if longest else 0.0,
+            ),
+            ", ".join(run.systems),
+        )
+        for run in history.stages
+    ]
+    totals = [
+        row("all stages", "", format_duration(history.wall_seconds_of(name)), name)
+        for name in systems
+    ]
+    titles = headings("Stage", "Folder", "Wall time", "Systems", words=["Folder", "Systems"])
+    return ReportSection(
+        "Stages and wall times",
+        "Every stage that the systems rest on, inputs first. A full bar is the longest stage, "
+        f"{format_duration(longest)}.",
+        tables=(Table("", titles, (*rows, *totals)),),
+    )
+
+
+# Loss curves
+
+Loss = Callable[[CurvePoint], float | None]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The quantity on the horizontal axis of a chart."""
+
+    label: str
+    of_point: Callable[[CurvePoint], float | None]
+    of_spent: Callable[[Spent], float | None]
+    unit: float = 1.0
+    """Divisor of the counts."""
+
+
+UPDATES = Axis("updates", lambda point: point.update, lambda spent: spent.updates)
+
+
+def curves_section(history: History, systems: Sequence[str]) -> ReportSection | None:
+    """Return the loss curves, whose colors follow the order of the systems."""
+    figures = curve_figures(history, places={name: place for place, name in enumerate(systems)})
+    if not figures:
+        return None
+    return ReportSection(
+        "Loss curves",
+        "Losses of the last training of each system. Its axis begins with the trainings before "
+        "it. A ring marks the lowest validation loss.",
+        figures=tuple(figures),
+    )
+
+
+def curve_figures(history: History, *, places: Mapping[str, int]) -> list[Figure]:
+    """Return all charts that have a curve.
+
+    Args:
+        history: runs behind the systems.
+        places: system → number of its color.
+    """
+    curves = history.curves
+    figures = [
+        *(
+            _figure("Validation, all directions", curves, places, axis, lambda one: one.loss)
+            for axis in (UPDATES, _tokens_axis(curves), _time_axis(curves))
+        ),
+        *(
+            _figure(
+                f"Validation, {group.replace('_', ' ')} resource",
+                curves,
+                places,
+                UPDATES,
+                _loss_of_resource(group),
+            )
+            for group in get_args(Resource)
+        ),
+        _figure("Training", curves, places, UPDATES, lambda one: one.loss, training=True),
+    ]
+    return [figure for figure in figures if figure is not None]
+
+
+def _loss_of_resource(group: str) -> Loss:
+    return lambda point: point.resources.get(group)
+
+
+def _figure(
+    title: str,
+    curves: Sequence[Curve],
+    places: Mapping[str, int],
+    axis: Axis,
+    loss: Loss,
+    *,
+    training: bool = False,
+) -> Figure | None:
+    series, left_out = [], []
+    for curve in curves:
+        points = curve.training if training else curve.validation
+        found = place_curve(curve, points, place=places[curve.system], axis=axis, loss=loss)
+        if found is None:
+            left_out.append(curve.system)
+        elif found.points:
+            series.append(found)
+    if not series:
+        return None
+    subtitle = f"by {axis.label}"
+    chart = line_chart(
+        series,
+        title=f"{title}, {subtitle}",
+        x_label=axis.label,
+        y_label="nats per token",
+        mark_lowest=not training,
+    )
+    notes = tuple(_curve_notes(series, left_out, axis))
+    return Figure(chart + legend(series), title=title, subtitle=subtitle, notes=notes)
+
+
+def place_curve(
+    curve: Curve, points: Sequence[CurvePoint], *, place: int, axis: Axis, loss: Loss
+) -> Series | None:
+    """Return a curve along an axis; None if its position on the axis is not known."""
+    begin = None if curve.before is None else axis.of_spent(curve.before)
+    if begin is None:
+        return None
+    found: list[Point] = []
+    for point in points:
+        x, y = axis.of_point(point), loss(point)
+        if x is None:
+            return None
+        if y is not None:
+            found.append(((begin + x) / axis.unit, y))
+    return Series(curve.system, thin_out(found), place=place, begin=begin / axis.unit)
+
+
+def _curve_notes(series: Sequence[Series], left_out: Sequence[str], axis: Axis) -> Iterator[str]:
+    assembled = [one.name for one in series if one.begin > 0]
+    if assembled:
+        yield (
+            "A dotted line stands for the trainings that a model was made from "
+            f"({', '.join(assembled)}): its own curve begins where they end."
+        )
+    if left_out:
+        yield (
+            f"Left out, since their {axis.label} were not recorded or cannot be found any more: "
+            f"{', '.join(left_out)}."
+        )
+
+
+def _tokens_axis(curves: Sequence[Curve]) -> Axis:
+    """Return the axis of target tokens, in a unit that fits the longest run."""
+    prefixes = (("billion ", 1e9), ("million ", 1e6), ("", 1.0))
+    axes = [
+        Axis(
+            f"{prefix}target tokens",
+            lambda point: point.target_tokens,
+            lambda spent: spent.target_tokens,
+            unit,
+        )
+        for prefix, unit in prefixes
+    ]
+    return _fitting(axes, curves)
+
+
+def _time_axis(curves: Sequence[Curve]) -> Axis:
+    """Return the axis of wall time, in a unit that fits the longest run."""
+    units = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+    axes = [
+        Axis(f"{name} of training", lambda point: point.seconds, lambda spent: spent.seconds, unit)
+        for name, unit in units
+    ]
+    return _fitting(axes, curves)
+
+
+def _fitting(axes: Sequence[Axis], curves: Sequence[Curve]) -> Axis:
+    """Return the axis of the largest unit of which the longest run has two; else the last axis."""
+    last = axes[-1]
+    longest = max(
+        (
+            (last.of_point(curve.validation[-1]) or 0.0) + (last.of_spent(curve.before) or 0.0)
+            for curve in curves
+            if curve.validation and curve.before is not None
+        ),
+        default=0.0,
+    )
+    return next((axis for axis in axes if longest >= 2 * axis.unit), last)

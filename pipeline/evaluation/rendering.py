@@ -1,0 +1,95 @@
+"""Reports as Markdown and as one self-contained HTML page, by the templates of this package.
+
+Text from outside (names of systems, folders and languages, translations, warnings) is escaped in
+both, so that it reads as it stands. The page runs no script and loads nothing: style sheet and
+charts are part of it.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.evaluation.charts import SERIES_COLORS, replace_forbidden, style_sheet
+from pipeline.evaluation.tables import Report, Table
+
+_SPECIAL = re.compile(
+    r"""[\\`*\[\]~|$]             # code, emphasis, links, strikethrough, cells, formulae
+    | (?<![^\W_])_ | _(?![^\W_])  # emphasis; between letters and digits it has no meaning
+    | ^[\#+=-]                   # headings, lists, rules
+    """,
+    re.VERBOSE,
+)
+_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s|$)")
+_HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f]+")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def render_html(report: Report) -> str:
+    """Return a report as one HTML page."""
+    return _html().get_template("report.html.j2").render(report=report, style=style_sheet())
+
+
+def render_markdown(report: Report) -> str:
+    """Return a report as Markdown."""
+    return _markdown().get_template("report.md.j2").render(report=report).rstrip() + "\n"
+
+
+def render_tables(tables: tuple[Table, ...]) -> str:
+    """Return tables alone as Markdown, for the terminal."""
+    return _markdown().get_template("tables.md.j2").render(tables=tables).strip()
+
+
+def escape_markdown(text: str) -> str:
+    """Return a text as one line of Markdown that shows it as it stands.
+
+    White space becomes a space. Bare web and mail addresses are left for the renderer to link: they
+    show as they stand.
+    """
+    line = _SURROGATE.sub("\ufffd", _BLANK.sub(" ", text)).strip()
+    escaped = _SPECIAL.sub(lambda found: f"\\{found.group()}", line)
+    escaped = _NUMBERED.sub(r"\1\\\2", escaped)
+    return re.sub("[&<>]", lambda found: _HTML[found.group()], escaped)
+
+
+def markdown_code(text: str) -> Markup:
+    """Return a code span, whose fence is longer than any run of backticks within it."""
+    text = _BLANK.sub(" ", text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return Markup(f"{fence}{text}{fence}" if fence == "`" else f"{fence} {text} {fence}")
+
+
+@cache
+def _html() -> Environment:
+    def finalize(value: Any) -> Any:
+        """Replace characters that HTML cannot hold; autoescape does the rest."""
+        is_plain = isinstance(value, str) and not isinstance(value, Markup)
+        return replace_forbidden(value) if is_plain else value
+
+    return _environment(finalize=finalize, autoescape=True)
+
+
+@cache
+def _markdown() -> Environment:
+    def finalize(value: Any) -> Any:
+        return value if isinstance(value, Markup) else escape_markdown(str(value))
+
+    environment = _environment(finalize=finalize, autoescape=False)
+    environment.filters["code"] = markdown_code
+    return environment
+
+
+def _environment(**settings: Any) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("pipeline.evaluation"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        **settings,
+    )
+    environment.globals["SERIES_COLORS"] = SERIES_COLORS
+    return environment

@@ -1,0 +1,352 @@
+"""The report of an evaluation: which sections it has, and those that fit nowhere else."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import read_hypotheses, read_lines
+from pipeline.evaluation.averages import RULE
+from pipeline.evaluation.directions import FAMILIES, DirectionProfile
+from pipeline.evaluation.history import History
+from pipeline.evaluation.history_tables import (
+    budgets_section,
+    curves_section,
+    stages_section,
+    summaries_section,
+    trained_for,
+)
+from pipeline.evaluation.score_slot import Column
+from pipeline.evaluation.score_tables import (
+    AverageColumn,
+    TrainedFor,
+    average_columns,
+    averages_section,
+    baseline_section,
+    comparison_of_average,
+    directions_by_family,
+    directions_section,
+    distinct_outputs_section,
+    family_title,
+    language_averages_section,
+    main_tables,
+    output_languages_section,
+    separate_sections,
+    word_accuracy_section,
+)
+from pipeline.evaluation.scores import Evaluation
+from pipeline.evaluation.significance import MIN_LINES
+from pipeline.evaluation.tables import (
+    BulletList,
+    Cell,
+    Panel,
+    PanelBar,
+    Report,
+    ReportSection,
+    SampleText,
+    Table,
+    TextSample,
+    bullets,
+    score_cell,
+)
+from pipeline.seeds import derive_seed
+from pipeline.terminal import counted
+
+SAMPLE_DIRECTIONS = 3
+SAMPLE_LINES = 2
+SAMPLE_CHARACTERS = 240
+"""Samples per family of directions: directions, lines of each, and the longest reference shown."""
+
+
+@dataclass(frozen=True)
+class Imprint:
+    """When a report was made, and by which version of mmnmt."""
+
+    made: datetime
+    version: str
+
+    @property
+    def text(self) -> str:
+        """Return both on one line."""
+        return f"{self.made:%Y-%m-%d %H:%M} UTC, mmnmt {self.version}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A test line with the translations of all systems."""
+
+    profile: DirectionProfile
+    line: int
+    """Counted from 1."""
+    source: str
+    reference: str
+    translations: Mapping[str, str]
+
+
+def evaluation_report(
+    evaluation: Evaluation,
+    history: History,
+    samples: Sequence[Sample] = (),
+    *,
+    imprint: Imprint,
+    further: Sequence[ReportSection] = (),
+) -> Report:
+    """Return the report of an evaluation.
+
+    Args:
+        evaluation: scores of all systems.
+        history: runs behind the systems.
+        samples: translated test lines to show.
+        imprint: date and version.
+        further: sections that follow those of the scores.
+    """
+    names = [one.name for one in evaluation.systems]
+    training = _trained_for(history)
+    sections = (
+        _overview_section(evaluation, training),
+        _warnings_section(evaluation),
+        averages_section(evaluation, training) if evaluation.main_columns else None,
+        budgets_section(history),
+        *separate_sections(evaluation, training),
+        distinct_outputs_section(evaluation),
+        baseline_section(evaluation),
+        language_averages_section(evaluation),
+        output_languages_section(evaluation),
+        word_accuracy_section(evaluation),
+        *further,
+        curves_section(history, names),
+        _samples_section(evaluation, samples),
+        directions_section(evaluation),
+        summaries_section(history),
+        stages_section(history, names),
+        _notes_section(evaluation, history),
+        _signatures_section(evaluation),
+    )
+    return Report(
+        f"Translation quality of {counted(len(names), 'system')}",
+        f"Evaluation report, {imprint.text}",
+        _facts(evaluation),
+        tuple(section for section in sections if section is not None),
+        generator="mmnmt evaluate",
+    )
+
+
+def summary_tables(evaluation: Evaluation, history: History) -> tuple[Table, ...]:
+    """Return the averages of the main scores, which the command prints."""
+    return main_tables(evaluation, _trained_for(history))
+
+
+def _trained_for(history: History) -> TrainedFor:
+    return lambda system: trained_for(history, system)
+
+
+def _facts(evaluation: Evaluation) -> tuple[str, ...]:
+    targets = {one.direction.target for one in evaluation.directions}
+    lines = sum(one.test_lines for one in evaluation.directions)
+    kinds = (
+        f"{len(profiles):,} {family_title(evaluation, family)}"
+        for family, profiles in directions_by_family(evaluation).items()
+    )
+    return (
+        f"{counted(len(evaluation.directions), 'direction')} ({', '.join(kinds)})",
+        counted(len(targets), "target language"),
+        counted(lines, "test line"),
+    )
+
+
+# Overview
+
+
+def _overview_section(evaluation: Evaluation, training: TrainedFor) -> ReportSection | None:
+    columns = [column for column in reversed(evaluation.main_columns) if column.out_of_100]
+    if not columns:
+        return None
+    titles = " and ".join(column.heading for column in columns)
+    return ReportSection(
+        "Overview",
+        f"Mean {titles} over all directions of each type. Bars run from 0 to 100; the mark at the "
+        "end of a bar is the 95 % confidence interval. Beside each name stands the training of the "
+        "system.",
+        panels=tuple(
+            Panel(
+                family_title(evaluation, average.family),
+                average.note,
+                tuple(
+                    (column.heading, bars)
+                    for column in columns
+                    if (bars := _bars(evaluation, training, average, column))
+                ),
+            )
+            for average in average_columns(evaluation)
+            if average.group == "all"
+        ),
+    )
+
+
+def _bars(
+    evaluation: Evaluation, training: TrainedFor, average: AverageColumn, column: Column
+) -> tuple[PanelBar, ...]:
+    """Return one bar per system; none if some system lacks the score."""
+    compared = comparison_of_average(evaluation, average, column)
+    bars = []
+    for place, system in enumerate(evaluation.systems):
+        score = system.averages[average.family]["all"].get(column.name)
+        if score is None:
+            return ()
+        interval = None if compared is None else compared.intervals[system.name]
+        bars.append(
+            PanelBar(
+                system.name,
+                training(system.name),
+                score_cell(score, decimals=column.decimals),
+                interval=None if interval is None else (interval.low, interval.high),
+                series=place,
+            )
+        )
+    return tuple(bars)
+
+
+def _warnings_section(evaluation: Evaluation) -> ReportSection | None:
+    lists = bullets(evaluation.warnings)
+    return ReportSection("Warnings", lists=lists, style="warnings") if lists else None
+
+
+# Samples
+
+
+def choose_samples(
+    corpus: Artifact,
+    systems: Mapping[str, Artifact],
+    *,
+    profiles: Sequence[DirectionProfile],
+    seed: int,
+) -> list[Sample]:
+    """Draw test lines by seed: a few lines of a few directions of every family."""
+    samples: list[Sample] = []
+    for family in FAMILIES:
+        members = [profile for profile in profiles if profile.family == family]
+        step = max(len(members) / SAMPLE_DIRECTIONS, 1.0)
+        for index in range(min(len(members), SAMPLE_DIRECTIONS)):
+            samples += _samples_of_direction(
+                corpus, systems, profile=members[int(index * step)], seed=seed
+            )
+    return samples
+
+
+def _samples_of_direction(
+    corpus: Artifact, systems: Mapping[str, Artifact], *, profile: DirectionProfile, seed: int
+) -> list[Sample]:
+    direction = profile.direction
+    sources = read_lines(corpus, "test", direction.pair, direction.source)
+    references = read_lines(corpus, "test", direction.pair, direction.target)
+    translated = {
+        name: read_hypotheses(translations, direction) for name, translations in systems.items()
+    }
+    lines = range(len(references))
+    short = [line for line in lines if len(references[line]) <= SAMPLE_CHARACTERS] or list(lines)
+    generator = random.Random(derive_seed("evaluate samples", seed, str(direction)))
+    return [
+        Sample(
+            profile=profile,
+            line=line + 1,
+            source=sources[line],
+            reference=references[line],
+            translations={name: found[line].text for name, found in translated.items()},
+        )
+        for line in sorted(generator.sample(short, min(SAMPLE_LINES, len(short))))
+    ]
+
+
+def _samples_section(evaluation: Evaluation, samples: Sequence[Sample]) -> ReportSection | None:
+    if not samples:
+        return None
+    ordered = sorted(samples, key=lambda one: FAMILIES.index(one.profile.family))
+    return ReportSection(
+        "Sample translations",
+        "Test lines drawn at random by the evaluation's seed.",
+        samples=tuple(_text_sample(evaluation, one) for one in ordered),
+    )
+
+
+def _text_sample(evaluation: Evaluation, sample: Sample) -> TextSample:
+    direction, names = sample.profile.direction, evaluation.language_names
+    source, target = direction.source, direction.target
+    return TextSample(
+        f"{source} → {target}",
+        sample.line,
+        (
+            SampleText("source", sample.source, source),
+            SampleText("reference", sample.reference, target),
+            *(
+                SampleText(system.name, sample.translations[system.name], target, place)
+                for place, system in enumerate(evaluation.systems)
+            ),
+        ),
+        note=f"{names[source]} → {names[target]}",
+        group=family_title(evaluation, sample.profile.family),
+    )
+
+
+# Notes
+
+
+def _notes_section(evaluation: Evaluation, history: History) -> ReportSection:
+    return ReportSection("Notes", lists=bullets(_notes(evaluation, missing=history.missing)))
+
+
+def _notes(evaluation: Evaluation, *, missing: Sequence[str]) -> Iterator[str]:
+    """Yield definitions, and the directories behind the systems that are missing."""
+    yield "Averages are arithmetic means over directions; each column states their number."
+    *lowest, low, high = evaluation.thresholds
+    below = "".join(f"extremely low up to {bound:,}, " for bound in lowest)
+    yield (
+        "Resource groups are defined by the training lines of the pair before cleaning: "
+        f"{below}low up to {low:,}, high from {high:,}, medium between; pairs without training "
+        "lines have none."
+    )
+    if evaluation.significance is not None:
+        yield (
+            f"Confidence intervals hold the middle 95 % of {evaluation.significance.resamples:,} "
+            "bootstrap resamples of the test lines, which are the same for all systems. A score is "
+            "bold if its lead over every other system is significant at 95 % (paired bootstrap), "
+            f"and if both its system and the baseline translate. {RULE} The two directions of a "
+            "pair are resampled together, and pairs independently of each other. Test sets of "
+            f"fewer than {MIN_LINES} lines have neither intervals nor bold scores."
+        )
+    for section, columns in evaluation.sections.items():
+        if any(average_columns(evaluation, column) for column in columns):
+            yield section.note
+    if evaluation.undetectable:
+        yield (
+            "langdetect does not know these target languages, which language accuracy leaves out: "
+            f"{', '.join(evaluation.undetectable)}."
+        )
+    if missing:
+        yield (
+            "Wall times and budgets leave out what is no longer where it was, or has changed "
+            f"since: {', '.join(missing)}."
+        )
+
+
+def _signatures_section(evaluation: Evaluation) -> ReportSection | None:
+    """Return the signatures of the scores, and the target languages that each applies to."""
+    targets: dict[str, set[str]] = {}
+    for system in evaluation.systems:
+        for direction, one in system.directions.items():
+            for column in evaluation.columns:
+                if column.name in one.signatures:
+                    signature = f"{column.title}|{one.signatures[column.name]}"
+                    target = direction.split("-")[1] if column.by_target else "all"
+                    targets.setdefault(signature, set()).add(target)
+    if not targets:
+        return None
+    items = (
+        Cell(
+            signature,
+            note="all targets" if "all" in codes else f"into {', '.join(sorted(codes))}",
+            code=True,
+        )
+        for signature, codes in sorted(targets.items())
+    )
+    return ReportSection("Signatures", lists=(BulletList(tuple(items)),))

@@ -1,0 +1,58 @@
+"""What byte-level front ends change: the encoder's front end, and how its operators are counted.
+
+A new front end is a module of its own, a config type in ``settings.py``, and a ``case`` of
+:meth:`ByteFrontEnds.build_front`.
+"""
+
+from torch import nn
+
+from pipeline.extensions.byte_front_ends.ada_msha import AdaMsha, ScaleRouter
+from pipeline.extensions.byte_front_ends.local import LocalConvolution
+from pipeline.extensions.byte_front_ends.msc import Msc
+from pipeline.extensions.byte_front_ends.msha import Msha
+from pipeline.extensions.byte_front_ends.ncf import Ncf, NgramConvolution
+from pipeline.extensions.byte_front_ends.settings import (
+    AdaMshaConfig,
+    MscConfig,
+    MshaConfig,
+    NcfConfig,
+    WsfConfig,
+)
+from pipeline.extensions.byte_front_ends.wsf import Wsf
+from pipeline.model.extension import Extension
+from pipeline.model.spec import ModelSpec
+from pipeline.model.transformer import Transformer
+
+
+class ByteFrontEnds(Extension):
+    """The front ends of byte-level models."""
+
+    def build_front(self, spec: ModelSpec) -> nn.Module | None:
+        """Return the front end of the kind that the settings name."""
+        width = spec.model.width
+        match spec.model.front:
+            case MscConfig() as config:
+                return Msc(config, width=width)
+            case MshaConfig() as config:
+                return Msha(config, width=width)
+            case AdaMshaConfig() as config:
+                return AdaMsha(config, spec)
+            case NcfConfig() as config:
+                return Ncf(config, width=width)
+            case WsfConfig() as config:
+                return Wsf(config, spec)
+        return None
+
+    def shares_multiplied(self, model: Transformer) -> dict[int, float]:
+        """Return 1 / n for the convolutions of n-grams, each of which stands for n tokens."""
+        return {
+            id(parameter): 1 / module.weight.shape[2]
+            for module in model.modules()
+            if isinstance(module, NgramConvolution)
+            for parameter in module.parameters()
+        }
+
+    def operator_parts(self) -> tuple[tuple[type, str], ...]:
+        """Count all operators of a front end, those of its parts by the part's name."""
+        kinds = (LocalConvolution, ScaleRouter, Msc, Msha, AdaMsha, Ncf, Wsf)
+        return tuple((kind, "front") for kind in kinds)

@@ -1,0 +1,140 @@
+"""A language-level mixture of experts: one whole feed-forward per language.
+
+No router decides: a sentence is served by its language's feed-forward or, on the shared route, by
+the one of all, which has the names of a plain feed-forward (fuse distillation; paper, §3.1).
+
+Where experts are spread over ranks, so are the feed-forwards of languages: rows travel to the rank
+of their language and back, as those of routed experts do.
+
+Legend: N tokens, R rows sorted by slot, S slots, D model width, F hidden width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.extensions.language_modules.settings import LanguageExpertsConfig
+from pipeline.extensions.language_modules.stack import LanguageStack
+from pipeline.kernels.expert_products import ExpertWeights, serve_rows
+from pipeline.kernels.products import Activation, Linear, SentenceSlots, activate, row_products
+from pipeline.model.moe.expert_parallel import ExpertParallel
+from pipeline.model.moe.experts import StackedLinear
+from pipeline.model.moe.routing import RoutingRecord
+from pipeline.model.spec import ModelSpec, Side
+from pipeline.model.tokens import Tokens
+
+
+class FeedForwardStack(LanguageStack):
+    """The feed-forwards of languages: (S, F, D) and (S, D, F), with biases; S of this rank."""
+
+    can_spread = True
+
+    def __init__(
+        self,
+        languages: tuple[str, ...],
+        *,
+        kept: tuple[str, ...] | None,
+        width: int,
+        hidden_width: int,
+        activation: Activation,
+        ranks: int = 1,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(languages, kept=kept, ranks=ranks, rank=rank)
+        self.activation: Activation = activation
+        share = self.share
+        self.up = StackedLinear(num_experts=share, in_features=width, out_features=hidden_width)
+        self.down = StackedLinear(num_experts=share, in_features=hidden_width, out_features=width)
+
+    def forward(self, x_RD: Tensor, rows_S: Sequence[int] | Tensor) -> Tensor:
+        """Apply each feed-forward of this rank to its slice of rows."""
+        weights = ExpertWeights(self.up.weight, self.up.bias, self.down.weight, self.down.bias)
+        return serve_rows(x_RD, rows_S, weights, activation=self.activation)
+
+
+class LanguageExperts(nn.Module):
+    """A feed-forward per language, and one for all."""
+
+    def __init__(
+        self,
+        experts: FeedForwardStack,
+        *,
+        width: int,
+        hidden_width: int,
+        by_source: bool,
+        has_shared: bool,
+        expert_parallel: ExpertParallel | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation: Activation = experts.activation
+        self.expert_parallel = expert_parallel
+        self.by_source = by_source
+        self.has_shared = has_shared
+        if has_shared:
+            self.up = Linear(width, hidden_width)
+            self.down = Linear(hidden_width, width)
+        self.of_language = experts
+
+    def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord | None]:
+        """Through the feed-forwards of the route."""
+        if tokens.route == "shared" and self.has_shared:
+            y_ND = self.down(activate(self.up(x_ND), self.activation))
+        else:
+            y_ND = self._by_language(x_ND, self._slots(tokens))
+        return y_ND, None
+
+    def _by_language(self, x_ND: Tensor, slots: SentenceSlots) -> Tensor:
+        if self.expert_parallel is not None:
+            return self._by_rank(x_ND, slots, self.expert_parallel)
+        up, down = self.of_language.up, self.of_language.down
+        hidden_NF = activate(row_products(x_ND, up.weight, slots, up.bias), self.activation)
+        return row_products(hidden_NF, down.weight, slots, down.bias)
+
+    def _by_rank(
+        self, x_ND: Tensor, slots: SentenceSlots, expert_parallel: ExpertParallel
+    ) -> Tensor:
+        """Through the feed-forwards of all ranks, to which rows go sorted by slot."""
+        stack = self.of_language
+        order_N = slots.order_N
+        count_S = torch.bincount(slots.first_N, minlength=stack.share * stack.ranks)
+        counts = expert_parallel.exchange_counts(count_S)
+        y_RD = expert_parallel.run(stack, x_ND.index_select(0, order_N), counts)
+        return y_RD.index_select(0, order_N.argsort())
+
+    def _slots(self, tokens: Tokens) -> SentenceSlots:
+        key = ("language_experts", self.by_source, self.of_language.slots)
+        found = tokens.kept_slots.get(key)
+        if found is None:
+            by_source = self.by_source
+            language_B = tokens.source_language_B if by_source else tokens.target_language_B
+            found = self.of_language.sentence_slots(language_B, language_B, tokens)
+            tokens.kept_slots[key] = found
+        return found
+
+
+def build_language_experts(
+    spec: ModelSpec,
+    config: LanguageExpertsConfig,
+    *,
+    side: Side,
+    expert_parallel: ExpertParallel | None,
+) -> LanguageExperts:
+    """The language experts of one layer, or this rank's share of them."""
+    model = spec.model
+    widths = {"width": model.width, "hidden_width": model.feed_forward_width}
+    size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
+    return LanguageExperts(
+        FeedForwardStack(
+            spec.languages,
+            kept=config.languages,
+            activation=model.activation,
+            ranks=size,
+            rank=rank,
+            **widths,
+        ),
+        expert_parallel=expert_parallel,
+        by_source=side == "encoder" or config.decoder_language == "source",
+        has_shared=config.shared,
+        **widths,
+    )

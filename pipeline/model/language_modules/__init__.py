@@ -1,1 +1,0 @@
-"""Weights of languages' own: low-rank (LMS), whole feed-forwards, or gated projections (CLSR)."""

@@ -1,0 +1,184 @@
+"""Residual sublayers: attention or a feed-forward with its norm, dropout and residual.
+
+A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
+:class:`Sublayer` serves all positions at once and single decoding steps alike. It leaves its sum
+to the next sublayer: with compiled regions, the sum and the next norm are one kernel in training.
+
+Legend: N tokens, or rows of a decoding step; D model width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.kernels.compiled_regions import add_dropped, norm_of_sum, sum_and_norm
+from pipeline.model.moe.routing import RoutingRecord
+from pipeline.model.tokens import Tokens
+
+
+class ResidualNorm(nn.LayerNorm):
+    """The norm of a sublayer, with the dropout of its residual connection."""
+
+    def __init__(self, width: int, *, pre_norm: bool, dropout: float) -> None:
+        super().__init__(width)
+        self.pre_norm = pre_norm
+        self.dropout = dropout
+        self.is_compiled = False
+        """In training, the operators between two sublayers are one compiled kernel."""
+
+    def enter(self, x_ND: Tensor) -> Tensor:
+        """Return the input of the inner function."""
+        return self(x_ND) if self.pre_norm else x_ND
+
+    def leave(self, x_ND: Tensor, y_ND: Tensor) -> Tensor:
+        """Return x + dropout(y), normalized with post-norm."""
+        if self.is_compiled and self.training:
+            if self.pre_norm:
+                return add_dropped(x_ND, y_ND, rate=self.dropout)
+            return norm_of_sum(x_ND, y_ND, self, rate=self.dropout)
+        if self.training and self.dropout > 0:
+            y_ND = F.dropout(y_ND, self.dropout)
+        x_ND = x_ND + y_ND
+        return x_ND if self.pre_norm else self(x_ND)
+
+    def pass_on(
+        self, x_ND: Tensor, y_ND: Tensor, following: "ResidualNorm"
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + dropout(y), and the input of the following sublayer's inner function."""
+        if self.is_compiled and self.training and self.pre_norm:
+            return sum_and_norm(x_ND, y_ND, following, rate=self.dropout)
+        x_ND = self.leave(x_ND, y_ND)
+        return x_ND, following.enter(x_ND)
+
+
+class After(Protocol):
+    """A module that changes the result of a sublayer's inner function."""
+
+    def __call__(self, x_ND: Tensor, y_ND: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor | None]:
+        """Return the changed result (N, D) and, if there are any, the gates (N,).
+
+        Args:
+            x_ND: the input of the inner function.
+            y_ND: its result.
+            tokens: the tokens that the rows belong to.
+        """
+
+    def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
+        """Return the bytes kept for gradients; ``value`` is the size of a number."""
+
+
+class LayerOutput(NamedTuple):
+    """Hidden states of a layer, and the reports of its sublayers."""
+
+    x_ND: Tensor
+    record: RoutingRecord | None
+    """The routing of an MoE layer."""
+    gates: tuple[Tensor, ...] = ()
+    """Gates of the modules that follow sublayers, (N,) each."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What the layers of a pass report, in order."""
+
+    routing: list[RoutingRecord] = field(default_factory=list)
+    gates: list[Tensor] = field(default_factory=list)
+
+    def add(self, output: LayerOutput) -> Tensor:
+        """Keep what a layer reports, and return its states."""
+        if output.record is not None:
+            self.routing.append(output.record)
+        self.gates.extend(output.gates)
+        return output.x_ND
+
+
+class Residual(NamedTuple):
+    """The residual stream between two sublayers of a layer."""
+
+    x_ND: Tensor
+    tokens: Tokens
+    y_ND: Tensor | None = None
+    """The last sublayer's result, which is not yet added to x."""
+    norm: ResidualNorm | None = None
+    """The norm of the last sublayer."""
+    record: RoutingRecord | None = None
+    gates: tuple[Tensor, ...] = ()
+
+    def enter(self, norm: ResidualNorm) -> tuple[Tensor, Tensor]:
+        """Return the sum so far, and the input of the sublayer that has ``norm``."""
+        if self.y_ND is None or self.norm is None:
+            return self.x_ND, norm.enter(self.x_ND)
+        return self.norm.pass_on(self.x_ND, self.y_ND, norm)
+
+    def sum(self) -> Tensor:
+        """Return the sum of all sublayers so far."""
+        if self.y_ND is None or self.norm is None:
+            return self.x_ND
+        return self.norm.leave(self.x_ND, self.y_ND)
+
+    def output(self) -> LayerOutput:
+        """Return the layer's output."""
+        return LayerOutput(self.sum(), self.record, self.gates)
+
+
+InnerFunction = Callable[..., Tensor | tuple[Tensor, RoutingRecord | None]]
+"""Attention or a feed-forward: its first argument and its result are (N, D)."""
+
+
+@dataclass(eq=False)
+class Sublayer:
+    """``x + dropout(after(f(norm(x))))``, or the post-norm form.
+
+    It has no parameters of its own: the layer registers its parts under the names in artifacts.
+    """
+
+    norm: ResidualNorm
+    f: InnerFunction
+    """The inner function over all positions."""
+    f_step: InnerFunction
+    """The inner function of one decoding step."""
+    after: After | None = None
+    """What an extension lets follow the inner function, such as gated projections."""
+
+    def __call__(self, x: Residual, *inputs: object, **options: object) -> Residual:
+        """Apply the sublayer to all positions.
+
+        Args:
+            x: the residual stream.
+            inputs: further arguments of the inner function.
+            options: its keyword arguments.
+        """
+        return self._apply(x, self.f, *inputs, **options)
+
+    def step(self, x: Residual, *inputs: object) -> Residual:
+        """Apply the sublayer to one decoding step."""
+        return self._apply(x, self.f_step, *inputs)
+
+    def _apply(self, x: Residual, f: InnerFunction, *inputs: object, **options: object) -> Residual:
+        x_ND, entered_ND = x.enter(self.norm)
+        result = f(entered_ND, *inputs, **options)
+        y_ND, record = result if isinstance(result, tuple) else (result, x.record)
+        gates = x.gates
+        if self.after is not None:
+            y_ND, gate_N = self.after(entered_ND, y_ND, x.tokens)
+            gates = gates if gate_N is None else (*gates, gate_N)
+        return Residual(x_ND, x.tokens, y_ND, self.norm, record, gates)
+
+
+def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bool) -> LayerOutput:
+    """Run a layer; with ``recomputes``, keep only its input for the backward pass."""
+    output: LayerOutput = (
+        checkpoint(layer, *states, use_reentrant=False) if recomputes else layer(*states)
+    )
+    return output
+
+
+def compile_regions(model: nn.Module) -> None:
+    """Compile the operators between a model's sublayers when it is first trained."""
+    for module in model.modules():
+        if isinstance(module, ResidualNorm):
+            module.is_compiled = True

@@ -1,0 +1,237 @@
+"""COMET scores: the model's own, from a process of its own that loads weights and nothing else."""
+
+import importlib.util
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.comet_models import settings, write_checkpoint, write_encoder, write_model
+
+from pipeline.artifacts.corpus import Direction
+from pipeline.errors import ConfigError
+from pipeline.evaluation import comet
+from pipeline.evaluation.comet import Comet, CometScores, _run, load_model, scores_of
+from pipeline.evaluation.score_slot import TranslatedLines
+
+needs_comet = pytest.mark.skipif(
+    importlib.util.find_spec("comet") is None, reason="unbabel-comet is not installed"
+)
+SAMPLES = [
+    {"src": "Haus . Buch " * (9 - count), "mt": "the cat " * count, "ref": "a dog sat on " * count}
+    for count in range(9)
+]
+
+STUB = '''
+import torch
+
+class Stub(torch.nn.Module):
+    """Score: its one weight times the characters of the translation."""
+
+    def __init__(self, pretrained_model, load_pretrained_weights, local_files_only, scale=1.0):
+        super().__init__()
+        assert local_files_only and not load_pretrained_weights
+        if pretrained_model == "stranger/encoder":
+            raise OSError("We couldn't connect to the hub.\\nMore of it.")
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.scale, self.device = scale, "cpu"
+
+    def prepare_for_inference(self, samples):
+        return {"mt": torch.tensor([float(len(one["mt"])) for one in samples])}
+
+    def transfer_batch_to_device(self, batch, device, number):
+        return batch
+
+    def predict_step(self, batch):
+        return {"scores": self.scale * self.weight * batch["mt"]}
+
+str2model = {"stub_metric": Stub}
+'''
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with a package ``comet`` that knows one small model, before all others."""
+    package = tmp_path / "stub" / "comet"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "models.py").write_text(STUB, encoding="utf-8")
+    information = tmp_path / "stub" / "unbabel_comet-9.9.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: unbabel-comet\nVersion: 9.9\n", encoding="utf-8")
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(str(package.parent))
+    hidden = {name: one for name, one in sys.modules.items() if name.split(".")[0] == "comet"}
+    for name in hidden:
+        del sys.modules[name]
+    yield
+    for name in ("comet", "comet.models"):
+        sys.modules.pop(name, None)
+    sys.modules.update(hidden)
+
+
+def write_stub_model(folder: Path, *, encoder: str = "encoder", **contents: Any) -> Path:
+    """``contents`` stand in the checkpoint beside, or instead of, the one weight."""
+    weights = {"weight": torch.tensor(0.01)}
+    write_checkpoint(folder, {"state_dict": weights, "hyper_parameters": {"scale": 2.0}} | contents)
+    told = {"class_identifier": "stub_metric", "pretrained_model": encoder, "loss": "mse"}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    return folder
+
+
+def work_with(folder: Path, samples: list[dict[str, str]]) -> Path:
+    path = folder / "lines" / "ours" / "de-en.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(samples), encoding="utf-8")
+    return folder
+
+
+class Opens:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._path), "w")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stub")
+def test_lines_go_to_the_process_as_files_and_scores_come_back_as_files(tmp_path: Path) -> None:
+    model = write_stub_model(tmp_path / "model")
+    samples = [{"src": "x" * (40 - n), "mt": "y" * n, "ref": "z"} for n in range(40)]
+    work = work_with(tmp_path / "work", samples)
+    assert len([*_run(model, work)]) == 1
+    given = CometScores(work / "scores", "model:model|digest:0|version:9.9")
+    texts = [one["mt"] for one in samples]
+    lines = TranslatedLines(Direction("de", "en"), texts, texts, lambda: [], "ours")
+    found = Comet(given).line_statistics(lines)
+    np.testing.assert_allclose(found.rows, [0.02 * n for n in range(40)], rtol=1e-6)
+    assert found.signature == given.signature
+    assert Comet(given).of_corpus(found.rows) == pytest.approx(100 * 0.02 * 19.5)
+    assert (work / "version.txt").read_text("utf-8") == "9.9"
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_checkpoint_that_could_run_code_is_refused_and_runs_none(tmp_path: Path) -> None:
+    mark = tmp_path / "opened"
+    model = write_stub_model(tmp_path / "model", callbacks=Opens(mark))
+    with pytest.raises(ConfigError, match="could run any code, and is not loaded") as caught:
+        load_model(model)
+    assert str(caught.value).startswith(str(model / "checkpoints" / "model.ckpt"))
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Opens(mark)))
+    assert mark.exists(), "what was refused does run"
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize(
+    ("contents", "finding"),
+    [
+        ({"state_dict": {}}, "lacks 1 of the weights that its hparams.yaml asks for, weight among"),
+        ({"state_dict": None}, "has no state_dict. Name a checkpoint that COMET saved"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, contents: dict[str, Any], finding: str
+) -> None:
+    with pytest.raises(ConfigError, match=finding):
+        load_model(write_stub_model(tmp_path / "model", **contents))
+
+
+@pytest.mark.usefixtures("stub")
+def test_an_encoder_that_is_not_at_hand_is_refused_and_not_fetched(tmp_path: Path) -> None:
+    model = write_stub_model(tmp_path / "model", encoder="stranger/encoder")
+    with pytest.raises(ConfigError, match=r"'stranger/encoder'.*nothing is downloaded") as caught:
+        load_model(model)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("stub")
+@pytest.mark.parametrize(
+    ("name", "text", "finding"),
+    [
+        ("hparams.yaml", "class_identifier: none", "names no known class of COMET models.*'none'"),
+        ("hparams.yaml", "a: !!python/object/apply:os.getcwd []", "hparams.yaml cannot be read"),
+        ("hparams.yaml", "[1, 2]", "names no known class of COMET models.*None"),
+        ("checkpoints/model.ckpt", "no checkpoint", "model.ckpt"),
+        ("checkpoints/model.ckpt", "", "model.ckpt cannot be read as a checkpoint"),
+    ],
+)
+def test_a_folder_that_holds_no_model_is_refused_in_one_sentence(
+    tmp_path: Path, name: str, text: str, finding: str
+) -> None:
+    model = write_stub_model(tmp_path / "model")
+    (model / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=finding):
+        load_model(model)
+    (model / name).unlink()
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        load_model(model)
+
+
+@pytest.mark.usefixtures("stub")
+def test_scores_that_are_no_numbers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {"weight": torch.tensor(float("nan"))}
+    model = write_stub_model(tmp_path / "model", state_dict=weights)
+    work = work_with(tmp_path / "work", [{"src": "a", "mt": "b", "ref": "c"}])
+    assert comet.main([str(model), str(work)]) == 2
+    assert capsys.readouterr().err == f"{model} gives scores that are no numbers. Use another.\n"
+
+
+def test_what_the_process_refuses_is_an_error_in_its_words(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    with pytest.raises(ConfigError, match=r"^/.*/hparams.yaml cannot be read as a COMET model's"):
+        list(_run(tmp_path / "nothing", tmp_path / "work"))
+
+
+def test_comet_that_is_not_installed_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hparams.yaml").write_text("class_identifier: regression_metric", encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "comet", None)
+    monkeypatch.delitem(sys.modules, "comet.models", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'mmnmt\[comet\]'"):
+        load_model(tmp_path)
+
+
+# Against COMET
+
+
+@needs_comet
+def test_scores_are_comets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from comet import load_from_checkpoint
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = write_model(tmp_path / "model")
+    peer = load_from_checkpoint(str(folder / "checkpoints" / "model.ckpt"), local_files_only=True)
+    expected = peer.predict(SAMPLES, gpus=0, progress_bar=False, batch_size=4).scores
+    found = scores_of(load_model(folder), SAMPLES)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert len({round(one, 4) for one in found}) > 5, "the lines differ"
+
+
+@needs_comet
+def test_an_encoder_known_by_name_is_looked_for_in_the_models_folder(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    expected = scores_of(load_model(folder), SAMPLES)
+    told = {**settings("stranger/encoder"), "layer_transformation": "sparsemax"}
+    (folder / "hparams.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    contents = torch.load(folder / "checkpoints" / "model.ckpt", weights_only=True)
+    contents["hyper_parameters"]["pretrained_model"] = "stranger/encoder"
+    write_checkpoint(folder, contents)
+    assert scores_of(load_model(folder), SAMPLES) == expected
+    write_encoder(folder / "stranger" / "encoder")
+    (folder / "encoder").rename(folder / "elsewhere")
+    assert scores_of(load_model(folder), SAMPLES) == expected

@@ -1,0 +1,116 @@
+"""The core is complete without extensions: each can be deleted, with its name in one list."""
+
+import shutil
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.added_slots import copy_of_the_house, run_in
+
+pytestmark = pytest.mark.slow
+
+IMPORT_ALL = """
+import importlib
+import sys
+from pathlib import Path
+
+for package in ("pipeline", "data_prep"):
+    for path in sorted(Path(sys.argv[1], package).rglob("*.py")):
+        parts = path.relative_to(sys.argv[1]).with_suffix("").parts
+        if parts[-1] != "__main__":
+            importlib.import_module(".".join(part for part in parts if part != "__init__"))
+"""
+TINY = """
+parent = "moe_lgr.toml"
+[training]
+updates = 2
+validate_every = 2
+checkpoint_every = 2
+[optimizer]
+warmup_updates = 1
+"""
+INSTALLED = "pipeline/extensions/installed.py"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is deleted of a copy of the packages, and the edits that follow from it.
+
+    Attributes:
+        packages: folders and modules.
+        edits: text → what replaces it, by file.
+    """
+
+    packages: tuple[str, ...]
+    edits: dict[str, list[tuple[str, str]]]
+
+
+def listing(*left: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the edits of the list of extensions; ``left`` are the others."""
+    names = ("byte_front_ends", "language_modules")
+    return {
+        INSTALLED: [
+            (f"import {', '.join(names)}\n", f"import {', '.join(left)}\n"),
+            (f"({', '.join(names)})", f"({', '.join(left)},)"),
+        ]
+    }
+
+
+REMOVALS = {
+    "language modules": Removal(
+        ("pipeline/extensions/language_modules",), listing("byte_front_ends")
+    ),
+    "byte front ends": Removal(
+        (
+            "pipeline/extensions/byte_front_ends",
+            # The scales that a front end of this extension chooses:
+            "pipeline/extensions/analysis/scales.py",
+            "pipeline/extensions/analysis/analyze_scales.py",
+        ),
+        listing("language_modules"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a stored run, whose shards are trained on."""
+    folder = tmp_path_factory.mktemp("stored")
+    with tarfile.open(Path(__file__).with_name("stored_run.tar.gz")) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "tiny.toml").write_text(TINY, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", REMOVALS)
+def test_the_rest_imports_trains_and_translates_without_an_extension(
+    name: str, stored: Path, tmp_path: Path
+) -> None:
+    removal = REMOVALS[name]
+    copy = copy_of_the_house(tmp_path / "copy", [])
+    for package in removal.packages:
+        path = copy / package
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for file, edits in removal.edits.items():
+        text = (copy / file).read_text(encoding="utf-8")
+        for old, new in edits:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        (copy / file).write_text(text, encoding="utf-8")
+    run_in(copy, ["-c", IMPORT_ALL, str(copy)], cwd=stored)
+
+    mmnmt, out = ["-m", "pipeline"], str(tmp_path / "new")
+    given = ["--recipe", "tiny.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
+    given += ["--groups", "run/groups", "--processes", "1", "--out", out]
+    run_in(copy, [*mmnmt, "pretrain", *given], cwd=stored)
+    answers = run_in(
+        copy,
+        [*mmnmt, "translate", "--checkpoint", out, "--from", "en", "--to", "de"],
+        cwd=stored,
+        stdin="one\ntwo\n",
+    )
+    assert len(answers.stdout.splitlines()) == 2
