@@ -209,7 +209,7 @@ def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str
         noted.add(region.__name__)
         return region
 
-    compiler = mock.patch.multiple(compiled_regions, _compiled=note, _of_any_length=lambda *x: x)
+    compiler = mock.patch.object(compiled_regions, "_compiled", note)
     with compiler, mock.patch.object(engine_module, "check_compiler") as check:
         keys = {"compiled_regions": True}
         trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
