@@ -310,7 +310,7 @@ def test_settings_that_name_no_segmenter_are_refused(
         ({"no code": "characters"}, "names 'no code', and the corpus has no such language"),
         ({"zh": "characters", "zho": "characters"}, "names 'zho', a second time"),
         ({"zh": "mecab"}, "names mecab for zh, and its dictionary is of Japanese"),
-        ({"th": "nowhere.py:pairs"}, "nowhere.py .*tokenizer.segmenters names it"),
+        ({"th": "nowhere.py:pairs"}, "nowhere.py .*Correct tokenizer.segmenters"),
         ({"th": "{file}:syllables"}, "and the file has no such function"),
         ({"th": "{file}:PAIRS"}, "and the file has no such function"),
     ],

@@ -438,7 +438,7 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
         (["--others", "a=x", "a=y"], "--others names 'a' twice"),
         (
             ["--others", "MoE/LGR=x"],
-            "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become folders: "
+            "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become directories. "
             "Write 'MoE-LGR'.",
         ),
         (["--recipe", "demo_dens"], "There is no recipe 'demo_dens'. Did you mean 'demo_dense'?"),
@@ -601,12 +601,12 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks: leave it out"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks. Leave it out"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
         ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
-            "a launcher started 1 rank:",
+            "a launcher started 1 rank.",
         ),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, "started 8 ranks"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
@@ -706,7 +706,7 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
     assert first.returncode == 0
     assert "corpus: running import_corpus" in said
     (line,) = error.splitlines()
-    assert line.startswith("mmnmt run: a launcher started 2 ranks, of which rank 0 alone runs the ")
+    assert line.startswith("mmnmt run: a launcher started 2 ranks, and rank 0 alone runs the ")
     assert open_artifact(out_dir / "corpus", kind="corpus").manifest.stage == "import_corpus"
 
 
