@@ -157,10 +157,7 @@ def preferred(spellings: Iterable[str]) -> list[str]:
 
 
 def _first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
-    for spelling in spellings:
-        if spelling in texts:
-            return texts[spelling]
-    return None
+    return next((texts[spelling] for spelling in spellings if spelling in texts), None)
 
 
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:

@@ -17,7 +17,7 @@ of the corpus, and where asked for ``details/{source}-{target}.jsonl`` in the sa
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -77,9 +77,13 @@ def record_of(details: Details) -> dict[str, Any]:
 
 def write_details(path: Path, lines: Sequence[Details]) -> None:
     """Write one JSON object per line, in order."""
+    _write_json_lines(path, map(record_of, lines))
+
+
+def _write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for details in lines:
-            stream.write(json.dumps(record_of(details), ensure_ascii=False) + "\n")
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_details(path: Path) -> list[Details]:
@@ -334,9 +338,7 @@ def hypotheses_name(direction: Direction) -> str:
 
 def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
     """Write one JSON object per line, in order, without details."""
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for hypothesis in hypotheses:
-            stream.write(json.dumps(without_details(hypothesis), ensure_ascii=False) + "\n")
+    _write_json_lines(path, map(without_details, hypotheses))
 
 
 def without_details(hypothesis: Hypothesis) -> dict[str, Any]:

@@ -118,8 +118,14 @@ class TokenizerDescription(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not set(self.target_languages) <= set(self.languages):
-            raise ValueError("target_languages must be among the languages")
+        named = {
+            "target_languages": self.target_languages,
+            "segmenters": self.segmenters,
+            "token_spellings": self.token_spellings,
+        }
+        for name, codes in named.items():
+            if not set(codes) <= set(self.languages):
+                raise ValueError(f"{name} must be among the languages")
         if self.target_languages and self.kind == "bytes":
             raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
@@ -128,10 +134,6 @@ class TokenizerDescription(BaseModel):
             self.languages
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
-        if not set(self.segmenters) <= set(self.languages):
-            raise ValueError("segmenters must name languages")
-        if not set(self.token_spellings) <= set(self.languages):
-            raise ValueError("token_spellings must name languages")
         return self
 
     def language_token(self, code: str) -> str:
