@@ -132,7 +132,7 @@ def read_phrases(config: CorpusConfig) -> RawText:
     """Make the phrases of all pairs whose languages are wanted.
 
     Raises:
-        ConfigError: as ``make_phrases``, or a wanted language is in no pair of wanted languages.
+        ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
     """
     cldr = check_languages(config.cldr)
     known = {cldr.pivot, *cldr.train_pairs}
@@ -152,7 +152,7 @@ def make_phrases(config: CldrConfig) -> PhraseSplits:
     """Make all phrases of a configuration, deterministic for its seed.
 
     Raises:
-        ConfigError: a language CLDR has no data for, or settings that contradict each other.
+        ConfigError: A language CLDR has no data for, or settings that contradict each other.
     """
     config = check_languages(config)
     held_out = held_out_clauses(config)
@@ -210,7 +210,7 @@ def check_languages(config: CldrConfig) -> CldrConfig:
     """Return the configuration with canonical codes.
 
     Raises:
-        ConfigError: no languages, an unknown one, or a zero-shot language that is not trained.
+        ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
     """
     pivot = canonical(config.pivot)
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}

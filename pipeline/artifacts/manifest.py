@@ -201,7 +201,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of a finished artifact; None if there is none.
 
     Raises:
-        ArtifactError: there is a manifest, but it cannot be read, or it names a file that cannot
+        ArtifactError: There is a manifest, but it cannot be read, or it names a file that cannot
             be within an artifact.
     """
     path = directory / MANIFEST_NAME

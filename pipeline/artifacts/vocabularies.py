@@ -515,7 +515,7 @@ class DrawnPieces:
     def _by_merges(self, line: str, *, rate: float, generator: random.Random) -> list[int]:
         """Merge characters to pieces as BPE does, leaving out a share of each step's merges.
 
-        What stands for no text of its own (unknown characters and their bytes) stays as it is.
+        Pieces without text of their own (unknown characters and their bytes) stay as they are.
         """
         pieces: list[str] = self._processor.encode(line, out_type=str)
         ids: list[int] = self._processor.encode(line, out_type=int)
