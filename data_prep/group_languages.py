@@ -142,7 +142,7 @@ def by_embeddings(
     """Merge families by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
 
     Raises:
-        ConfigError: no checkpoint, or a language without a token in it.
+        ConfigError: No checkpoint, or a language without a token in it.
     """
     if checkpoint is None:
         raise ConfigError(

@@ -258,7 +258,7 @@ def import_section(
     """Append the lines that are text to their split and pair, and return a sample of them.
 
     Raises:
-        DataError: the lines cannot be read, or too many are no text.
+        DataError: The lines cannot be read, or too many are not text.
     """
     split, languages = section.split, section.languages
     first, second = (_open_text(writer, split, languages, code) for code in languages)

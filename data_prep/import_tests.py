@@ -75,7 +75,7 @@ def import_aligned(
     """Read aligned files once, in step, and copy their good lines to all their pairs.
 
     Raises:
-        DataError: the files have different numbers of lines, or are damaged.
+        DataError: The files have different numbers of lines, or are damaged.
     """
     languages = sorted({code for pair in files.pairs for code in pair})
     paths = [files.paths[code] for code in languages]

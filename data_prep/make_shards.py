@@ -180,7 +180,7 @@ def _executor(processes: int, *, mpi: bool) -> Executor:
     """Return an executor of worker processes, or of the other ranks of ``mpi4py.futures``.
 
     Raises:
-        ConfigError: there are no such ranks.
+        ConfigError: The process was not started with other ranks.
     """
     if not mpi:
         return WorkerPool(processes)

@@ -50,8 +50,8 @@ class Weighed:
     """Pair or direction, as the temperature sees it.
 
     Attributes:
-        amount: sentences or target tokens there are of it.
-        per_draw: how many of them a draw takes on average.
+        amount: Its size in sentences or target tokens.
+        per_draw: Mean size of a draw, in the same unit.
     """
 
     amount: int
@@ -103,7 +103,7 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
     """Return pair → amount of training text.
 
     Raises:
-        ArtifactError: the statistics do not say how many tokens a pair has.
+        ArtifactError: The statistics do not say how many tokens a pair has.
     """
     tokens = pair_counts(shards, "tokens")
     found = {}
@@ -124,7 +124,7 @@ def weigh(
     """Return the probabilities of a phase, and the pairs or directions that were capped.
 
     Raises:
-        ConfigError: the phase names a pair that has no training lines.
+        ConfigError: The phase names a pair that has no training lines.
     """
     weighed = {
         name: one

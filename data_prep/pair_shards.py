@@ -259,7 +259,7 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], lis
     """Yield chunks of both sides' lines, aligned by number.
 
     Raises:
-        DataError: one side ends before the other.
+        DataError: One side ends before the other.
     """
     streams = [
         iterate_lines(job.corpus.file(text_name(split, job.pair, code)))

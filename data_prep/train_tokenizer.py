@@ -18,6 +18,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sentencepiece import SentencePieceTrainer
@@ -174,13 +175,14 @@ def draw_sample(
     line_bytes = bytes_per_line(corpus, every)
     totals = {code: lines for code, lines in every.items() if among is None or code in among}
     most = min(config.sample_lines, sum(totals.values()))
+    quotas_of = partial(sample_quotas, totals, sampling_temperature=config.sampling_temperature)
     # Find the largest number of lines that fits.
     fits = bisect_right(
         range(1, most + 1),
         config.memory_bytes,
-        key=lambda lines: predicted_memory(_quotas(totals, lines, config), line_bytes),
+        key=lambda lines: predicted_memory(quotas_of(sample_lines=lines), line_bytes),
     )
-    quotas = _quotas(totals, fits or config.sample_lines, config)
+    quotas = quotas_of(sample_lines=fits or config.sample_lines)
     if fits < most and (not fits or not any(quotas.values())):
         raise ConfigError(
             f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
@@ -214,12 +216,6 @@ def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, flo
         for code in pair.split("-"):
             sizes[code] += corpus.manifest.files[text_name("train", pair, code)].size
     return {code: sizes[code] / total for code, total in totals.items() if total}
-
-
-def _quotas(totals: Mapping[str, int], lines: int, config: TokenizerConfig) -> dict[str, int]:
-    return sample_quotas(
-        totals, sampling_temperature=config.sampling_temperature, sample_lines=lines
-    )
 
 
 def sample_quotas(

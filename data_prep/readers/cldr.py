@@ -16,7 +16,7 @@ Pairs with the pivot have all splits, zero-shot pairs only test phrases.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from functools import lru_cache
@@ -132,7 +132,7 @@ def read_phrases(config: CorpusConfig) -> RawText:
     """Make the phrases of all pairs whose languages are wanted.
 
     Raises:
-        ConfigError: as ``make_phrases``, or a wanted language is in no pair of wanted languages.
+        ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
     """
     cldr = check_languages(config.cldr)
     known = {cldr.pivot, *cldr.train_pairs}
@@ -152,7 +152,7 @@ def make_phrases(config: CldrConfig) -> PhraseSplits:
     """Make all phrases of a configuration, deterministic for its seed.
 
     Raises:
-        ConfigError: a language CLDR has no data for, or settings that contradict each other.
+        ConfigError: A language CLDR has no data for, or settings that contradict each other.
     """
     config = check_languages(config)
     held_out = held_out_clauses(config)
@@ -199,20 +199,18 @@ def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
         languages=(first, second),
         spellings=(first, second),
         sources=(one, other),
-        lines=_lines(phrases, first, second),
+        lines=(
+            RawLine(number, (phrase[first].encode(), phrase[second].encode()))
+            for number, phrase in enumerate(phrases, start=1)
+        ),
     )
-
-
-def _lines(phrases: Sequence[Phrase], first: str, second: str) -> Iterator[RawLine]:
-    for number, phrase in enumerate(phrases, start=1):
-        yield RawLine(number, (phrase[first].encode(), phrase[second].encode()))
 
 
 def check_languages(config: CldrConfig) -> CldrConfig:
     """Return the configuration with canonical codes.
 
     Raises:
-        ConfigError: no languages, an unknown one, or a zero-shot language that is not trained.
+        ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
     """
     pivot = canonical(config.pivot)
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
@@ -427,10 +425,8 @@ def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
 def _format_value(part: Part, where: Locale) -> str:
     names, numbers = part.names, part.numbers
     match part.template:
-        case "full_date":
-            return format_date(date(*numbers), "full", locale=where)
-        case "long_date":
-            return format_date(date(*numbers), "long", locale=where)
+        case "full_date" | "long_date" as template:
+            return format_date(date(*numbers), template.removesuffix("_date"), locale=where)
         case "month":
             year, month = numbers
             return format_skeleton("yMMMM", datetime(year, month, 1), locale=where)
@@ -442,7 +438,8 @@ def _format_value(part: Part, where: Locale) -> str:
             moment = datetime.combine(date(2024, 1, weekday), time(hour, minute))
             return format_skeleton("EHm", moment, locale=where)
         case "interval":
-            return _format_interval(numbers, where)
+            first, last = date(_YEAR, *numbers[:2]), date(_YEAR, *numbers[2:])
+            return format_interval(first, last, "MMMd", locale=where)
         case "relative_time":
             return _format_relative_time(names[0], numbers[0], where)
         case "long_quantity":
@@ -461,12 +458,6 @@ def _format_value(part: Part, where: Locale) -> str:
             return format_list([where.languages[name] for name in names], "or", where)
         case "currencies":
             return format_list([where.currencies[name] for name in names], "standard", where)
-
-
-def _format_interval(numbers: tuple[int, ...], where: Locale) -> str:
-    first_month, first_day, last_month, last_day = numbers
-    first, last = date(_YEAR, first_month, first_day), date(_YEAR, last_month, last_day)
-    return format_interval(first, last, "MMMd", locale=where)
 
 
 def _format_relative_time(unit: str, number: int, where: Locale) -> str:

@@ -93,8 +93,8 @@ def read_trees(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read every pair of files in trees of pair folders, in step.
 
     Raises:
-        ConfigError: no tree is given, or a wanted language is in no pair of wanted languages.
-        DataError: no pairs, a side missing, or two folders with different text of one pair.
+        ConfigError: No tree is given, or a wanted language is in no pair of wanted languages.
+        DataError: No pairs, a side missing, or two folders with different text of one pair.
     """
     roots = _roots(raw)
     counts = LeftOut()
@@ -317,8 +317,8 @@ def read_moses(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read every pair of files with names as for Moses, in step.
 
     Raises:
-        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: there are no pairs, or a file has no counterpart.
+        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: There are no pairs, or a file has no counterpart.
     """
     files = list_files(raw, source="moses")
     sides = _sides_by_name(files)

@@ -34,9 +34,9 @@ def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all splits of the pairs whose languages are wanted, row by row.
 
     Raises:
-        ConfigError: no data set is given, the library is missing, or a wanted language is in no
+        ConfigError: No data set is given, the library is missing, or a wanted language is in no
             pair of wanted languages.
-        DataError: the data set cannot be read, or is laid out otherwise.
+        DataError: The data set cannot be read, or is laid out otherwise.
     """
     if not isinstance(raw, HubDataset):
         raise ConfigError(

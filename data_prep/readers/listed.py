@@ -32,9 +32,9 @@ def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read the files of ``corpus.files`` whose languages are wanted.
 
     Raises:
-        ConfigError: no folder or files are given, a pair is misspelled, or a wanted language is in
+        ConfigError: No folder or files are given, a pair is misspelled, or a wanted language is in
             no pair of wanted languages.
-        DataError: a file is missing, of no known form, or has no text of its pair.
+        DataError: A file is missing, of no known form, or has no text of its pair.
     """
     root = _root(raw)
     if not config.files:

@@ -81,8 +81,8 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
     """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:
-        ConfigError: a wanted language is in no pair of wanted languages.
-        DataError: no file has a pair, or none that ``corpus.directions`` pairs.
+        ConfigError: A wanted language is in no pair of wanted languages.
+        DataError: No file has a pair, or none that ``corpus.directions`` pairs.
     """
     spellings = {spelling for file in files for spelling in file.spellings}
     codes = distinct_codes(spellings, regions=config.regions)
@@ -114,7 +114,7 @@ def section_of_pair(
     """Return the lines of a file in the two languages of a pair, under the pair's codes.
 
     Raises:
-        DataError: no record has both.
+        DataError: No record has both.
     """
     codes = distinct_codes(file.spellings, regions=config.regions)
     (first, one), (second, other) = sorted(
@@ -157,10 +157,7 @@ def preferred(spellings: Iterable[str]) -> list[str]:
 
 
 def _first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
-    for spelling in spellings:
-        if spelling in texts:
-            return texts[spelling]
-    return None
+    return next((texts[spelling] for spelling in spellings if spelling in texts), None)
 
 
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:

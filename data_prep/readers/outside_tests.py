@@ -97,8 +97,9 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     """Find the test sets in a folder by the names of its files.
 
     Raises:
-        ConfigError: a language or pivot that was asked for is not there, or no pair is left.
-        DataError: no layout or several, a side of a pair is missing, or two files are one text.
+        ConfigError: A wanted language or pivot is missing, or no pair is left.
+        DataError: There is no layout or more than one, a side of a pair is missing, or two files
+            are the same text.
     """
     if not root.is_dir():
         raise DataError(f"{root} is not a folder. Name one with {LAYOUTS}.")

@@ -82,7 +82,7 @@ def iterate_blocks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of a file, at most ``BLOCK_BYTES`` at a time.
 
     Raises:
-        ConfigError, DataError: as ``iterate_raw_lines``.
+        ConfigError, DataError: As ``iterate_raw_lines``.
     """
     with open_bytes(path) as stream:
         while block := stream.read(BLOCK_BYTES):
@@ -94,7 +94,7 @@ def open_bytes(path: Path) -> Iterator[ByteStream]:
     """Open a plain or packed file, translating its errors within the block.
 
     Raises:
-        ConfigError, DataError: as ``iterate_raw_lines``.
+        ConfigError, DataError: As ``iterate_raw_lines``.
     """
     try:
         if path.suffix == ".zst":
@@ -306,8 +306,8 @@ def list_files(raw: RawInput | None, *, source: str) -> list[RawFile]:
     """Return all files that are not hidden, by name.
 
     Raises:
-        ConfigError: no paths are given.
-        DataError: a path does not exist.
+        ConfigError: No paths are given.
+        DataError: A path does not exist.
     """
     paths = raw_paths(raw, source=source)
     if len(paths) == 1:

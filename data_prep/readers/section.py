@@ -58,7 +58,7 @@ def select_pairs(pairs: Sequence[NamedPair], wanted: Sequence[str]) -> set[Named
     """Return the pairs with two wanted languages; all pairs if none is named.
 
     Raises:
-        ConfigError: a wanted language is in no pair of wanted languages.
+        ConfigError: A wanted language is in no pair of wanted languages.
     """
     if not wanted:
         return set(pairs)

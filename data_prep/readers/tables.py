@@ -51,8 +51,8 @@ def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of the languages that TSV tables have.
 
     Raises:
-        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: a table says nowhere which languages it has.
+        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: A table says nowhere which languages it has.
     """
     files, left_out = find_files(raw, source="tsv", endings=("tsv",))
     tables = [open_table(file, file.split(), config) for file in files]
@@ -65,7 +65,7 @@ def open_table(
     """Open a TSV table with the languages of its header, of ``pair``, or of its name.
 
     Raises:
-        DataError: there is none of these, or the file cannot be read.
+        DataError: There is none of these, or the file cannot be read.
     """
     columns = _find_columns(file, pair or file.pair(), max_line_bytes=config.max_line_bytes)
     return MultiwayFile(
@@ -79,7 +79,7 @@ def open_table(
 def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Iterator[Record]:
     """Yield the rows of a TSV table; a row with a wrong number of cells, or too long, is malformed.
 
-    So is one that is longer than its cells may be together, the cut one among them.
+    A row is too long if it is longer than its cells may be together; such a row may be cut.
     """
     longest = max_line_bytes * columns.width + columns.width
     lines = enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1)
@@ -150,8 +150,8 @@ def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of the languages that the files have columns for.
 
     Raises:
-        ConfigError: nothing is given, a package is missing, or a wanted language is in no pair.
-        DataError: a file lacks a column, or nothing says which languages it has.
+        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
+        DataError: A file lacks a column, or nothing says which languages it has.
     """
     files, left_out = find_files(raw, source="columns", endings=ENDINGS)
     opened = [open_columns(file, file.split(), config) for file in files]
@@ -164,8 +164,8 @@ def open_columns(
     """Open a file with the languages of ``corpus.columns``, of ``pair``, or of its name.
 
     Raises:
-        ConfigError: a package is missing.
-        DataError: the first row lacks a column, or nothing says the languages.
+        ConfigError: A package is missing.
+        DataError: The first row lacks a column, or nothing says the languages.
     """
     languages = tuple(config.columns) or pair or file.pair()
     if languages is None or len(languages) < 2:

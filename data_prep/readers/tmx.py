@@ -52,8 +52,8 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
     """Read all pairs of languages that share units of the files.
 
     Raises:
-        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: a file is no TMX, declares entities, or has no unit in two languages.
+        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: A file is not TMX, declares entities, or has no unit in two languages.
     """
     files, left_out = find_files(raw, source="tmx", endings=("tmx",))
     surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
@@ -66,7 +66,7 @@ def survey_file(
     """Find which languages share a file's units, and count units with fewer than two.
 
     Raises:
-        DataError: as ``iterate_units``.
+        DataError: As ``iterate_units``.
     """
     together: set[frozenset[str]] = set()
     for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):

@@ -83,7 +83,7 @@ class FastText:
         """Load a local model file.
 
         Raises:
-            ConfigError: fastText is missing, or the file is not one of its models.
+            ConfigError: FastText is missing, or the file is not one of its models.
         """
         if not Path(path).is_file():
             raise ConfigError(

@@ -144,7 +144,7 @@ class Artifact:
         """Return the path of a file after checking it against the manifest.
 
         Raises:
-            ArtifactError: the artifact has no such file, or it is missing, damaged or a link.
+            ArtifactError: The artifact has no such file, or it is missing, damaged or a link.
         """
         self.check([name])
         return self.directory / name
@@ -153,7 +153,7 @@ class Artifact:
         """Return the path of a file without checking its contents.
 
         Raises:
-            ArtifactError: the artifact has no such file, or it is a link.
+            ArtifactError: The artifact has no such file, or it is a link.
         """
         self._record(name)
         refuse_links(self.directory, name)
@@ -163,7 +163,7 @@ class Artifact:
         """Compare files with their digests, unless they are known to be intact.
 
         Raises:
-            ArtifactError: names the file that is missing, damaged or a link.
+            ArtifactError: Names the file that is missing, damaged or a link.
         """
         unknown = self.to_check(names).without(remembered(self.directory, self.digest))
         if unknown.files:
@@ -173,7 +173,7 @@ class Artifact:
         """Return the named files with their digests and present status.
 
         Raises:
-            ArtifactError: one is missing, a link or of another size.
+            ArtifactError: One is missing, a link or of another size.
         """
         return Check.of(self.directory, {name: self._record(name) for name in names})
 
@@ -209,7 +209,7 @@ class Artifact:
         """Compare all files, or the named ones, with their digests, known or not.
 
         Raises:
-            ArtifactError: names the file and the chunk that differ.
+            ArtifactError: Names the file and the chunk that differ.
         """
         wanted = self.names() if names is None else names
         self.remember(compare_files(self.directory, {name: self._record(name) for name in wanted}))
@@ -219,8 +219,8 @@ class Artifact:
 class ArtifactWriter:
     """Artifact under construction: files below ``directory``, figures in ``statistics``.
 
-    ``summary`` takes one to five lines: what was read, kept, dropped by which rule, set aside
-    where. The command line prints them when the stage is done, reports repeat them.
+    ``summary`` takes one to five lines: lines read, kept, dropped by each rule and set aside. The
+    command line prints them when the stage is done, and reports repeat them.
     """
 
     directory: Path
@@ -235,7 +235,7 @@ class ArtifactWriter:
         """Return the path for a new file and make its parent folders.
 
         Raises:
-            ArtifactError: the name leads out of the artifact, or is one that none can have.
+            ArtifactError: The name leads out of the artifact, or is one that none can have.
         """
         problem = describe_name(name)
         if problem is not None:
@@ -284,7 +284,7 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     """Open a finished artifact of the given kind.
 
     Raises:
-        ArtifactError: missing, unfinished, of another kind or of another format version.
+        ArtifactError: Missing, unfinished, of another kind or of another format version.
     """
     if not path.is_dir():
         raise ArtifactError(f"{path} does not exist. Run the stage that makes the {kind} first.")
@@ -312,7 +312,7 @@ def refuse_changed(directory: Path) -> None:
     Only files that changed since, by their status, are compared with their digests.
 
     Raises:
-        ArtifactError: one is missing or differs; what a user did to it is not thrown away.
+        ArtifactError: A file is missing or differs, so that a user's change is not lost.
     """
     manifest = read_manifest(directory)
     if manifest is not None:

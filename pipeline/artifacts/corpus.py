@@ -17,7 +17,7 @@ of the corpus, and where asked for ``details/{source}-{target}.jsonl`` in the sa
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -77,16 +77,20 @@ def record_of(details: Details) -> dict[str, Any]:
 
 def write_details(path: Path, lines: Sequence[Details]) -> None:
     """Write one JSON object per line, in order."""
+    _write_json_lines(path, map(record_of, lines))
+
+
+def _write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for details in lines:
-            stream.write(json.dumps(record_of(details), ensure_ascii=False) + "\n")
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_details(path: Path) -> list[Details]:
     """Read the file that :func:`write_details` wrote.
 
     Raises:
-        ArtifactError: names the line that is none.
+        ArtifactError: Names the line that is none.
     """
     return [
         _details_of(record, what=f"Line {number} of {path}")
@@ -220,7 +224,7 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
     """Return the names that the statistics list under ``name``; none if they do not say.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics have something else there.
     """
     found = artifact.statistics.get(name, [])
     if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
@@ -232,7 +236,7 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
     """Return the ISO 15924 script of each language whose text has a known script.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics have something else there.
     """
     found = corpus.statistics.get("languages", {})
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
@@ -286,7 +290,7 @@ def iterate_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file without their newline; no other character ends a line.
 
     Raises:
-        ArtifactError: it cannot be read, or is not UTF-8.
+        ArtifactError: It cannot be read, or is not UTF-8.
     """
     try:
         with path.open(encoding="utf-8", newline="\n") as stream:
@@ -302,7 +306,7 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
     """Return all lines of one side of a pair.
 
     Raises:
-        ArtifactError: there are more or fewer than the statistics say.
+        ArtifactError: There are more or fewer than the statistics say.
     """
     path = corpus.file(text_name(split, pair, language))
     lines = list(iterate_lines(path))
@@ -319,7 +323,7 @@ def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
     """Yield the lines of two files side by side.
 
     Raises:
-        ArtifactError: one file ends before the other.
+        ArtifactError: One file ends before the other.
     """
     for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
         if one is None or other is None:
@@ -334,9 +338,7 @@ def hypotheses_name(direction: Direction) -> str:
 
 def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
     """Write one JSON object per line, in order, without details."""
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for hypothesis in hypotheses:
-            stream.write(json.dumps(without_details(hypothesis), ensure_ascii=False) + "\n")
+    _write_json_lines(path, map(without_details, hypotheses))
 
 
 def without_details(hypothesis: Hypothesis) -> dict[str, Any]:
@@ -348,7 +350,7 @@ def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypoth
     """Return the hypotheses of one direction, in the order of the corpus's test lines.
 
     Raises:
-        ArtifactError: names the line that is no hypothesis.
+        ArtifactError: A line is malformed; the message names it.
     """
     path = translations.file(hypotheses_name(direction))
     return [

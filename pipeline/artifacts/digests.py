@@ -313,7 +313,7 @@ def compare_files(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[s
     """Hash files, remembered or not, and return their status.
 
     Raises:
-        ArtifactError: names the first file that differs, and where.
+        ArtifactError: Names the first file that differs, and where.
     """
     check = Check.of(directory, files)
     problem = check.problem(check.chunks())
@@ -325,7 +325,8 @@ def compare_files(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[s
 def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
     """Return file → what happened to it since the artifact was made, by its status alone.
 
-    Where nothing is remembered of a file, it is compared with the manifest, which is written last.
+    A file that is not remembered counts as changed if it is newer than the manifest, which is
+    written last.
     """
     known = remembered(directory, manifest.digest)
     sealed = (directory / MANIFEST_NAME).lstat().st_mtime_ns

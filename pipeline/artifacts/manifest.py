@@ -11,7 +11,7 @@ import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -50,21 +50,8 @@ Kind = Literal[
     "analysis",
 ]
 
-FORMAT_VERSION: dict[Kind, int] = {
-    "corpus": 1,
-    "tokenizer": 1,
-    "shards": 1,
-    "mixture": 1,
-    "groups": 1,
-    "checkpoint": 1,
-    "training_state": 1,
-    "translations": 1,
-    "evaluation": 1,
-    "task_model": 1,
-    "task_evaluation": 1,
-    "export": 1,
-    "analysis": 1,
-}
+FORMAT_VERSION: dict[Kind, int] = dict.fromkeys(get_args(Kind), 1)
+"""Version of each kind's format; raise it when the files of the kind change."""
 
 FILES: dict[Kind, dict[str, str]] = {
     "corpus": {
@@ -214,7 +201,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """Return the manifest of a finished artifact; None if there is none.
 
     Raises:
-        ArtifactError: there is a manifest, but it cannot be read, or it names a file that cannot
+        ArtifactError: There is a manifest, but it cannot be read, or it names a file that cannot
             be within an artifact.
     """
     path = directory / MANIFEST_NAME

@@ -27,9 +27,9 @@ class Phase:
     """Probabilities that hold from an update on.
 
     Attributes:
-        from_update: the first update of the phase, counted from 1.
-        probabilities: pair → probability that a sentence pair drawn is of this pair.
-        forward: pair → share of its draws from its first language to its second; a pair that is not
+        from_update: The first update of the phase, counted from 1.
+        probabilities: Pair → probability that a sentence pair drawn is of this pair.
+        forward: Pair → share of its draws from its first language to its second; a pair that is not
             in it is drawn in both directions equally often, epoch by epoch in turn.
     """
 
@@ -128,7 +128,7 @@ def read_mixture(artifact: Artifact) -> Mixture:
     """Return the phases of a mixture.
 
     Raises:
-        ArtifactError: the file holds something else, or probabilities do not sum to 1.
+        ArtifactError: The file holds something else, or probabilities do not sum to 1.
     """
     document = artifact.read_json(MIXTURE_NAME)
     first = document if isinstance(document, dict) else {}
@@ -179,7 +179,7 @@ def read_groups(artifact: Artifact) -> dict[str, int]:
     """Return language → group, numbered from 0 without gaps.
 
     Raises:
-        ArtifactError: the file holds something else, or the numbers have gaps.
+        ArtifactError: The file holds something else, or the numbers have gaps.
     """
     document = artifact.read_json(GROUPS_NAME)
     groups = document.get("groups") if isinstance(document, dict) else None

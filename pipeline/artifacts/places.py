@@ -307,7 +307,7 @@ def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
     """Refuse an output where a finished artifact of another kind lies.
 
     Raises:
-        ArtifactError: names both kinds.
+        ArtifactError: Names both kinds.
     """
     try:
         manifest = read_manifest(out_dir)
@@ -372,7 +372,7 @@ def remove_artifact(directory: Path) -> None:
     """Remove an artifact file by file, its manifest last; do nothing if it is not there.
 
     Raises:
-        ArtifactError: something in it is not ours; nothing is removed.
+        ArtifactError: It contains a foreign file; nothing is removed.
     """
     if not os.path.lexists(directory):
         return
@@ -401,7 +401,7 @@ def remove_working(directory: Path) -> None:
     """Remove a working folder, its marker last; do nothing if it is not there.
 
     Raises:
-        ArtifactError: the folder is not ours; nothing is removed.
+        ArtifactError: The folder is foreign; nothing is removed.
     """
     if not os.path.lexists(directory):
         return
@@ -427,7 +427,7 @@ def make_working(directory: Path) -> None:
     """Make an empty working folder with the marker in it, and its parents.
 
     Raises:
-        ArtifactError: something that is not ours is in the way.
+        ArtifactError: A foreign folder is in the way.
     """
     if os.path.lexists(directory):
         _refuse_foreign(directory)

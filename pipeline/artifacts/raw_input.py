@@ -41,7 +41,7 @@ class RawPaths:
         """Return the manifest's record of each path by input name.
 
         Raises:
-            ArtifactError: a path does not exist.
+            ArtifactError: A path does not exist.
         """
         return {
             key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
@@ -103,7 +103,7 @@ def raw_input(values: Sequence[str]) -> RawInput:
     """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: a data set of the hub that is not pinned or not alone, or one path twice.
+        ConfigError: A data set of the hub that is not pinned or not alone, or one path twice.
     """
     datasets = [value for value in values if value.startswith(HUB)]
     if not datasets:

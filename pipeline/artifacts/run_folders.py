@@ -67,7 +67,7 @@ def refuse_run_folder(directory: Path, *, work: Work) -> None:
     """Refuse a ``NAME.run`` that a stage of this kind did not make.
 
     Raises:
-        ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
+        ArtifactError: A link, a folder of the user's, or the run folder of another kind of stage.
     """
     if not os.path.lexists(directory):
         return
@@ -91,7 +91,7 @@ def claim_run_folder(directory: Path, *, work: Work) -> None:
     """Make a run folder, or mark the one that is there.
 
     Raises:
-        ArtifactError: see :func:`refuse_run_folder`.
+        ArtifactError: See :func:`refuse_run_folder`.
     """
     refuse_run_folder(directory, work=work)
     directory.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def set_aside(out_dir: Path) -> Path:
     """Rename the output of a training stage and its run folder to a free place, and return it.
 
     Raises:
-        ArtifactError: what lies there is not ours; nothing is renamed.
+        ArtifactError: The folder there is foreign; nothing is renamed.
     """
     run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
     refuse_run_folder(run_folder, work="training")

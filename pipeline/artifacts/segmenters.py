@@ -72,7 +72,7 @@ class Segmenters:
         """Load the segmenters of those languages that have one.
 
         Raises:
-            ConfigError: a library is missing, or the recipe does not say where a function lies, or
+            ConfigError: A library is missing, or the recipe does not say where a function lies, or
                 names another file.
         """
         for language in sorted(languages):
@@ -152,7 +152,7 @@ def segmenter_records(
     """Return the records of the segmenters that a recipe names, for a new tokenizer.
 
     Raises:
-        ConfigError: there is no such language, or one of them cannot be had.
+        ConfigError: A language is unknown, or a segmenter cannot be loaded.
     """
     found: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
@@ -219,7 +219,7 @@ class JapaneseWords:
     """Segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic.
 
     Raises:
-        ConfigError: they are not installed.
+        ConfigError: They are not installed.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ def read_function_file(name: str) -> tuple[Path, str, bytes]:
     """Return path, function name and content of ``path/to/file.py:function``.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: The file is missing.
     """
     path, _, function = name.rpartition(":")
     fix = "correct tokenizer.segmenters, whose paths are taken from the current folder"
@@ -262,7 +262,7 @@ def load_function(path: Path, function: str, content: bytes) -> Segmenter:
     """Run a file of this content as a module of its own, and return its function.
 
     Raises:
-        ConfigError: the file fails, or has no such function.
+        ConfigError: The file fails, or has no such function.
     """
     module = ModuleType(f"segmenter_{_sha256(content)[:12]}")
     module.__file__ = str(path)

@@ -118,8 +118,14 @@ class TokenizerDescription(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not set(self.target_languages) <= set(self.languages):
-            raise ValueError("target_languages must be among the languages")
+        named = {
+            "target_languages": self.target_languages,
+            "segmenters": self.segmenters,
+            "token_spellings": self.token_spellings,
+        }
+        for name, codes in named.items():
+            if not set(codes) <= set(self.languages):
+                raise ValueError(f"{name} must be among the languages")
         if self.target_languages and self.kind == "bytes":
             raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
@@ -128,10 +134,6 @@ class TokenizerDescription(BaseModel):
             self.languages
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
-        if not set(self.segmenters) <= set(self.languages):
-            raise ValueError("segmenters must name languages")
-        if not set(self.token_spellings) <= set(self.languages):
-            raise ValueError("token_spellings must name languages")
         return self
 
     def language_token(self, code: str) -> str:
@@ -244,7 +246,7 @@ class Tokenizer:
         """Return the ids that are not text, and those of white space.
 
         Raises:
-            ConfigError: pieces hold white space and text at once.
+            ConfigError: Pieces hold white space and text at once.
         """
         pieces = {index: self._vocabulary.piece(index) for index in range(self._vocabulary.size)}
         mixed = [
@@ -263,7 +265,7 @@ class Tokenizer:
         """Return the id of a language's token.
 
         Raises:
-            ConfigError: no such language; names the nearest codes.
+            ConfigError: No such language; names the nearest codes.
         """
         if code not in self._language_ids:
             nearest = ", ".join(nearest_codes(code, self.languages)) or "none"
@@ -447,7 +449,7 @@ def tokenizer_folder(artifact: Artifact) -> Path:
     """Return the folder of the tokenizer's files in a tokenizer or another artifact.
 
     Raises:
-        ArtifactError: one of them is missing or not as the manifest says.
+        ArtifactError: One of them is missing or not as the manifest says.
     """
     folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
     directory = artifact.file(folder + DESCRIPTION_NAME).parent
@@ -459,7 +461,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """Read a tokenizer from an artifact's directory or from a copy of its files.
 
     Raises:
-        ArtifactError: a file is missing or damaged, or the vocabulary lacks a special.
+        ArtifactError: A file is missing or damaged, or the vocabulary lacks a special.
     """
     files = read_tokenizer_files(directory)
     try:
@@ -472,7 +474,7 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """Read the contents of a tokenizer's files.
 
     Raises:
-        ArtifactError: a file is missing or damaged.
+        ArtifactError: A file is missing or damaged.
     """
     description = _read_description(directory)
     models = [_read(directory / name) for name in description.model_names]

@@ -266,8 +266,7 @@ class ByteLevelVocabulary:
     def __init__(self, model: bytes, *, name: str = MODEL_NAME) -> None:
         self._pieces = SentencePieceVocabulary(model, name=name)
         self.size = self._pieces.size
-        self.pad_id, self.bos_id = self._pieces.pad_id, self._pieces.bos_id
-        self.eos_id, self.unk_id = self._pieces.eos_id, self._pieces.unk_id
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(self._pieces)
         spelled = filter(None, map(self._pieces.piece, range(self.size)))
         others = set().union(*spelled) - {*_READ, SPACE}
         if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
@@ -324,39 +323,37 @@ class SourceAndTargetVocabulary:
         self, source: Vocabulary, target: Vocabulary, *, encodes: Literal["source", "target"]
     ) -> None:
         for one in (source, target):
-            if (one.pad_id, one.bos_id, one.eos_id, one.unk_id) != tuple(SPECIALS.values()):
+            if _specials(one) != tuple(SPECIALS.values()):
                 raise ArtifactError(
                     f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials "
                     f"{SPECIALS}. Restore them from a copy."
                 )
         self._source, self._target = source, target
-        self._encodes = encodes
         self._shift = target.size - len(SPECIALS)
+        self._encoder, self._offset = (target, 0) if encodes == "target" else (source, self._shift)
         self.size = source.size + self._shift
-        self.pad_id, self.bos_id = target.pad_id, target.bos_id
-        self.eos_id, self.unk_id = target.eos_id, target.unk_id
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(target)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line."""
-        if self._encodes == "target":
-            return self._target.encode_batch(lines)
-        return self._shifted(self._source.encode_batch(lines))
+        return self._shifted(self._encoder.encode_batch(lines))
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
         """Return ids with pieces drawn for each line."""
-        if self._encodes == "target":
-            return self._target.sample_batch(lines, segmentation)
-        return self._shifted(self._source.sample_batch(lines, segmentation))
+        return self._shifted(self._encoder.sample_batch(lines, segmentation))
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
         """Return the character that each id begins at."""
-        return (self._target if self._encodes == "target" else self._source).places_batch(lines)
+        return self._encoder.places_batch(lines)
 
     def _shifted(self, encoded: list[list[int]]) -> list[list[int]]:
-        specials, shift = len(SPECIALS), self._shift
-        return [[one if one < specials else one + shift for one in ids] for ids in encoded]
+        offset = self._offset
+        if not offset:
+            return encoded
+        specials = len(SPECIALS)
+        return [[one if one < specials else one + offset for one in ids] for ids in encoded]
 
     def decode(self, ids: list[int]) -> Decoded:
         """Return the text, with a space where ids of the two vocabularies meet."""
@@ -422,6 +419,10 @@ class RenumberedVocabulary:
         """Return the piece of an id; None for ids without one."""
         own = self._pieces.get(index)
         return None if own is None else self._vocabulary.piece(own)
+
+
+def _specials(vocabulary: Vocabulary) -> tuple[int, int, int, int]:
+    return vocabulary.pad_id, vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
 
 
 def decode_bytes(content: bytes) -> Decoded:
@@ -514,7 +515,7 @@ class DrawnPieces:
     def _by_merges(self, line: str, *, rate: float, generator: random.Random) -> list[int]:
         """Merge characters to pieces as BPE does, leaving out a share of each step's merges.
 
-        What stands for no text of its own (unknown characters and their bytes) stays as it is.
+        Pieces without text of their own (unknown characters and their bytes) stay as they are.
         """
         pieces: list[str] = self._processor.encode(line, out_type=str)
         ids: list[int] = self._processor.encode(line, out_type=int)

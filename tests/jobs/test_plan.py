@@ -980,7 +980,7 @@ def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
     setup.run()
     (setup.out_dir / "shards" / "text").unlink()
     assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
-    with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
+    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* remove the folder"):
         setup.run()
 
 

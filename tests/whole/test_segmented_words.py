@@ -340,7 +340,7 @@ def test_a_checkpoint_segments_by_itself_and_asks_for_a_function_it_cannot_have(
     assert len(read_hypotheses(found, Direction("ja", "de"))) == len(GERMAN)
     translator = Translator(checkpoint, DecodingConfig(beam_size=1))
     translator.load_segmenters(["ja", "zh", "de"])
-    with pytest.raises(ConfigError, match=r"The words of th .*comes with no model"):
+    with pytest.raises(ConfigError, match=r"The words of th .*no model includes"):
         translator.load_segmenters(["th"])
 
 
