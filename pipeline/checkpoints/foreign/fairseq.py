@@ -41,16 +41,8 @@ from pipeline.errors import CheckpointError
 from pipeline.kernels.activations import Activation
 from pipeline.model.settings import EmbeddingConfig, ModelConfig, MoEConfig
 
-TABLE = NameTable.parse("""
-encoder.embed_tokens.weight                            embedding.weight
-decoder.embed_tokens.weight                            embedding.weight                  # tied, saved once more
-encoder.version                                        -                                 # 3 since norms follow the last layer
-decoder.version                                        -                                 # 3 since norms follow the last layer
-{stack}.embed_positions._float_tensor                  -                                 # sinusoids: computed
-{stack}.embed_positions.weights                        -                                 # sinusoids: computed
-{stack}.embed_positions.weight                         {stack}.positions.weight          # learned; row 2 is the first
-{stack}.layernorm_embedding.{kind}                     {stack}.embedding_norm.{kind}
-{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}         # where norms go before
+STACKS = NameTable.parse("""
+{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
 {stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
 {stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
 {stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
@@ -64,11 +56,22 @@ decoder.version                                        -                        
 {stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
 {stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
 {stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
-encoder.layers.{layer}.layer_norms.0.{kind}            encoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-encoder.layers.{layer}.layer_norms.1.{kind}            encoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
-decoder.layers.{layer}.layer_norms.0.{kind}            decoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-decoder.layers.{layer}.layer_norms.1.{kind}            decoder.layers.{layer}.cross_attention_norm.{kind}  # before 0.6
-decoder.layers.{layer}.layer_norms.2.{kind}            decoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
+""")  # noqa: E501 (a table)
+"""The layers, which Hugging Face's M2M-100 and mBART name like fairseq."""
+TABLE = STACKS + NameTable.parse("""
+encoder.embed_tokens.weight                  embedding.weight
+decoder.embed_tokens.weight                  embedding.weight                                    # tied, saved once more
+encoder.version                              -                                                   # 3 since norms follow the last layer
+decoder.version                              -                                                   # 3 since norms follow the last layer
+{stack}.embed_positions._float_tensor        -                                                   # sinusoids: computed
+{stack}.embed_positions.weights              -                                                   # sinusoids: computed
+{stack}.embed_positions.weight               {stack}.positions.weight                            # learned; row 2 is the first
+{stack}.layernorm_embedding.{kind}           {stack}.embedding_norm.{kind}
+encoder.layers.{layer}.layer_norms.0.{kind}  encoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
+encoder.layers.{layer}.layer_norms.1.{kind}  encoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
+decoder.layers.{layer}.layer_norms.0.{kind}  decoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
+decoder.layers.{layer}.layer_norms.1.{kind}  decoder.layers.{layer}.cross_attention_norm.{kind}  # before 0.6
+decoder.layers.{layer}.layer_norms.2.{kind}  decoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
 """)  # noqa: E501 (a table)
 
 TIED_OUTPUT = NameTable.parse("""
@@ -170,7 +173,7 @@ class FairseqSettings(Described):
     def table(self) -> NameTable:
         """Return the names of the tensors of a model with these settings."""
         output = TIED_OUTPUT if self.is_output_tied else UNTIED_OUTPUT
-        return NameTable((*TABLE.rows, *output.rows, *EXPERTS.rows))
+        return TABLE + output + EXPERTS
 
 
 def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipeline.checkpoints.foreign.fairseq import STACKS
 from pipeline.checkpoints.foreign.model_folder import (
     CONFIG_FILE,
     Described,
@@ -21,30 +22,17 @@ from pipeline.kernels.activations import Activation
 from pipeline.model.settings import ModelConfig
 from pipeline.model.transformer import POSITION_OFFSET
 
-TABLE = NameTable.parse("""
-model.shared.weight                                          embedding.weight
-model.encoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
-model.decoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
-lm_head.weight                                               embedding.weight  # tied, saved once more
-model.encoder.embed_positions.weights                        -                 # sinusoids: computed
-model.decoder.embed_positions.weights                        -                 # sinusoids: computed
-model.{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
-model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
-model.{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
-model.{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
-model.{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
-model.{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
-model.{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
-model.{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
-model.{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
-model.{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
-model.{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
-model.{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
-model.{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
-model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
-""")  # noqa: E501 (a table)
-
-
+EMBEDDINGS = NameTable.parse("""
+model.shared.weight                embedding.weight
+model.encoder.embed_tokens.weight  embedding.weight  # tied, saved once more
+model.decoder.embed_tokens.weight  embedding.weight  # tied, saved once more
+lm_head.weight                     embedding.weight  # tied, saved once more
+""")
+POSITIONS = NameTable.parse("""
+model.encoder.embed_positions.weights  -  # sinusoids: computed
+model.decoder.embed_positions.weights  -  # sinusoids: computed
+""")
+TABLE = EMBEDDINGS + POSITIONS + STACKS.with_prefix("model.")
 UNTIED_OUTPUT = Row("lm_head.weight", "embedding.output_weight", "tie_word_embeddings is false")
 
 

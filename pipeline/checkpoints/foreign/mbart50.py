@@ -5,7 +5,8 @@ Pre-norm, tied embeddings with a norm, learned positions.
 
 from pathlib import Path
 
-from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
+from pipeline.checkpoints.foreign.fairseq import STACKS
+from pipeline.checkpoints.foreign.m2m100 import EMBEDDINGS, M2M100Config, model_config
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.errors import CheckpointError
@@ -13,29 +14,12 @@ from pipeline.kernels.activations import Activation
 from pipeline.model.settings import ModelConfig
 
 FINAL_BIAS = "final_logits_bias"
-TABLE = NameTable.parse("""
-model.shared.weight                                          embedding.weight
-model.encoder.embed_tokens.weight                            embedding.weight              # tied, saved once more
-model.decoder.embed_tokens.weight                            embedding.weight              # tied, saved once more
-lm_head.weight                                               embedding.weight              # tied, saved once more
-final_logits_bias                                            -                             # zeros: looked at when the folder is opened
-model.{stack}.embed_positions.weight                         {stack}.positions.weight      # two rows more than positions, as ours: they count from 2
-model.{stack}.layernorm_embedding.{kind}                     {stack}.embedding_norm.{kind}
-model.{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
-model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
-model.{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
-model.{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
-model.{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
-model.{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
-model.{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
-model.{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
-model.{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
-model.{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
-model.{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
-model.{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
-model.{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
-model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
+POSITIONS_AND_NORMS = NameTable.parse("""
+final_logits_bias                         -                         # zeros: looked at when the folder is opened
+model.{stack}.embed_positions.weight      {stack}.positions.weight  # two rows more than positions, as ours: they count from 2
+model.{stack}.layernorm_embedding.{kind}  {stack}.embedding_norm.{kind}
 """)  # noqa: E501 (a table)
+TABLE = EMBEDDINGS + POSITIONS_AND_NORMS + STACKS.with_prefix("model.")
 
 
 class MBartConfig(M2M100Config):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
+from pipeline.checkpoints.foreign.m2m100 import EMBEDDINGS, POSITIONS, M2M100Config, model_config
 from pipeline.checkpoints.foreign.model_folder import refuse_other
 from pipeline.checkpoints.foreign.tensors import NameTable, Row
 from pipeline.checkpoints.names import tensor_shapes
@@ -26,13 +26,7 @@ from pipeline.languages import find_code
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 
-TABLE = NameTable.parse("""
-model.shared.weight                                              embedding.weight
-model.encoder.embed_tokens.weight                                embedding.weight  # tied, saved once more
-model.decoder.embed_tokens.weight                                embedding.weight  # tied, saved once more
-lm_head.weight                                                   embedding.weight  # tied, saved once more
-model.encoder.embed_positions.weights                            -                 # sinusoids: computed
-model.decoder.embed_positions.weights                            -                 # sinusoids: computed
+LAYERS = NameTable.parse("""
 model.{stack}.layer_norm.{kind}                                  {stack}.final_norm.{kind}
 model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}         {stack}.layers.{layer}.self_attention_norm.{kind}
 model.{stack}.layers.{layer}.self_attn.q_proj.{kind}             {stack}.layers.{layer}.self_attention.query.{kind}
@@ -51,6 +45,7 @@ model.{stack}.layers.{layer}.ffn.router.classifier.weight        {stack}.layers.
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc1.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc2.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times 1 - moe_token_dropout
 """)  # noqa: E501 (a table)
+TABLE = EMBEDDINGS + POSITIONS + LAYERS
 TOP_K = 2
 """The number of experts per token, which is fixed in NllbMoeTop2Router."""
 

@@ -18,7 +18,7 @@ our names and checks names and shapes against the model.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -72,6 +72,13 @@ class NameTable:
             theirs, ours = names.split()
             rows.append(Row(theirs, ours, reason.strip()))
         return cls(tuple(rows))
+
+    def with_prefix(self, prefix: str) -> "NameTable":
+        """Return the table with ``prefix`` in front of all of their names."""
+        return NameTable(tuple(replace(row, theirs=prefix + row.theirs) for row in self.rows))
+
+    def __add__(self, other: "NameTable") -> "NameTable":
+        return NameTable(self.rows + other.rows)
 
     def with_row(self, row: Row) -> "NameTable":
         """Return the table with ``row`` in place of the row of the same ``theirs``."""
