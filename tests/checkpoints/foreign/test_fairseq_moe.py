@@ -18,7 +18,7 @@ from support.fairseq_files import (
     vocabulary_files,
     write_checkpoint,
 )
-from support.foreign_models import LINES, model_of, our_logits, spread
+from support.foreign_models import PAIRS, model_of, our_logits, spread
 from torch import Tensor
 from transformers import NllbMoeConfig, NllbMoeForConditionalGeneration
 
@@ -38,7 +38,6 @@ MOE: dict[str, Any] = {
     "moe_batch_prioritized_routing": True,
     "moe_eom": MASKED,
 }
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 Weights = dict[str, Tensor]
 
 
