@@ -43,8 +43,7 @@ class NamedSlice:
 
 
 def expert_name(stacked_name: str, expert: int) -> str:
-    """Return the name of an expert's tensor: ``a.experts.up.weight``, 7 →
-    ``a.experts.7.up.weight``."""
+    """Return the name of a tensor of an expert: ``a.experts.7.up.weight``."""
     before, _, after = stacked_name.rpartition(".experts.")
     return f"{before}.experts.{expert}.{after}"
 
@@ -165,8 +164,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 
 def initialize_weights(model: Transformer, *, seed: int) -> None:
-    """Set every parameter of this rank to its initial value, which depends on name and seed
-    only."""
+    """Set every parameter of this rank to its initial value, a function of name and seed."""
     for entry in named_slices(model):
         entry.value.copy_(initial_value(entry, model.spec, seed=seed))
 
