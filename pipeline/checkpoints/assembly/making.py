@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -197,7 +197,7 @@ def make_assembly(
     writer.write_json(RECEIPT_FILE, _document(receipt, unused, found))
     writer.statistics["tensors"] = len(receipt)
     if found is not None:
-        writer.statistics["function_check"] = found.to_json()
+        writer.statistics["function_check"] = asdict(found)
     remove_finished(work_dir)
     return _summary(parts, receipt, unused, found)
 
@@ -206,9 +206,9 @@ def _document(
     receipt: Sequence[ReceiptEntry], unused: Mapping[str, list[str]], found: Divergence | None
 ) -> dict[str, Any]:
     return {
-        "tensors": [entry.to_json() for entry in receipt],
+        "tensors": [asdict(entry) for entry in receipt],
         "unused": {source: names for source, names in unused.items() if names},
-        "function_check": found and found.to_json(),
+        "function_check": found and asdict(found),
     }
 
 

@@ -10,8 +10,7 @@ Legend: L predicted tokens, V vocabulary.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -59,10 +58,6 @@ class ReceiptEntry:
     seed: int | None
     norm: float
     digest: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return asdict(self)
 
 
 def seed_of(entry: Assignment, blueprint: Blueprint) -> int | None:
@@ -194,10 +189,6 @@ class Divergence:
     largest: float
     mean_kl: float
     same_choice: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -121,7 +121,7 @@ def _open_folder(
     return ModelSource(
         spec=spec,
         tokenizer=found.files,
-        tensors=ForeignTensors.through(table, folder, spec=spec, adjust=adjust),
+        tensors=ForeignTensors.through(table, folder.tensors, spec=spec, adjust=adjust),
         record=_record(folder.origin, raw_digest(folder.origin)),
     )
 

@@ -38,7 +38,8 @@ def mbart_model_config(origin: Path, config: MBartConfig) -> ModelConfig:
 
 def refuse_final_bias(folder: ModelFolder) -> None:
     """Raise CheckpointError if the logits have a bias that is not zero."""
-    if FINAL_BIAS in folder.names() and folder.read(FINAL_BIAS).count_nonzero() > 0:
+    tensors = folder.tensors
+    if FINAL_BIAS in tensors.names() and tensors.read(FINAL_BIAS).count_nonzero() > 0:
         raise CheckpointError(
             f"{folder.origin} has a {FINAL_BIAS} that is not zero, which is not supported. Name a "
             "checkpoint without it."

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
 from pipeline.checkpoints.weights import TensorFolder
 from pipeline.config.documents import parse_json, read_bytes
@@ -82,22 +81,9 @@ class ModelFolder:
             self.origin / name, limit=_MAX_BYTES, error=CheckpointError, fix=_RESTORE_CLAUSE
         )
 
-    # ------------------------------------------------------------ weights
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors, sorted."""
-        return self._tensors.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading its values."""
-        return self._tensors.shape(name)
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, mapped from its file."""
-        return self._tensors.read(name)
-
     @cached_property
-    def _tensors(self) -> TensorFolder:
+    def tensors(self) -> TensorFolder:
+        """Return the tensors of all weight files."""
         return TensorFolder(self.origin, self.weight_files(), fix=_RESTORE_CLAUSE)
 
     def weight_files(self) -> list[Path]:

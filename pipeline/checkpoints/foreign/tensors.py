@@ -20,12 +20,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.sources import refuse_misfit
+from pipeline.checkpoints.sources import Tensors, refuse_misfit
 from pipeline.checkpoints.weights import FLOATING_TYPES
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
@@ -102,23 +102,8 @@ def _translate(pattern: str, replacement: str, name: str) -> str | None:
     return None if found is None else replacement.format_map(found.groupdict())
 
 
-class Stored(Protocol):
-    """Tensors of other software under their own names."""
-
-    @property
-    def origin(self) -> Path:
-        """Return the folder or file that holds the tensors."""
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading its values."""
-
-    def read(self, name: str) -> Tensor:
-        """Return one tensor as stored; raise CheckpointError if it cannot be read."""
-
-
+Stored: TypeAlias = Tensors
+"""Tensors of other software under their own names, through the interface of ours."""
 Adjust = Callable[[str, Tensor], Tensor]
 """Turns their values of a tensor, given by our name, into ours; the shape stays."""
 

@@ -311,6 +311,6 @@ def _stored(folder: ModelFolder, names: list[str]) -> Stored:
     """Return the folder's weights; safetensors take precedence."""
     pickled = PICKLED[0]
     if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not folder.has(pickled):
-        return folder
+        return folder.tensors
     path = folder.origin / pickled
     return StateDict.checked(path, read_torch_file(path, keep=names))

@@ -28,7 +28,7 @@ from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.settings import MoEConfig
 
 MOE = MoEConfig(num_experts=4, every=2)
-PEERS = {
+PEERS: dict[str, Any] = {
     "hf-m2m100": M2M100ForConditionalGeneration,
     "hf-nllb-moe": NllbMoeForConditionalGeneration,
 }
