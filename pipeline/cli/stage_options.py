@@ -16,7 +16,7 @@ from pipeline.config.settings import Route, describe_validation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.jobs.launch import MAX_PROCESSES
-from pipeline.stages.registry import Stage
+from pipeline.stages.stage import Stage
 from pipeline.terminal import with_article
 
 DEMO_CHECKPOINT = Path("runs/demo/mmnmt")

@@ -16,7 +16,7 @@ from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

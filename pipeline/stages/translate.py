@@ -40,7 +40,7 @@ from pipeline.distributed.collectives import from_rank_zero, gather_objects, wai
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.training_states import replanned
 from pipeline.checkpoints.training_state import PieceReader, Position, read_position
 from pipeline.errors import CheckpointError
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.training.engine import Engine
 from pipeline.training.mean_of_states import MeanOfLastStates
 from pipeline.training.run_directory import RunDirectory

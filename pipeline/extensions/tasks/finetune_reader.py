@@ -8,11 +8,12 @@ from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.extensions.tasks.files import question_files
 from pipeline.extensions.tasks.question_answering import reading_data
+from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller
 from pipeline.extensions.tasks.training import Labelling, trained_languages
 from pipeline.extensions.tasks.xlmr import Pretrained
 from pipeline.model.regularization import Regularization
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
 
@@ -25,17 +26,18 @@ if __name__ == "__main__":
 def run(call: StageCall) -> None:
     """Read the encoder and the questions, and train a head and all of the encoder."""
     recipe = call.recipe
+    tasks = recipe.section_of(TasksConfig)
     with distributed_world() as world:
         connect(world)
         files = question_files(call.raw["data"].only_path())
-        languages = trained_languages(files, recipe.tasks.languages)
+        languages = trained_languages(files, tasks.languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
         pieces, encoder = (
             pretrained.pieces,
             pretrained.spec(languages, recipe.model.language_modules),
         )
         data = reading_data(files, pieces=pieces, recipe=recipe, languages=languages)
-        spec = TaskSpec(head="reader", encoder=encoder, tasks=recipe.tasks)
+        spec = TaskSpec(head="reader", encoder=encoder, tasks=tasks)
         model = build_labeller(
             spec,
             regularization=Regularization.of(recipe.training),

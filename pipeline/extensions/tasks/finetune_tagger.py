@@ -8,11 +8,12 @@ from pipeline.distributed.devices import local_device
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.extensions.tasks.files import entity_files
 from pipeline.extensions.tasks.named_entities import read_training, tagging_data
+from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller
 from pipeline.extensions.tasks.training import Labelling, trained_languages
 from pipeline.extensions.tasks.xlmr import Pretrained
 from pipeline.model.regularization import Regularization
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect
 from pipeline.training.loop import train_task
 
@@ -25,17 +26,18 @@ if __name__ == "__main__":
 def run(call: StageCall) -> None:
     """Read the encoder and the text, and train a head and all of the encoder."""
     recipe = call.recipe
+    tasks = recipe.section_of(TasksConfig)
     with distributed_world() as world:
         connect(world)
         files = entity_files(call.raw["data"].only_path())
-        languages = trained_languages(files, recipe.tasks.languages)
+        languages = trained_languages(files, tasks.languages)
         train, valid, tags = read_training(files, languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
         pieces, encoder = (
             pretrained.pieces,
             pretrained.spec(languages, recipe.model.language_modules),
         )
-        spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=recipe.tasks)
+        spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=tasks)
         data = tagging_data(train, valid, tags, pieces=pieces, recipe=recipe, languages=languages)
         model = build_labeller(
             spec,

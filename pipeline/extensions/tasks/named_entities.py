@@ -26,6 +26,7 @@ from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.data import LabelledData
 from pipeline.extensions.tasks.files import Found, read_text
+from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.training import chosen_files
 from pipeline.extensions.tasks.windows import cut_sentence
 from pipeline.extensions.tasks.xlmr import Pieces
@@ -190,7 +191,7 @@ def tagging_data(
     languages: Sequence[str],
 ) -> LabelledData:
     """What a tagger is trained on."""
-    limit = recipe.tasks.max_tokens
+    limit = recipe.section_of(TasksConfig).max_tokens
 
     def labelled(groups: Mapping[str, Sequence[Sentence]]) -> dict[str, list[Labelled]]:
         return {
