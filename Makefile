@@ -8,6 +8,9 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
+# conftest.py puts the longest files first; xdist would put those of the most tests first.
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt $(PIP_ARGS)
 
 .PHONY: demo check test test-faults lint docs pictures bench clean
@@ -16,14 +19,14 @@ demo: $(VENV)/installed
 	$(VENV)/bin/mmnmt run demo
 
 check: lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
+	$(PYTEST) $(PARALLEL) -m "not slow"
 
 test: lint
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile
+	$(PYTEST) $(PARALLEL)
 
 # Every case of the sweep of broken files, of which make test runs a sample.
 test-faults: $(VENV)/installed-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q --every-case tests/whole/test_readers_sweep.py
+	$(PYTEST) --every-case tests/whole/test_readers_sweep.py
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
-"""mmnmt: massively multilingual machine translation with mixtures of experts, in stages.
+"""Train massively multilingual translation with mixtures of experts, in stages.
 
-Start with ``stages``, the table of all stages; docs/explanation/architecture.md lists the packages
-and a reading order. Importing a module changes nothing in the process; ``entry`` holds what an
-entry point sets there.
+Start with ``stages/registry.py``, the table of all stages; docs/explanation/architecture.md lists
+the packages and a reading order. Importing a module has no side effect on the process: entry points
+call ``machine.prepare_process``.
 """

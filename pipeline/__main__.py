@@ -9,7 +9,7 @@ from typing import NoReturn
 
 
 def command() -> NoReturn:
-    """Import and run the command line; it unblocks SIGINT once it can answer it."""
+    """Import and run the command line, which unblocks SIGINT once it can handle it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     from pipeline import cli
 

@@ -1,6 +1,7 @@
-"""The errors a user can meet: each message is one sentence that says what, where and what to do.
+"""Define the errors that a user can fix, and suggest what a mistyped name may have meant.
 
-Suggest what a user may have meant: the nearest of the names there are.
+The command line prints the message of a ``UserError`` on one line, without a traceback: what is
+wrong, where, and what to do.
 """
 
 import errno
@@ -9,11 +10,11 @@ from difflib import get_close_matches
 
 EXIT_USER_ERROR = 2
 EXIT_RUN_AGAIN = 75
-"""The stage was asked to stop and saved what it had: run the same command again."""
+"""Exit code of a stage that was stopped and saved its work: run the same command again."""
 
 
 def to_write(error: OSError) -> str:
-    """What a user can do where something cannot be written, to be put behind a colon."""
+    """Return what a user can do about an OSError in writing, as the end of a sentence."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return "make room"
@@ -25,40 +26,45 @@ def to_write(error: OSError) -> str:
             return "see to it that it can be"
 
 
+def describe_os_error(error: OSError) -> str:
+    """Return the message of an OSError, and what to do if the disk is full."""
+    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
+
+
 class UserError(Exception):
-    """Something the user can mend; the command line prints its message and no traceback."""
+    """An error that the user can fix."""
 
 
 class ConfigError(UserError):
-    """A recipe, plan, ds_config or option that cannot be used."""
+    """A recipe, plan, ds_config or option is unusable."""
 
 
 class DataError(UserError):
-    """Raw text that cannot be used."""
+    """Raw text is unusable."""
 
 
 class ArtifactError(UserError):
-    """An artifact that is missing, unfinished, stale, damaged or of another kind."""
+    """An artifact is missing, unfinished, stale, damaged or of another kind."""
 
 
 class CheckpointError(ArtifactError):
-    """Weights or training state that do not fit the model they are meant for."""
+    """Weights or training state do not fit the model."""
 
 
 class TrainingError(UserError):
-    """Training that would go on with wrong numbers."""
+    """Training cannot go on without computing wrong numbers."""
 
 
 class RankLost(UserError):
-    """A rank that the others wait for has ended or hangs."""
+    """A rank that other ranks wait for has ended or hangs."""
 
 
 class Interrupted(Exception):
-    """A stop was requested, all ranks agreed, and the work so far is saved."""
+    """A stop was requested, all ranks agreed to it, and the work so far is saved."""
 
 
 _LONGEST = 100
-"""Longer names are no slips of the pen, and comparing them takes long."""
+"""Characters of a name that are compared: no typing mistake is longer, and comparing takes long."""
 
 
 def nearest_names(
@@ -76,7 +82,7 @@ def nearest_names(
 
 
 def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
-    """Return ``: did you mean …?``, or the names there are where none is near.
+    """Return ``. Did you mean …?``, or the known names if none is near.
 
     Args:
         name: what the user wrote.
@@ -84,6 +90,6 @@ def hint(name: str, known: Sequence[str], *, otherwise: str = "") -> str:
         otherwise: what else the user may do, ``or give a path``.
     """
     if near := nearest_names(name, known):
-        return f": did you mean {near[0]!r}?"
-    choices = f"choose from {', '.join(known)}" if known else "there is none"
-    return f": {choices}{otherwise and ', ' + otherwise}."
+        return f". Did you mean {near[0]!r}?"
+    choices = f"Choose from {', '.join(known)}" if known else "There is none"
+    return f". {choices}{otherwise and ', ' + otherwise}."

@@ -1,17 +1,14 @@
-"""The language registry: one code per language, its family, and the paper's table of groups.
+"""Know languages: codes, families, scripts, and the scripts that a text is written in.
 
 Codes are those of OPUS-100: two letters of ISO 639-1 where they exist, else three of ISO 639-3;
 Norwegian (``no``, ``nb``, ``nn``) and Serbo-Croatian (``sh``) keep the codes OPUS-100 gives them.
 Any other well-formed code stands for itself; its family is unknown until the recipe names it. A
-language that comes in two scripts has the code alone for its usual script and ``zh_Hant`` for the
-other; the language of a region, where a corpus keeps regions apart, is ``pt_BR``. Names and scripts
-come from Unicode CLDR through Babel, which is imported only where they are asked for: training and
-decoding need neither.
+language with two scripts has the plain code for its usual script and ``zh_Hant`` for the other; the
+language of a region, where a corpus keeps regions apart, is ``pt_BR``.
 
-Which script a text is written in, by the names that Unicode gives its letters.
-
-Scripts have the codes of ISO 15924 (``Latn``, ``Cher``). A letter belongs to the script its name
-begins with, CHEROKEE LETTER A to Cherokee; CLDR, through Babel, has the codes of these names.
+Scripts have the codes of ISO 15924 (``Latn``, ``Cher``). A letter belongs to the script that its
+Unicode name begins with, CHEROKEE LETTER A to Cherokee. Names and scripts come from Unicode CLDR
+through Babel, which is imported on first use: training and decoding need neither.
 """
 
 import re
@@ -109,10 +106,10 @@ three-letter code of each language is that of ISO 639-3, from its table of two-l
 
 UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
-"""Those that white space does not part into words."""
+"""Scripts that are written without white space between words."""
 
 Regions = Literal["joined", "apart"]
-"""Whether text of several regions, ``pt`` and ``pt-br``, is of one language or of several."""
+"""Whether ``pt`` and ``pt-br`` count as one language (``joined``) or as two (``apart``)."""
 
 _FAMILY_OF = {code: family for family, codes in FAMILIES.items() for code in codes}
 _SUBTAGS = re.compile(
@@ -137,11 +134,11 @@ class Language:
 
 @dataclass(frozen=True)
 class LanguageTag:
-    """A spelling taken apart: the registry's code, and script and region where it has them."""
+    """The parts of a spelling: the registry's code, and script and region if given."""
 
     language: str
     script: str | None
-    """As ISO 15924 spells it: ``Hant``."""
+    """ISO 15924 spelling, for example ``Hant``."""
     region: str | None
 
 
@@ -157,11 +154,11 @@ def parse_tag(code: str) -> LanguageTag:
     if subtags is None:
         if named := code_of_name(code):
             raise ConfigError(
-                f"{code!r} is the name of a language where its code is wanted: write {named!r}."
+                f"{code!r} is the name of a language where its code is wanted. Write {named!r}."
             )
         near = ", ".join(nearest_codes(spelling, [*_FAMILY_OF, *ALIASES]))
         raise ConfigError(
-            f"{code!r} is no language code: write two or three letters of ISO 639 and, where it "
+            f"{code!r} is no language code. Write two or three letters of ISO 639 and, where it "
             f"matters, script and region, as in de, chr, zh_Hant, es_419 (nearest codes: "
             f"{near or 'none'})."
         )
@@ -174,9 +171,9 @@ def parse_tag(code: str) -> LanguageTag:
 
 
 def canonical(code: str) -> str:
-    """The code of a language for any usual spelling, without script and region.
+    """Return the code of a language for any usual spelling, without script and region.
 
-    A language that the registry does not have keeps the code it is given.
+    A language outside the registry keeps the code it is given.
 
     Raises:
         ConfigError: the spelling is that of no language code.
@@ -185,7 +182,7 @@ def canonical(code: str) -> str:
 
 
 def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> dict[str, str]:
-    """Spelling → code for the spellings of one corpus, so that two scripts stay two languages.
+    """Map spellings of one corpus to codes, so that two scripts stay two languages.
 
     One script, whichever it is, needs no mention: ``zho_Hant`` alone is ``zh``. Beside
     ``zho_Hans``, the usual script of Chinese, it is ``zh_Hant``. Needs Babel where a language is
@@ -216,7 +213,7 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 
 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
-    """Which of the codes of a corpus or model a spelling means, None if none of them.
+    """Return the code of a corpus or model that a spelling means; None if there is none.
 
     ``zh_Hant`` is itself where it is among them, else ``zh``, and so is ``pt_BR`` with ``pt``;
     ``prs_Arab`` is ``prs`` where that is told apart from ``fa``.
@@ -237,7 +234,7 @@ def find_code(spelling: str, codes: Collection[str]) -> str | None:
 
 
 def family(code: str, families: Mapping[str, str] | None = None) -> str:
-    """The family of a language, ``UNKNOWN_FAMILY`` where neither recipe nor registry has one.
+    """Return the family of a language, ``UNKNOWN_FAMILY`` if neither recipe nor registry has one.
 
     Args:
         code: any usual spelling.
@@ -276,33 +273,35 @@ def iso_639_3(code: str) -> str:
 
 
 def without_region(code: str) -> str:
-    """``pt`` of ``pt_BR``; other codes of a corpus as they are.
+    """Remove the region of a corpus's code: ``pt_BR`` becomes ``pt``.
 
-    For tables that know a language, and not its regions.
+    For tables that know languages but not regions.
     """
     return _REGION.sub("", code)
 
 
 def is_known(code: str) -> bool:
-    """Whether the registry or CLDR knows the language of a code. Needs Babel."""
+    """Return whether the registry or CLDR knows the language of a code. Needs Babel."""
     found = canonical(code)
     return found in _FAMILY_OF or found in _cldr_names()
 
 
 def usual_script(code: str) -> str | None:
-    """The ISO 15924 code of the script a language is usually written in; None: CLDR has none."""
+    """Return the ISO 15924 code of a language's usual script; None if CLDR has none."""
     found = canonical(code)
     return _likely_script(_CLDR_CODES.get(found, found))
 
 
 def written_script(code: str) -> str | None:
-    """The script a spelling names, that of its region, or the usual one; None: CLDR has none."""
+    """Return the script a spelling names, its region's, or the usual one; None if unknown."""
     return _script_of_tag(parse_tag(code))
 
 
 def parts_words_by_spaces(code: str) -> bool:
-    """Whether a language is written with spaces between words, by the script that its code names
-    or else by its usual one; True where nothing is known of it.
+    """Return whether a language is written with spaces between words.
+
+    The script that the code names decides, else the language's usual script; unknown codes count as
+    spaced.
     """
     try:
         tag = parse_tag(code)
@@ -314,7 +313,7 @@ def parts_words_by_spaces(code: str) -> bool:
 
 
 def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
-    """Up to three candidates spelled most like ``code``, the nearest first."""
+    """Return up to three candidates spelled most like ``code``, the nearest first."""
     return nearest_names(code.lower(), candidates, most=3, cutoff=0.5)
 
 
@@ -330,7 +329,7 @@ def code_of_name(name: str) -> str | None:
 
 
 def codes_one_edit_away(code: str) -> list[str]:
-    """The registry's languages that have a code with one letter more, less or other, sorted."""
+    """Return the registry's languages with a code one edit away, sorted."""
     found = {
         ALIASES.get(known, known)
         for known in (*_FAMILY_OF, *ALIASES)
@@ -347,7 +346,7 @@ def _is_one_edit(one: str, other: str) -> bool:
 
 
 def _script_of_tag(tag: LanguageTag) -> str | None:
-    """The script a tag names, that of its region, or the usual one."""
+    """Return the script a tag names, that of its region, or the usual one."""
     if tag.script is not None:
         return tag.script
     regional = _likely_script(f"{tag.language}_{tag.region}") if tag.region else None
@@ -355,7 +354,7 @@ def _script_of_tag(tag: LanguageTag) -> str | None:
 
 
 def _code_with_script(tag: LanguageTag) -> str:
-    """The language's code alone for its usual script, else with the script."""
+    """Return the plain code for the language's usual script, else the code with its script."""
     script = _script_of_tag(tag)
     if script is None or script == usual_script(tag.language):
         return tag.language
@@ -363,7 +362,7 @@ def _code_with_script(tag: LanguageTag) -> str:
 
 
 def _code_with_region(tag: LanguageTag) -> str:
-    """The language's code with its region, and with the script where that is not the region's."""
+    """Return the code with its region, and with a script other than the region's usual one."""
     of_region = LanguageTag(tag.language, script=None, region=tag.region)
     if tag.script is None or tag.script == _script_of_tag(of_region):
         return f"{tag.language}_{tag.region}"
@@ -378,7 +377,7 @@ def _cldr_names() -> Mapping[str, str]:
 
 
 def _english_name(code: str) -> str:
-    """CLDR's name of a language, with script and region where the code has them; else the code."""
+    """Return CLDR's name with script and region if the code has them; else the code itself."""
     names = _cldr_names()
     if code in names or "_" not in code:
         return names.get(code, code)
@@ -405,7 +404,7 @@ _LETTERS_OF = {
     "Jpan": frozenset({"Hira", "Kana", "Hani"}),
     "Kore": frozenset({"Hang", "Hani"}),
 }
-"""Scripts of ISO 15924 that are written with the letters of others."""
+"""Scripts of ISO 15924 that use the letters of other scripts."""
 
 _UNICODE_NAMES = {
     "BENGALI": "Beng",
@@ -429,25 +428,25 @@ _UNICODE_NAMES = {
     "TAI THAM": "Lana",
     "WARANG CITI": "Wara",
 }
-"""What Unicode calls scripts that CLDR calls otherwise."""
+"""Unicode's names of scripts that CLDR names differently."""
 
 _LONGEST_NAME = 3
 """Words in the longest name of a script."""
 
 
 def letters_of(script: str) -> frozenset[str]:
-    """The scripts whose letters a script is written with: kana and Han for ``Jpan``."""
+    """Return the scripts whose letters a script uses: kana and Han for ``Jpan``."""
     return _LETTERS_OF.get(script, frozenset({script}))
 
 
 def script_of_text(text: str) -> str | None:
-    """The script of most letters of a text; the first in the alphabet of several, None of none."""
+    """Return the script of most letters, the first in the alphabet of several; None if none."""
     found = count_scripts(text)
     return min(found, key=lambda script: (-found[script], script), default=None)
 
 
 def count_scripts(text: str) -> Counter[str]:
-    """Script → number of its letters in a text."""
+    """Count the letters of each script in a text."""
     found: Counter[str] = Counter()
     for character, count in Counter(text).items():
         if script := script_of_character(character):
@@ -457,7 +456,7 @@ def count_scripts(text: str) -> Counter[str]:
 
 @lru_cache(maxsize=2**16)
 def script_of_character(character: str) -> str | None:
-    """The script of a letter; None for what is no letter, or one that all scripts share."""
+    """Return the script of a letter; None for other characters and letters of all scripts."""
     if not character.isalpha():
         return None
     words = unicodedata.name(character, "").replace("-", " ").split()
@@ -466,13 +465,13 @@ def script_of_character(character: str) -> str | None:
 
 
 def has_letter_of(text: str, scripts: frozenset[str]) -> bool:
-    """Whether a letter of one of the scripts is in a text; quick where the text begins with one."""
+    """Return whether a text has a letter of one of the scripts; stops at the first."""
     return any(script_of_character(character) in scripts for character in text)
 
 
 @lru_cache(maxsize=1)
 def _scripts() -> dict[str, str]:
-    """First words of the names of characters → script."""
+    """Map the first words of Unicode character names to scripts."""
     from babel import Locale
 
     named = {

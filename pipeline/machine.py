@@ -1,13 +1,11 @@
-"""What this machine has, asked without loading torch: the command line wants to start fast.
+"""Inspect this machine without loading torch, and prepare a process for computing.
 
-Not yet run on a GPU: ``nvidia-smi`` is asked as its manual says.
+``visible_gpus`` counts GPUs, ``peak_memory`` measures the memory of a block of work, and
+``prepare_process`` sets how a process keeps memory and how its threads wait. Only entry points (the
+command, the stages, the benchmarks) call ``prepare_process``, so that importing the package changes
+nothing. torch is not loaded because the command line has to start fast.
 
-How much memory a piece of work takes beyond what the process holds when it begins.
-
-What an entry point sets in its process: for itself, and for what it starts.
-
-Entry points are the command, the stages as modules of their own, and the benchmarks. Nothing else
-calls this, so that whoever imports the package keeps a process as it was.
+Not yet run on a GPU; ``nvidia-smi`` is called as its manual documents.
 """
 
 import io
@@ -29,22 +27,22 @@ _ASK_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs a process would see."""
+    """The GPUs that a process would see."""
 
     count: int
     has_bf16: bool
 
 
 def visible_gpus() -> Gpus:
-    """GPUs of this machine, less those that ``CUDA_VISIBLE_DEVICES`` hides."""
+    """Return the GPUs of this machine, without those that ``CUDA_VISIBLE_DEVICES`` hides."""
     return gpus_of(_capabilities(), os.environ)
 
 
 def gpus_of(capabilities: tuple[float, ...], environment: Mapping[str, str]) -> Gpus:
-    """Of a machine with GPUs of these compute capabilities, in an environment.
+    """Return the visible GPUs of a machine with these compute capabilities.
 
-    Of GPUs named by identifiers instead of numbers only their number is known, and the least of
-    the machine's capabilities counts.
+    If ``CUDA_VISIBLE_DEVICES`` lists identifiers instead of numbers, only their count is known; the
+    lowest capability of the machine then stands for all of them.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None or not capabilities:
@@ -56,7 +54,7 @@ def gpus_of(capabilities: tuple[float, ...], environment: Mapping[str, str]) -> 
 
 
 def _seen(capabilities: tuple[float, ...], names: list[str]) -> tuple[float, ...]:
-    """CUDA stops at the first name that is none of a device."""
+    """Return the visible capabilities; CUDA stops at the first name that matches no device."""
     if all(name.isdecimal() for name in names):
         numbers = [int(name) for name in names]
         valid = next((i for i, n in enumerate(numbers) if n >= len(capabilities)), len(numbers))
@@ -68,7 +66,7 @@ def _seen(capabilities: tuple[float, ...], names: list[str]) -> tuple[float, ...
 
 @cache
 def _capabilities() -> tuple[float, ...]:
-    """Compute capability of every GPU of the machine; none where there is no driver."""
+    """Return the compute capability of every GPU; an empty tuple without a driver."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
@@ -83,9 +81,9 @@ def _capabilities() -> tuple[float, ...]:
 
 
 def processes_here(wanted: int, *, gpus: int) -> int:
-    """As many of the wanted processes as there are GPUs for, one each; all of them without GPUs.
+    """Return how many of the ``wanted`` processes to start: one per GPU, or all without GPUs.
 
-    A divisor of the wanted number, so that it divides the micro-batches of an update, too.
+    The result divides ``wanted``, so that it divides the micro-batches of an update too.
     """
     if gpus == 0:
         return wanted
@@ -94,19 +92,19 @@ def processes_here(wanted: int, *, gpus: int) -> int:
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""What makes Linux count ``VmHWM`` anew (proc(5))."""
+"""The value that makes Linux count ``VmHWM`` anew (proc(5))."""
 
 
 @dataclass
 class PeakMemory:
-    """What a block of work took; None until it ends, and where the system does not tell."""
+    """The memory that a block of work took; None until it ends, or if the system does not tell."""
 
     num_bytes: int | None = None
 
 
 @contextmanager
 def peak_memory() -> Iterator[PeakMemory]:
-    """Measure the block: largest resident memory within it less that at its beginning."""
+    """Measure a block: its largest resident memory less the resident memory at its beginning."""
     found = PeakMemory()
     try:
         _RESET.write_text(_RESET_PEAK, encoding="ascii")
@@ -124,19 +122,21 @@ def _resident_bytes(name: str) -> int:
 
 
 SPIN_COUNT = "6000"
-"""Threads wait for the next parallel operator, some 50 µs, before they sleep.
+"""Iterations that a thread spins, about 50 µs, for the next parallel operator before it sleeps.
+
+Sleeping at once (0) slows small models on CPU; libgomp's default takes cores from other work on the
+machine.
 
 Sleeping at once (0) makes small models slower on CPU; waiting as long as is the default takes the
-cores from whatever else the machine does.
-"""
+cores from whatever else the machine does."""
 
 
 def prepare_process() -> None:
-    """Say how memory is kept and how threads wait, unless the environment does.
+    """Set how memory is kept and how threads wait, unless the environment does.
 
-    Standard output and standard error write characters that their encoding lacks as escapes: a
-    table is not lost to one arrow in it. Threads are libgomp's, which reads its variables when
-    torch loads it: to be called before.
+    Standard output and standard error write characters that their encoding lacks as escapes, so
+    that one arrow does not lose a whole table. Call this before torch is imported: libgomp reads
+    its variables when torch loads it.
     """
     keep_freed_memory()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Named seeds: every random choice of the project draws from a generator derived from its name."""
+"""Derive every random generator of the project from a name."""
 
 import hashlib
 
@@ -6,11 +6,11 @@ import torch
 
 
 def derive_seed(*parts: str | int) -> int:
-    """A 63-bit seed from names and numbers; the same on every machine, rank and run."""
+    """Derive a 63-bit seed from names and numbers, the same on every machine, rank and run."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def named_generator(*parts: str | int) -> torch.Generator:
-    """A CPU generator seeded by :func:`derive_seed`."""
+    """Return a CPU generator seeded by :func:`derive_seed`."""
     return torch.Generator().manual_seed(derive_seed(*parts))

@@ -1,9 +1,7 @@
-"""Progress of long loops, the lines of metrics they leave behind, and tables of text.
+"""Report progress, write metrics as JSON lines, and format numbers, lists and tables.
 
-On a terminal a loop shows a bar with its rate and the time left; in a log it writes one line per
-interval, and nothing at all if it ends before the first one is due.
-
-The few lines in which a stage says what it did: how numbers, counts and lists are written.
+On a terminal a loop shows a bar with its rate and the time left. In a log it writes one line per
+interval, and nothing if it ends before the first one is due.
 """
 
 import json
@@ -22,7 +20,7 @@ from pipeline.config.documents import byte_lines, json_object, unfinished_path
 T = TypeVar("T")
 
 INTERVAL_SECONDS = 15.0
-_REMEDY = "remove that line, or the file"
+_FIX = "remove that line, or the file"
 
 
 def track(
@@ -42,9 +40,9 @@ def track(
 
 
 class Progress:
-    """Progress of a loop that counts for itself; a context manager.
+    """Progress of a loop that does its own counting; a context manager.
 
-    ``initial`` is what an earlier run had done: it counts as done but not for the rate.
+    ``initial`` is the count that an earlier run reached: it counts as done but not for the rate.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class Progress:
             self._view.close()
 
     def advance(self, count: int = 1, *, note: str = "") -> None:
-        """Count ``count`` more items; the note (a loss, say) is shown behind the figures."""
+        """Count ``count`` more items and show ``note``, for example a loss, after the figures."""
         if self._view:
             self._view.advance(count, note=note)
 
@@ -97,7 +95,7 @@ class _Bar:
 
 
 class _Log:
-    """One line per interval, and a last one where there was a first."""
+    """One line per interval, and a last line if there was a first."""
 
     def __init__(
         self, label: str, *, total: int | None, initial: int, seconds: float, stream: TextIO
@@ -134,7 +132,7 @@ class _Log:
 
 
 def progress_line(label: str, *, done: int, total: int | None, rate: float) -> str:
-    """``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total only what is known."""
+    """Return ``label: 120/1000 (12 %), 8.0/s, 1:50 left``; without a total, count and rate."""
     if total is None:
         return f"{label}: {done}, {rate:.3g}/s"
     line = f"{label}: {done}/{total} ({100 * done // max(total, 1)} %), {rate:.3g}/s"
@@ -142,7 +140,7 @@ def progress_line(label: str, *, done: int, total: int | None, rate: float) -> s
 
 
 def clock_text(seconds: float) -> str:
-    """Seconds as ``M:SS`` or ``H:MM:SS``."""
+    """Format seconds as ``M:SS`` or ``H:MM:SS``."""
     minutes, second = divmod(max(round(seconds), 0), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
@@ -178,7 +176,7 @@ class JsonLines:
         temporary.replace(self.path)
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The records, without a last line that a killed run left incomplete.
+        """Yield the records, without a last line that a killed run left incomplete.
 
         Raises:
             ArtifactError: names the line that is none.
@@ -186,14 +184,14 @@ class JsonLines:
         return (record for _, record in self._complete())
 
     def _complete(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        for number, line in enumerate(byte_lines(self.path, remedy=_REMEDY), start=1):
+        for number, line in enumerate(byte_lines(self.path, fix=_FIX), start=1):
             if line.endswith(b"\n"):
                 what = f"Line {number} of {self.path}"
-                yield line, json_object(line, what=what, remedy=_REMEDY)
+                yield line, json_object(line, what=what, fix=_FIX)
 
 
 def _update_of(record: Mapping[str, Any]) -> float:
-    """The record's update; -∞ where it has none: such records are always kept."""
+    """Return the record's update; -∞ if it has none, so that the record is always kept."""
     update = record.get("update")
     return update if isinstance(update, int) else -math.inf
 
@@ -209,7 +207,7 @@ def _finite(value: Any) -> Any:
 
 
 def text_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns aligned with spaces, a rule under the header."""
+    """Return columns aligned with spaces, with a rule under the header."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -219,11 +217,11 @@ def text_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 LISTED = 6
-"""Names that are written out; of more, the rest is counted."""
+"""Largest number of names that ``listed`` writes out."""
 
 
 def listed(names: Iterable[str]) -> str:
-    """``a, b, c`` in the order given; a long list ends in ``and 12 more``."""
+    """Join names, ``a, b, c``, in the order given; a long list ends in ``and 12 more``."""
     found = list(names)
     if len(found) <= LISTED:
         return ", ".join(found)
@@ -247,5 +245,5 @@ def with_article(noun: str) -> str:
 
 
 def tallied(counts: Mapping[str, int]) -> str:
-    """``empty 3, copy 1`` in the order given, what is zero left out."""
+    """Return ``empty 3, copy 1`` in the order given, without zeros."""
     return ", ".join(f"{name} {number:,}" for name, number in counts.items() if number)

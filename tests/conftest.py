@@ -1,12 +1,17 @@
 """Fixtures that all tests share, as long as the test session: pools of ranks, and one sweep."""
 
+from __future__ import annotations
+
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
-from support.process_pool import ProcessPool
 from support.sweep_process import Sweep
+
+if TYPE_CHECKING:  # it loads torch, and the process that hands out the tests needs none
+    from support.process_pool import ProcessPool
 
 # A shell ignores Ctrl-C in what it runs in the background, and processes inherit that. The tests
 # that send Ctrl-C need what a terminal has.
@@ -14,6 +19,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SAMPLED_CASES = 6
 """Of the sweep of broken files, one case in so many runs by default."""
+
+LONGEST_FIRST = (
+    *("test_benchmarks_run", "test_byte_systems_learn", "test_parity", "test_paper_rows"),
+    *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
+    *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
+    *("test_language_module_rows", "test_beam_search", "test_operators", "test_slots_model"),
+    *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
+    *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
+)
+"""Files of tests by the processor time they take, from 120 s to 15 s."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,12 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs the whole of something comes first, so that no worker is left alone with it."""
-    items.sort(key=lambda item: item.path.parent.name != "whole")
+    """Put the longest files first, so that no worker is left alone with one at the end."""
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @contextmanager
 def open_pool(size: int) -> Iterator[ProcessPool]:
+    from support.process_pool import ProcessPool
+
     pool = ProcessPool(size)
     try:
         yield pool

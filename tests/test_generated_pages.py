@@ -6,9 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = (
-    *(f"reference/{name}.md" for name in ("commands", "settings", "recipes", "artifacts")),
+    *(
+        f"reference/{name}.md"
+        for name in ("commands", "settings", "recipes", "artifacts", "errors")
+    ),
     "benchmarks.md",
 )
 
@@ -24,11 +29,13 @@ def check(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_committed_pages_are_those_of_the_code_and_the_results() -> None:
     done = check()
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_page_that_is_out_of_date_or_missing_is_named(tmp_path: Path) -> None:
     for name in GENERATED:
         (tmp_path / name).parent.mkdir(exist_ok=True)

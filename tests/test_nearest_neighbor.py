@@ -14,7 +14,7 @@ from pipeline.artifacts.corpus import Direction, read_hypotheses, text_name
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError
 from pipeline.stages import nearest_neighbor as retrieve
-from pipeline.stages.nearest_neighbor import NO_NEIGHBOUR, nearest_lines
+from pipeline.stages.nearest_neighbor import NO_NEIGHBOR, nearest_lines
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import StageCall
 
@@ -66,7 +66,7 @@ def test_the_neighbour_has_the_largest_cosine_of_all_lines(
     assert found.tolist() == nearest_lines(path, queries).tolist()
     for query, line in zip(queries, found.tolist(), strict=True):
         similarities = brute_force_similarities(lines, query)
-        if line == NO_NEIGHBOUR:
+        if line == NO_NEIGHBOR:
             assert max(similarities) == 0
         else:
             assert similarities[line] == pytest.approx(max(similarities))

@@ -1,5 +1,6 @@
 """Overrides: what ``--set`` and ``set`` of a plan do to a recipe."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -11,7 +12,7 @@ from support.folder_listing import names_in
 from pipeline import cli
 from pipeline.artifacts.artifact import read_manifest
 from pipeline.config.overrides import override_texts, parse_overrides, without_stated
-from pipeline.config.recipe import load_recipe
+from pipeline.config.recipe import load_recipe, setting_origins
 from pipeline.errors import ConfigError
 
 
@@ -78,10 +79,10 @@ def test_overrides_come_after_parents_and_overlays() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("training.updats=3", "there is no setting 'training.updats': did you mean 'updates'?"),
-        ("trainng.updates=3", "there is no setting 'trainng': did you mean 'training'?"),
-        ("training.updates=many", "training.updates is many: choose a whole number from 1 to"),
-        ("training.updates=2024-01-01", "training.updates is datetime.date(2024, 1, 1): choose"),
+        ("training.updats=3", "there is no setting 'training.updats'. Did you mean 'updates'?"),
+        ("trainng.updates=3", "there is no setting 'trainng'. Did you mean 'training'?"),
+        ("training.updates=many", "training.updates is many. Choose a whole number from 1 to"),
+        ("training.updates=2024-01-01", "training.updates is datetime.date(2024, 1, 1). Choose"),
         ("training.updates=10", "optimizer.warmup_updates 60 is not below training.updates 10"),
         ("corpus.source=3", "corpus.source is 3"),
         ("name.x=3", "'name' is not a section"),
@@ -123,6 +124,7 @@ def test_describe_shows_the_settings_that_are_set(capsys: pytest.CaptureFixture[
     assert (described["training"]["updates"], described["training"]["seed"]) == (301, 7)
 
 
+@pytest.mark.slow
 def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,3 +138,55 @@ def test_the_manifest_has_what_was_set_and_another_value_is_another_result(
     assert cli.main(command) == 2
     assert "corpus.max_train_lines: 7 → " in capsys.readouterr().err
     assert names_in(tmp_path) == ["corpus"]
+
+
+def test_describe_says_where_every_setting_comes_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base.toml").write_text(
+        "[training]\nupdates = 9000\nseed = 3\ndropout = 0.2\n[model.moe]\nnum_experts = 4\n"
+    )
+    (tmp_path / "own.toml").write_text(
+        f"parent = '{tmp_path}/base.toml'\n[training]\nseed = 4\nresource_thresholds = [1, 2]\n"
+        "[batches]\nmicro_batches = 2\n"
+    )
+    (tmp_path / "over.toml").write_text("[training]\ndropout = 0.1\n[model.moe]\nevery = 1\n")
+    recipe = f"{tmp_path}/own.toml+{tmp_path}/over.toml"
+    command = ["describe", "--recipe", recipe, "--set", "batches.micro_batches=6", "--settings"]
+
+    assert cli.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = {
+        "training.updates": (9000, f"parent recipe {tmp_path}/base.toml"),
+        "training.seed": (4, f"recipe {tmp_path}/own.toml"),
+        "training.resource_thresholds": ([1, 2], f"recipe {tmp_path}/own.toml"),
+        "training.dropout": (0.1, f"overlay {tmp_path}/over.toml"),
+        "model.moe.num_experts": (4, f"parent recipe {tmp_path}/base.toml"),
+        "model.moe.every": (1, f"overlay {tmp_path}/over.toml"),
+        "batches.micro_batches": (6, "--set"),
+    }
+    stated = {name: (one["value"], one["from"]) for name, one in found.items()}
+    assert {name: one for name, one in stated.items() if one[1] != "default"} == expected
+    assert stated["training.moe_dropout"] == (None, "default")
+    assert stated["model.moe.top_k"][1] == "default"
+
+    assert cli.main(command) == 0
+    lines = {
+        line.split()[0]: line.split(maxsplit=1)[1]
+        for line in capsys.readouterr().out.split("\n")
+        if line
+    }
+    assert lines["batches.micro_batches"].split() == ["--set", "6"]
+    assert lines["training.moe_dropout"].split() == ["default", "not", "set"]
+
+
+def test_thresholds_that_are_not_inherited_are_at_their_default(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        "[corpus]\nsource = 'tmx'\n[training]\nresource_thresholds = [1, 2]\n"
+    )
+    (tmp_path / "own.toml").write_text(
+        f"parent = '{tmp_path}/base.toml'\n[corpus]\nsource = 'tsv'\n"
+    )
+    recipe = f"{tmp_path}/own.toml"
+    assert setting_origins(recipe) == {"corpus.source": f"recipe {recipe}"}
+    assert load_recipe(recipe).training.resource_thresholds == (200_000, 500_000)

@@ -8,6 +8,8 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipeline.config.recipe import Recipe, load_recipe
@@ -213,32 +215,52 @@ def test_the_sweep_finds_the_numbers_there_are() -> None:
         assert set(allowed) <= names, "an exception for a setting that no longer exists"
 
 
-@pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("entry", NUMBERS, ids=lambda entry: entry.where)
-def test_a_number_out_of_range_is_refused_with_its_name_and_range(
-    entry: Numeric, kind: str
-) -> None:
+def fault_of_refusal(entry: Numeric, kind: str) -> str | None:
+    """What is wrong with how a number takes a value out of its range; None if nothing is."""
     said = refusal(entry, WRONG[kind])
     if is_sensible(entry, kind):
-        return
-    assert said is not None, f"{entry.where} accepts {WRONG[kind]}"
-    assert "\n" not in said
-    if entry.setting in CHECKED_TOGETHER:
-        assert entry.setting in said
-        return
-    assert entry.where in said or entry.without_kinds in said
+        return None
+    if said is None:
+        return f"{entry.where} accepts {WRONG[kind]}"
     kind_of_number = "a whole number" if entry.whole else "a number"
-    assert f"choose {kind_of_number} " in said, said
+    if entry.setting in CHECKED_TOGETHER:
+        is_named, has_range = entry.setting in said, True
+    else:
+        is_named = entry.where in said or entry.without_kinds in said
+        has_range = f"Choose {kind_of_number} " in said
+    is_told = is_named and has_range and "\n" not in said
+    return None if is_told else f"{entry.where}: {said}"
 
 
-@pytest.mark.parametrize("entry", NUMBERS, ids=lambda entry: entry.where)
-def test_text_and_truth_values_are_no_numbers(entry: Numeric) -> None:
-    if entry.setting not in CHECKED_TOGETHER:
-        values: tuple[object, ...] = ("5", True, [], {}, "x" * 10_000, 1 << 20_000)
-        for value in values:
-            said = refusal(entry, value)
-            assert said is not None, value
-            assert len(said) < 300
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_number_out_of_range_is_refused_with_its_name_and_range(kind: str) -> None:
+    faults = [fault_of_refusal(entry, kind) for entry in NUMBERS]
+    assert not list(filter(None, faults))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["5", True, [], {}, "x" * 10_000, 1 << 20_000],
+    ids=["text", "true", "list", "table", "long text", "long number"],
+)
+def test_text_and_truth_values_are_no_numbers(value: object) -> None:
+    taken = {
+        entry.where: refusal(entry, value)
+        for entry in NUMBERS
+        if entry.setting not in CHECKED_TOGETHER
+    }
+    assert not [where for where, said in taken.items() if said is None or len(said) >= 300]
+
+
+@settings(derandomize=True, deadline=None)
+@given(entry=st.sampled_from(NUMBERS), value=st.integers() | st.floats())
+def test_a_number_is_kept_as_it_is_or_refused_in_a_line(entry: Numeric, value: float) -> None:
+    try:
+        entry.root.model_validate(entry.document(value))
+    except ValidationError as error:
+        said = describe_validation(error, entry.root)
+        assert said
+        assert "\n" not in said
 
 
 def test_ranges_are_told_in_words() -> None:
@@ -252,7 +274,7 @@ def test_ranges_are_told_in_words() -> None:
         number(least=-2.5, most=1): "a number from -2.5 to 1",
     }
     for validator, words in cases.items():
-        with pytest.raises(ValueError, match=f"^choose {words}$"):
+        with pytest.raises(ValueError, match=f"^Choose {words}$"):
             validator.func("no number", lambda value: value)  # type: ignore[call-arg, arg-type]
 
 
@@ -314,12 +336,12 @@ def test_a_wrong_name_in_a_table_that_has_others_in_its_place_is_told_from_its_o
     wrong = {"name": "test", "model": {"language_modules": {"kind": "clsr", "gate_widht": 4}}}
     with pytest.raises(ValidationError) as caught:
         Recipe.model_validate(wrong)
-    assert "did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
+    assert "Did you mean 'gate_width'?" in describe_validation(caught.value, Recipe)
 
 
 def test_many_wrong_settings_make_one_short_sentence(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("[loss]\n" + "".join(f"k{i} = 1\n" for i in range(1000)), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"and 997 more\.$") as caught:
+    with pytest.raises(ConfigError, match=r"And 997 more\.$") as caught:
         load_recipe(str(path))
     assert len(str(caught.value)) < 500

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import cast
 import pytest
 import torch
 from support.folder_listing import names_in
+from support.forked import run_command
 from support.tiny_models import perturb_vectors
 
 from pipeline import cli
@@ -159,6 +158,7 @@ def assert_same(found: dict[str, list[Hypothesis]], expected: dict[str, list[Hyp
 # ---------------------------------------------------------------- the stage
 
 
+@pytest.mark.slow
 def test_every_line_is_translated_as_if_it_were_alone_and_kept_in_order(bench: Bench) -> None:
     assert bench.run("out") == 0
     found = bench.found("out")
@@ -353,6 +353,7 @@ def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) 
 # ---------------------------------------------------------------- details
 
 
+@pytest.mark.slow
 def test_asked_for_details_stand_in_files_of_their_own_and_the_best_where_it_was(
     bench: Bench,
 ) -> None:
@@ -403,7 +404,7 @@ def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
     decoding += "max_length_ratio = 0.3\nmax_extra_length = 6\n"
     assert bench.run("whole", decoding=decoding) == 0
     command = bench.command("out", "--processes", "2", decoding=decoding)
-    ended = run_process(command)
+    ended = run_command(command)
     assert ended.returncode == 0, ended.stderr
     assert_same(bench.found("out"), bench.found("whole"))
 
@@ -707,17 +708,6 @@ def test_a_damaged_record_of_time_counts_as_none(tmp_path: Path, content: str) -
     assert WorkingTime(path, since=time.monotonic()).seconds < 1
 
 
-def run_process(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_two_ranks_translate_what_one_does_even_when_one_began(
     bench: Bench, stop_after: Callable[[int], None]
@@ -725,7 +715,7 @@ def test_two_ranks_translate_what_one_does_even_when_one_began(
     assert bench.run("whole") == 0
     stop_after(2)
     assert bench.run("out") == EXIT_RUN_AGAIN
-    ended = run_process(bench.command("out", "--processes", "2"))
+    ended = run_command(bench.command("out", "--processes", "2"))
     assert ended.returncode == 0, ended.stderr
     assert_same(bench.found("out"), bench.found("whole"))
 

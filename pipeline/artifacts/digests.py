@@ -263,12 +263,12 @@ class Check:
             if found != self.files[chunk.name].chunks[chunk.number]:
                 return (
                     f"{self.directory / chunk.name} is damaged in chunk {chunk.number} (64 MiB "
-                    f"each): its digest differs from the manifest's: {remedy(self.directory)}."
+                    f"each): its digest differs from the manifest's: {fix(self.directory)}."
                 )
         return None
 
 
-def remedy(directory: Path) -> str:
+def fix(directory: Path) -> str:
     return f"restore it from a copy, or remove the folder {directory} and run its stage again"
 
 
@@ -279,18 +279,18 @@ def refuse_links(directory: Path, name: str) -> None:
         path = path / part
         if path.is_symlink():
             raise ArtifactError(
-                f"{path} is a link, and no part of an artifact is one: {remedy(directory)}."
+                f"{path} is a link, and no part of an artifact is one: {fix(directory)}."
             )
 
 
 def _refuse_size(directory: Path, name: str, record: FileRecord) -> None:
     path = directory / name
     if not path.is_file():
-        raise ArtifactError(f"{path} is missing though its manifest lists it: {remedy(directory)}.")
+        raise ArtifactError(f"{path} is missing though its manifest lists it: {fix(directory)}.")
     size = path.stat().st_size
     if size != record.size or number_of_chunks(size) != len(record.chunks):
         raise ArtifactError(
-            f"{path} has {size} bytes, its manifest says {record.size}: {remedy(directory)}."
+            f"{path} has {size} bytes, its manifest says {record.size}: {fix(directory)}."
         )
 
 

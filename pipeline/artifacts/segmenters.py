@@ -250,8 +250,8 @@ def read_function_file(name: str) -> tuple[Path, str, bytes]:
         ConfigError: there is no such file.
     """
     path, _, function = name.rpartition(":")
-    remedy = "tokenizer.segmenters names it, correct the path (it is taken from the current folder)"
-    content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, remedy=remedy)
+    fix = "tokenizer.segmenters names it, correct the path (it is taken from the current folder)"
+    content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, fix=fix)
     return Path(path), function, content
 
 

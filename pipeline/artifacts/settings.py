@@ -20,21 +20,25 @@ from pipeline.languages import Regions
 
 MAX_VOCABULARY = 10**7
 SEGMENTERS = ("characters", "mecab", "punctuation")
-"""Those that need no file of the user's (``artifacts/segmenters.py``)."""
+"""Segmenters that need no file of the user (``artifacts/segmenters.py``)."""
 FUNCTION_OF_A_FILE = re.compile(r".*\.py:[^\W\d]\w*")
 
 
 class CldrConfig(Settings):
-    """How many localised phrases to make from Unicode CLDR (``data_prep/readers/cldr.py``)."""
+    """Localized phrases made from Unicode CLDR (``data_prep/readers/cldr.py``)."""
 
     pivot: str = "en"
+    """Language that training phrases are paired with."""
     train_pairs: dict[str, Annotated[int, whole(1, 10**9)]] = Field(default_factory=dict)
     """Language → number of training phrases paired with the pivot."""
     zero_shot: tuple[str, ...] = ()
-    """Languages between which there are test phrases but no training phrases."""
+    """Languages with test phrases between them but no training phrases."""
     valid_phrases: Annotated[int, whole(0, 10**9)] = 100
+    """Validation phrases per pair."""
     test_phrases: Annotated[int, whole(0, 10**9)] = 200
+    """Test phrases per pair."""
     seed: Seed = 1
+    """Seed of the choice of phrases."""
 
 
 class ListedText(Settings):
@@ -42,136 +46,150 @@ class ListedText(Settings):
 
     split: Literal["train", "valid", "test"] = "train"
     pair: str
-    """``de-en``: the order of two files, or of the columns of one that does not name them."""
+    """Language pair, for example ``de-en``: the order of two files, or of the columns of a file
+    that does not name them."""
     paths: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
-    """A file per language, or one of both; from the raw folder on."""
+    """One file per language, or one file of both; relative to the raw folder."""
 
 
 class CorpusConfig(Settings):
-    """import_corpus: where raw text comes from."""
+    """Import of raw text by the stage import_corpus."""
 
     source: Literal["tree", "cldr", "hub", "tmx", "tsv", "moses", "columns", "listed"] = "tree"
-    """``tree``: folders of pairs as OPUS-100 has them; ``cldr``: phrases made here; ``hub``: a data
-    set of the Hugging Face hub; ``tmx``: translation memories; ``tsv``: tab-separated tables;
-    ``moses``: pairs of files; ``columns``: Parquet, JSON lines and CSV; ``listed``: what ``files``
-    names. Where they lie is said on the command line."""
+    """Format of the raw text, whose path is given on the command line. ``tree``: folders of pairs
+    in the layout of OPUS-100; ``cldr``: phrases generated from Unicode CLDR; ``hub``: a data set of
+    the Hugging Face hub; ``tmx``: translation memories; ``tsv``: tab-separated tables; ``moses``:
+    pairs of files; ``columns``: Parquet, JSON lines and CSV; ``listed``: the entries of
+    ``files``."""
     cldr: CldrConfig = CldrConfig()
     files: tuple[ListedText, ...] = ()
-    """What ``listed`` reads, in this order."""
+    """Files that source ``listed`` reads, in this order."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Language → column of its text, for ``columns`` and files listed; empty: the column is named
-    by the language, or ``translation`` holds both."""
+    """Language → column of its text, for ``columns`` and listed files; empty: the column has the
+    name of the language, or ``translation`` holds both."""
     languages: tuple[str, ...] = ()
     """Read only pairs of these languages; empty: all pairs found."""
     regions: Regions = "joined"
-    """Whether ``pt-br`` and ``pt`` are one language, of which a record gives the text without
-    region where it has both, or, ``apart``, two, of which one is ``pt_BR``. A language that comes
-    from one region alone has its code without it."""
+    """Treatment of regions. ``joined``: ``pt-br`` and ``pt`` are one language, and a record with
+    both gives the text without region; ``apart``: they are two languages, one of them ``pt_BR``. A
+    language that occurs with a single region has its code without it."""
     untested: tuple[str, ...] = ()
-    """No test lines are read of pairs with one of these languages."""
+    """Languages without test lines: no test lines of their pairs are read."""
     directions: Literal["all", "zero_shot", "pivot"] = "all"
-    """How text of more than two languages at once is paired: each language with each; the pivot
-    with each other one, and for test lines these with each other too; or the pivot alone."""
+    """Pairing of text in more than two languages. ``all``: each language with each; ``zero_shot``:
+    the pivot with every other language, and test lines also between these; ``pivot``: the pivot
+    with every other language only."""
     pivot: str = "en"
+    """Language that others are paired with, see ``directions``."""
     max_train_lines: Annotated[int, whole(1, 10**12)] | None = None
-    """Keep at most this many training lines per pair, the first ones."""
+    """Largest number of training lines per pair; the first ones are kept."""
     max_valid_lines: Lines | None = None
+    """Largest number of validation lines per pair."""
     max_test_lines: Lines | None = None
+    """Largest number of test lines per pair."""
     max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
-    """Longer lines are no sentences: they go to the quarantine, and are never held in memory."""
+    """Longest line in bytes. Longer lines go to the quarantine and are never held in memory."""
     swapped_sides: Literal["refuse", "accept"] = "refuse"
-    """What becomes of a pair of files each of which is in the language of the other: an error, or
-    a line of the summary."""
+    """Reaction to a pair of files whose languages are swapped: an error, or a line in the
+    summary."""
 
 
 class OutsideTestsConfig(Settings):
-    """import_tests: which test sets from outside, and between which of their languages."""
+    """Test sets from outside, imported by the stage import_tests."""
 
     languages: tuple[str, ...] = ()
-    """Read only these; empty: all found. Where there are several scripts of a language, its usual
-    one is ``zh`` and any other ``zho_Hant``."""
+    """Languages to read; empty: all found. If a language has several scripts, its usual one is
+    ``zh`` and any other ``zho_Hant``."""
     directions: Literal["pivot", "all"] = "pivot"
-    """Where there is one file per language: pair the pivot with every other one, or each with
-    each (n languages are n · (n - 1) / 2 pairs, each with its own copy of the text)."""
+    """Pairing if there is one file per language: the pivot with every other language, or each with
+    each (n languages make n · (n - 1) / 2 pairs, each with its own copy of the text)."""
     pivot: str = "en"
+    """Language that others are paired with, see ``directions``."""
     max_line_bytes: Annotated[int, whole(1, 2**30)] = 2**20
-    """Longer lines are put into the quarantine."""
+    """Longest line in bytes; longer lines go to the quarantine."""
 
 
 class CleanConfig(Settings):
-    """clean: rules for training lines. Validation and test lines are never dropped."""
+    """Cleaning of training lines by the stage clean; it never drops validation or test lines."""
 
     max_characters: Annotated[int, whole(1, 10**9)] = 2000
+    """Longest line, on either side, in characters."""
     max_bytes: Annotated[int, whole(1, 10**9)] | None = None
-    """Longest line, on either side, in UTF-8 bytes; None: bounded by ``max_characters`` alone. The
-    same lines are dropped for every vocabulary (LOBEF, §4.3)."""
+    """Longest line, on either side, in UTF-8 bytes; not set: bounded by ``max_characters`` alone.
+    The same lines are dropped for every vocabulary (LOBEF, §4.3)."""
     max_length_ratio: Annotated[float, number(least=1, most=10**9)] = 4.0
     """Largest ratio of character counts, after dividing by the pair's median ratio."""
     drop_control_characters: bool = True
+    """Drop lines with control characters."""
     drop_copies: bool = True
-    """Source equal to target."""
+    """Drop lines whose source equals the target."""
     drop_swapped: bool = True
-    """Lines each side of which is in the script of the other, of languages with two scripts."""
+    """Drop lines each side of which is in the script of the other side's language."""
     identify_languages: Literal["no", "langdetect", "fasttext"] = "no"
-    """Drops lines a side of which is found to be in another language than it is named for. Sides in
+    """Language identifier. Lines with a side in another language than its own are dropped. Sides in
     languages that the identifier does not know, and sides of fewer than 40 characters, are never
     judged."""
     language_model: str = ""
-    """Of fasttext: a local file, lid.176.bin or GlotLID's model.bin."""
+    """Local model file of identifier ``fasttext``: lid.176.bin or GlotLID's model.bin."""
     drop_duplicates: bool = True
+    """Drop lines that repeat an earlier line of their pair."""
     drop_near_duplicates: bool = False
-    """Lines that nearly repeat an earlier one of their pair, digits, case and punctuation aside:
-    the character 5-grams of both sides have a Jaccard similarity of 0.8 or more."""
+    """Drop lines that nearly repeat an earlier line of their pair, ignoring digits, case and
+    punctuation: the character 5-grams of both sides have a Jaccard similarity of 0.8 or more."""
     drop_held_out_overlap: bool = True
-    """Training lines one side of which is, letters and digits folded, a valid or test line."""
+    """Drop training lines one side of which is a validation or test line, after folding letters and
+    digits."""
     held_out_scope: Literal["all_pairs", "own_pair"] = "all_pairs"
-    """Whose valid and test lines those are: a line of the same language in whichever pair, or of
-    the same pair alone. Leaks are counted over all pairs in any case."""
+    """Validation and test lines that ``drop_held_out_overlap`` compares with: lines of the same
+    language in all pairs, or in the same pair alone. Leaks are counted over all pairs in any
+    case."""
 
 
 class TokenizerConfig(Settings):
-    """train_tokenizer."""
+    """Vocabulary trained by the stage train_tokenizer."""
 
     kind: Literal["sentencepiece", "characters", "byte_bpe", "bytes"] = "sentencepiece"
-    """``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown; ``bytes``: its bytes."""
+    """Kind of vocabulary. ``byte_bpe``: pieces of UTF-8 bytes, so that no text is unknown;
+    ``bytes``: single bytes."""
     vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 64000
-    """Pieces, specials included, language tokens not; of ``characters`` the most there may be. Of
-    all languages but ``target_languages``."""
+    """Number of pieces, including specials but not language tokens; an upper bound for
+    ``characters``. Covers all languages but ``target_languages``."""
     target_languages: tuple[str, ...] = ()
-    """Languages with pieces of their own, which are all that is translated into; the other
-    languages share ``vocabulary_size`` pieces, and are translated from. None: one vocabulary."""
+    """Languages with a vocabulary of their own. Only they are translated into; the other languages
+    share ``vocabulary_size`` pieces and are translated from. Empty: one vocabulary."""
     target_vocabulary_size: Annotated[int, whole(5, MAX_VOCABULARY)] = 8000
-    """Pieces of ``target_languages``, specials included."""
+    """Number of pieces of ``target_languages``, including specials."""
     model_type: Literal["unigram", "bpe"] = "unigram"
-    """Of ``sentencepiece``."""
+    """Algorithm of kind ``sentencepiece``."""
     byte_fallback: bool = False
-    """Of ``sentencepiece`` and ``characters``: 256 of the pieces are bytes, for characters that
-    the vocabulary lacks."""
+    """Use 256 pieces for bytes, which spell characters that the vocabulary lacks (kinds
+    ``sentencepiece`` and ``characters``)."""
     character_coverage: Annotated[float, number(least=0.98, most=1)] = 1.0
-    """Less garbles Chinese."""
+    """Share of characters that the vocabulary covers; less than 1 garbles Chinese."""
     sampling_temperature: Temperature = 5.0
+    """Temperature T with which languages are sampled for training: p ∝ n^(1/T)."""
     sample_lines: Annotated[int, whole(1, 10**12)] = 10_000_000
-    """Lines drawn for training, over all languages, as far as ``memory_bytes`` has room."""
+    """Lines drawn for training over all languages, as far as ``memory_bytes`` permits."""
     memory_bytes: Annotated[int, whole(2**24, 2**50)] = 4 * 2**30
-    """What training may take by prediction, which bounds the sample. A machine with 8 GB has the
-    default beside its system; about 200 MB of text then are drawn."""
+    """Predicted memory that training may take, in bytes; bounds the sample. The default fits a
+    machine with 8 GB, where about 200 MB of text are drawn."""
     seed: Seed = 1
+    """Seed of the sample."""
     language_token_scheme: Literal["underscores", "angle"] = "underscores"
-    """``__de__`` or ``<2de>``."""
+    """Spelling of language tokens: ``__de__`` or ``<2de>``."""
     segmenters: dict[str, str] = Field(default_factory=dict)
-    """Language → what parts into words what it writes without spaces, for model.front ``wsf`` over
-    ``bytes`` or ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (from the
-    words that it follows), or a function of one's own as ``path/to/file.py:function``
-    (``artifacts/segmenters.py``)."""
+    """Language → segmenter for text without spaces, for model.front ``wsf`` over ``bytes`` or
+    ``characters``: ``characters``, ``mecab`` (Japanese), ``punctuation`` (splits it off the
+    preceding word), or a function as ``path/to/file.py:function`` (``artifacts/segmenters.py``)."""
 
     @property
     def output_ids(self) -> int | None:
-        """Ids that translations consist of, where others are of source text."""
+        """Number of ids of translations, if they differ from those of source text; else None."""
         return self.target_vocabulary_size if self.target_languages else None
 
     @property
     def ids(self) -> int:
-        """Ids that it gives, language tokens not counted; the specials are of both sides."""
+        """Number of ids without language tokens; both vocabularies share the specials."""
         own = self.target_vocabulary_size - NUM_SPECIALS if self.target_languages else 0
         return self.vocabulary_size + own
 
@@ -180,13 +198,13 @@ class TokenizerConfig(Settings):
         if self.target_languages and self.kind == "bytes":
             raise ValueError(
                 "target_languages have pieces of their own, and bytes are the same for all "
-                "languages: leave it out"
+                "languages. Leave it out"
             )
         self._check_segmenters()
         if self.byte_fallback and self.kind in ("byte_bpe", "bytes"):
             raise ValueError(
                 f"byte_fallback is for characters that a vocabulary lacks, and kind {self.kind!r} "
-                "lacks none: leave it out"
+                "lacks none. Leave it out"
             )
         return self
 
@@ -194,61 +212,62 @@ class TokenizerConfig(Settings):
         if self.segmenters and self.kind not in ("bytes", "characters"):
             raise ValueError(
                 "segmenters are for pieces that are white space or text, not both, and kind "
-                f'{self.kind!r} has others: leave them out, or name kind "bytes" or "characters"'
+                f'{self.kind!r} has others. Leave them out, or name kind "bytes" or "characters"'
             )
         for code, name in self.segmenters.items():
             if name not in SEGMENTERS and not FUNCTION_OF_A_FILE.fullmatch(name):
                 raise ValueError(
-                    f"segmenters names {name!r} for {code}, which is none: name one of "
+                    f"segmenters names {name!r} for {code}, which is none. Name one of "
                     f"{', '.join(SEGMENTERS)}, or a function of yours as path/to/file.py:function"
                 )
 
 
 class ShardsConfig(Settings):
-    """make_shards."""
+    """Tokenized text written by the stage make_shards."""
 
     max_tokens: BatchTokens | None = None
-    """Longer training and validation sentences (either side, in tokens) are left out and counted.
-    None: what model.max_positions and batches.tokens take, less a tag and end-of-sentence."""
+    """Longest training or validation sentence, on either side, in tokens; longer ones are left out
+    and counted. Not set: what model.max_positions and batches.tokens permit, less a tag and
+    end-of-sentence."""
     segmentations: Annotated[int, whole(1, 1000)] = 1
-    """1: the best one. More: every training line stands in the shards so many times, each time
-    by pieces that are drawn anew (subword regularisation); one epoch of the shards then is so many
-    of the text, and disk and time grow with it."""
+    """Segmentations per training line. 1: the best one. More: every training line is stored as many
+    times, each time segmented anew at random (subword regularization); one epoch of the shards then
+    is as many epochs of the text, and disk space and time grow accordingly."""
     segmentation_alpha: Annotated[float, number(above=0, most=10)] = 0.1
-    """Unigram draws from the 64 best segmentations, by their probabilities to this power; BPE:
-    share of merges that are left out."""
+    """Randomness of segmentations. Unigram: draws from the 64 best segmentations, by their
+    probabilities to this power; BPE: share of merges that are left out."""
     seed: Seed = 1
-    """Of the segmentations."""
+    """Seed of the segmentations."""
 
 
 class PhaseConfig(Settings):
-    """What is drawn from an update on."""
+    """A phase of training with its own choice of pairs."""
 
     from_update: Updates = 1
     """The first update of the phase, counted from 1."""
     pairs: tuple[str, ...] = ()
-    """The pairs that are drawn (``de-en``); empty: all."""
+    """Pairs that are drawn, for example ``de-en``; empty: all."""
     sampling_temperature: Temperature | None = None
-    """None: mixture.sampling_temperature."""
+    """Temperature of the phase; not set: mixture.sampling_temperature."""
 
 
 class MixtureConfig(Settings):
-    """mix: p_i ∝ (n_i / Σn)^(1/T) over language pairs or directions."""
+    """Sampling of language pairs or directions: p_i ∝ (n_i / Σn)^(1/T), by the stage mix."""
 
     sampling_temperature: Temperature = 5.0
+    """Temperature T; 1: proportional, inf: uniform."""
     sampling_over: Literal["pairs", "directions"] = "pairs"
-    """``pairs``: both directions of a pair are drawn equally often; ``directions``: each direction
-    by its own size, which is another one where sizes are counted in tokens."""
+    """Unit of sampling. ``pairs``: both directions of a pair are drawn equally often;
+    ``directions``: each direction by its own size, which differs if sizes are counted in tokens."""
     sampling_unit: Literal["sentences", "tokens"] = "sentences"
-    """What n_i counts, and of what p_i is the share: sentence pairs, or target tokens."""
+    """Unit of n_i and of the shares p_i: sentence pairs, or target tokens."""
     max_upsampling: Annotated[float, number(least=1, most=10**9)] | None = None
-    """No pair (or direction) is repeated more than this many times as often as all text would be at
-    T = 1: p_i ≤ max_upsampling · n_i / Σn. What that takes away goes to the others in proportion.
-    1: proportional; None: no bound."""
+    """Bound on upsampling: p_i ≤ max_upsampling · n_i / Σn. The excess goes to the other pairs (or
+    directions) in proportion. 1: proportional sampling; not set: no bound."""
     targets: tuple[str, ...] = ()
-    """Only directions into these languages are drawn, and validated on; empty: all."""
+    """Target languages of training and validation; empty: all."""
     phases: tuple[PhaseConfig, ...] = ()
-    """What is drawn from which update on, ascending from update 1; empty: all pairs, always."""
+    """Phases in ascending order, the first from update 1; empty: all pairs, always."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -256,24 +275,29 @@ class MixtureConfig(Settings):
         if begins and (begins[0] != 1 or begins != sorted(set(begins))):
             raise ValueError(
                 f"phases begin at updates {begins}, where the first is to begin at 1 and each "
-                "later than the one before: change from_update"
+                "later than the one before. Change from_update"
             )
         return self
 
 
 class GroupsConfig(Settings):
-    """group_languages (MMNMT, §4.1)."""
+    """Language groups made by the stage group_languages (MMNMT, §4.1)."""
 
     method: Literal["typology", "embeddings", "paper"] = "embeddings"
+    """Basis of the groups: typology, clustered embeddings of a dense checkpoint, or the paper's
+    table."""
     max_group_share: Annotated[float, number(above=0, most=1)] = 15 / 56
-    """T_max as a share of the corpus: groups merge only while their joint size stays below it."""
+    """Largest share of the corpus of a merged group (T_max): groups merge only while their joint
+    size stays below it."""
     pivot: str = "en"
+    """Language that is in every pair; its size counts as that of the largest other language."""
     extend: dict[str, Annotated[int, whole(1, 4)]] = Field(default_factory=dict)
-    """Additions to the paper's table, language → group 1 to 4."""
+    """Additions to the paper's table: language → group 1 to 4."""
 
 
 class LanguagesConfig(Settings):
-    """What a recipe knows of languages beyond the registry (``pipeline/languages.py``)."""
+    """Knowledge about languages beyond the registry (``pipeline/languages.py``)."""
 
     family: dict[str, str] = Field(default_factory=dict)
-    """Language → family, ``{ chr = "Iroquoian" }``; goes before the registry's."""
+    """Language → family, for example ``{ chr = "Iroquoian" }``; takes precedence over the
+    registry."""

@@ -496,6 +496,6 @@ def _read_description(directory: Path) -> TokenizerDescription:
 
 
 def _read(path: Path) -> bytes:
-    remedy = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
+    fix = "a tokenizer needs it; restore it from a copy or train the tokenizer again"
     limit = MAX_JSON_BYTES if path.name == DESCRIPTION_NAME else MAX_MODEL_BYTES
-    return read_bytes(path, limit=limit, remedy=remedy)
+    return read_bytes(path, limit=limit, fix=fix)

@@ -1,1 +1,1 @@
-"""Which lines an update sees, and how they become the tensors of a batch."""
+"""Plan the lines of every update, and turn them into the tensors of a batch."""

@@ -1,8 +1,8 @@
-"""One micro-batch: token ids, languages and sentence ids, and how padding is left out.
+"""Assemble micro-batches: token ids, languages and sentence ids, without padding.
 
-Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix, so that
-no linear layer, expert or vocabulary projection ever sees padding. Only attention may need the
-padded (B, T, D) form; :class:`Packing` goes between the two.
+Hidden states are *packed*: a batch of B sentences with N real tokens is a (N, D) matrix, so that no
+linear layer, expert or vocabulary projection ever sees padding. Only attention may need the padded
+(B, T, D) form; :class:`Packing` converts between the two.
 
 Legend: B batch, S source length, T target length, N real tokens, D model width.
 """
@@ -31,11 +31,11 @@ TARGET_EXTRA = EXTRA_TOKENS
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the N real tokens lie in a right-padded (batch, length) grid.
+    """Positions of the N real tokens in a right-padded (batch, length) grid.
 
-    ``index_N`` has the flat position of every real token, ascending, and ``bound_B``, (B + 1,)
-    int32, the row where each sentence starts, and where the last one ends. ``is_full`` says, on the
-    host, that nothing is padded, so that packing is a view.
+    ``index_N`` has the flat position of every real token, ascending. ``bound_B``, (B + 1,) int32,
+    has the row where each sentence starts, and where the last one ends. ``is_full`` tells the host
+    that nothing is padded, so that packing is a view.
     """
 
     index_N: Tensor
@@ -46,7 +46,7 @@ class Packing:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Integers) -> Self:
-        """Packing of right-padded sentences of the given lengths (tokens, all ≥ 1)."""
+        """Pack right-padded sentences of the given lengths (tokens, all ≥ 1)."""
         length_B = np.asarray(lengths, dtype=np.int64)
         length = int(length_B.max(initial=1))
         mask_BT = np.arange(length)[None, :] < length_B[:, None]
@@ -63,7 +63,7 @@ class Packing:
 
     @cached_property
     def sentence_N(self) -> Tensor:
-        """Row of the batch each real token belongs to."""
+        """Row of the batch of each real token."""
         return self.index_N // self.length
 
     @cached_property
@@ -83,9 +83,9 @@ class Packing:
         return {}
 
     def key_mask(self, *, beside: Tensor) -> Tensor | None:
-        """Which keys are no padding, in the form that attention likes beside ``beside``.
+        """Return the mask of real keys, in the form that attention prefers beside ``beside``.
 
-        (B, 1, 1, T); None where nothing is padded. The same for all layers.
+        (B, 1, 1, T); None if nothing is padded. All layers share it.
         """
         if self.is_full:
             return None
@@ -103,7 +103,7 @@ class Packing:
         return rows.view(self.batch, self.length)
 
     def pack(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) → (N, D)."""
+        """Pack (B, T, D) into (N, D)."""
         flat = x_BTD.reshape(self.batch * self.length, x_BTD.shape[-1])
         if self.is_full:
             return flat
@@ -111,12 +111,13 @@ class Packing:
         return packed
 
     def unpack(self, x_ND: Tensor) -> Tensor:
-        """(N, D) → (B, T, D), zero at padding."""
+        """Unpack (N, D) into (B, T, D), zero at padding."""
         if not self.is_full:
             x_ND = _Unpack.apply(x_ND, self)  # type: ignore[no-untyped-call]
         return x_ND.view(self.batch, self.length, x_ND.shape[-1])
 
     def to(self, device: torch.device, *, non_blocking: bool = True) -> "Packing":
+        """Return the packing on a device."""
         return replace(
             self,
             index_N=self.index_N.to(device, non_blocking=non_blocking),
@@ -124,11 +125,15 @@ class Packing:
         )
 
     def pin_memory(self) -> "Packing":
+        """Return the packing in pinned memory."""
         return replace(self, index_N=self.index_N.pin_memory(), bound_B=self.bound_B.pin_memory())
 
 
 class _Pack(torch.autograd.Function):
-    """(B · T, D) → (N, D). No row is taken twice, so that the gradient is copied, not added up."""
+    """Pack (B · T, D) into (N, D).
+
+    No row is taken twice, so that the gradient is copied, not added up.
+    """
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, packing: Packing) -> Tensor:
@@ -154,7 +159,7 @@ class _Unpack(torch.autograd.Function):
 
 
 def _with_padding(x_ND: Tensor, packing: Packing) -> Tensor:
-    """One gather from the rows and a row of zeros: faster than copying rows into zeros."""
+    """Gather from the rows and a row of zeros, which is faster than copying into zeros."""
     padding = x_ND.new_zeros(1, x_ND.shape[1])
     return torch.cat([x_ND, padding]).index_select(0, packing.row_BT.flatten())
 
@@ -191,11 +196,12 @@ class Batch:
 
     @property
     def num_sentences(self) -> int:
+        """Number of sentences."""
         return self.source.batch
 
     @property
     def num_labels(self) -> int:
-        """Real target tokens, and tags that are labels: what cross entropy is averaged over."""
+        """Real target tokens and tags that are labels: the divisor of cross entropy."""
         return len(self.labels_L)
 
     @property
@@ -204,16 +210,16 @@ class Batch:
         return len(self.source_N)
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; a no-op where it is there already.
+        """Return the batch on a device; a no-op if it is there already.
 
-        From pinned memory the copy runs while the device still works on what came before.
+        From pinned memory the copy runs while the device still works on earlier operators.
         """
         if self.source_N.device == device:
             return self
         return self._with_each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> "Batch":
-        """The batch in memory from which a GPU can copy by itself."""
+        """Return the batch in memory from which a GPU can copy by itself."""
         return self._with_each(lambda part: part.pin_memory())
 
     def _with_each(self, change: Callable[[Any], Any]) -> "Batch":
@@ -223,7 +229,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Example:
-    """One sentence pair with its tags resolved, ready to be put into a batch."""
+    """One sentence pair with its tags resolved."""
 
     source: Ids
     target: Ids
@@ -234,40 +240,41 @@ class Example:
     pair: int = 0
     line: int = 0
     source_suffix: tuple[int, ...] = ()
-    """Behind the source's end-of-sentence."""
+    """Ids after the source's end-of-sentence."""
 
 
 class Ragged(NamedTuple):
-    """Some ids of every sentence, one sentence after the other, and how many each has."""
+    """Ids of all sentences, one sentence after the other, and each sentence's number of ids."""
 
     ids_N: Integers
     length_B: Integers
 
     @classmethod
     def of(cls, parts: Sequence[Ids]) -> "Ragged":
+        """Concatenate the ids of the sentences."""
         length_B = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         nothing = np.zeros(0, dtype=np.int64)
         return cls(np.concatenate([nothing, *parts]).astype(np.int64), length_B)
 
     def without_first(self) -> "Ragged":
-        """Without the first id of every sentence."""
+        """Remove the first id of every sentence."""
         is_kept_N = np.ones(len(self.ids_N), dtype=bool)
         is_kept_N[np.cumsum(self.length_B) - self.length_B] = False
         return Ragged(self.ids_N[is_kept_N], self.length_B - 1)
 
     @classmethod
     def same(cls, ids: Sequence[int], *, sentences: int) -> "Ragged":
-        """The same ids for every sentence."""
+        """Repeat the same ids for every sentence."""
         length_B = np.full(sentences, len(ids), dtype=np.int64)
         return cls(np.tile(np.asarray(ids, dtype=np.int64), sentences), length_B)
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """What a batch is assembled from, sentence by sentence; see :class:`Example`.
+    """The parts of a batch, sentence by sentence; see :class:`Example`.
 
     ``source_ending``: the source's end-of-sentence and its suffix. ``source_begins``: 1 where a
-    token of ``source`` begins a word that a segmenter found; None where no language has one.
+    token of ``source`` begins a word that a segmenter found; None if no language has a segmenter.
     """
 
     source: Ragged
@@ -326,7 +333,10 @@ def assemble(sentences: Sentences, *, eos_id: int, tag_is_label: bool) -> Batch:
 
 
 def _source_begins(sentences: Sentences) -> Tensor | None:
-    """Of whole sources; no word that a segmenter found begins at a tag or an end-of-sentence."""
+    """Mark the beginnings of words in whole sources.
+
+    Tags and end-of-sentence begin no word that a segmenter found.
+    """
     if sentences.source_begins is None:
         return None
     before, behind = (
@@ -337,7 +347,7 @@ def _source_begins(sentences: Sentences) -> Tensor | None:
 
 
 def _joined(*parts: Ragged) -> Ragged:
-    """Three parts of every sentence, one after the other."""
+    """Concatenate three parts of every sentence."""
     from pipeline.kernels import sentence_loops
 
     length_B = parts[0].length_B + parts[1].length_B + parts[2].length_B
@@ -347,7 +357,7 @@ def _joined(*parts: Ragged) -> Ragged:
 
 
 def _last_rows(length_B: Integers, count_B: Integers) -> Integers:
-    """The last ``count_B`` rows of every sentence, in sentences one after the other."""
+    """Return the last ``count_B`` rows of every sentence, one sentence after the other."""
     skipped_B = np.cumsum(length_B) - np.cumsum(count_B)
     rows: Integers = np.arange(int(count_B.sum())) + np.repeat(skipped_B, count_B)
     return rows

@@ -1,9 +1,9 @@
-"""How many updates pass over the text as often as a number of updates of bytes do.
+"""Convert updates of bytes into updates of another vocabulary with equally many epochs.
 
-A batch holds a number of tokens, so that an update of longer pieces draws more sentence pairs.
-Both vocabularies' first windows are planned, of the same lines, and tell how many pairs an update
-draws of each, padding included. The result depends on shards, mixture, recipe and seed alone: every
-rank and every attempt of a run finds the same one.
+A batch holds a number of tokens, so that an update of longer pieces draws more sentence pairs. The
+first windows of both vocabularies are planned over the same lines, which gives the number of pairs
+that an update draws of each, padding included. The result depends on shards, mixture, recipe and
+seed alone: every rank and every attempt of a run finds the same one.
 """
 
 import re
@@ -21,12 +21,12 @@ from pipeline.errors import ConfigError
 Integers = npt.NDArray[np.int64]
 
 WINDOWS = 4
-"""Planned of each vocabulary: sizes of single windows differ by a percent or two."""
+"""Windows planned for each vocabulary: sizes of single windows differ by a percent or two."""
 CHUNK_LINES = 2**16
 SPACE = "\u2581"
-"""How pieces spell a space."""
+"""Spelling of a space in pieces."""
 BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
-"""How pieces spell bytes that are no text."""
+"""Spelling of bytes that are no text in pieces."""
 
 
 def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
@@ -44,7 +44,7 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
     if longest + 2 > recipe.batches.tokens:
         raise ConfigError(
             f"The longest training sentence has {longest:,} bytes, training.updates_of is "
-            f'"bytes", and batches.tokens is {recipe.batches.tokens:,}: raise it, or lower '
+            f'"bytes", and batches.tokens is {recipe.batches.tokens:,}. Raise it, or lower '
             "clean.max_bytes."
         )
     seed, mixture = training.seed, data.mixture
@@ -54,7 +54,7 @@ def with_resolved_updates(recipe: Recipe, data: TrainingData) -> Recipe:
     if optimizer.schedule == "polynomial" and optimizer.warmup_updates >= updates:
         raise ConfigError(
             f"training.updates {training.updates:,} of bytes are {updates:,} of this vocabulary, "
-            f"and optimizer.warmup_updates is {optimizer.warmup_updates:,}: lower it, or train "
+            f"and optimizer.warmup_updates is {optimizer.warmup_updates:,}. Lower it, or train "
             "longer."
         )
     resolved = training.model_copy(update={"updates": updates, "updates_of": "tokens"})

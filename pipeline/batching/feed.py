@@ -1,4 +1,4 @@
-"""From shards to micro-batches: what a training stage reads of its data.
+"""Read the micro-batches of a training stage from shards, ahead of their use.
 
 Taking the next items of an iterator in a thread while the last one is worked with.
 """
@@ -36,7 +36,7 @@ from pipeline.kernels.sentence_loops import gather, gather_flags, locate
 Integers = npt.NDArray[np.int64]
 
 BATCHES_AHEAD = 4
-"""Micro-batches of a rank that are assembled before they are asked for."""
+"""Micro-batches of a rank that are assembled in advance."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class _Pair:
 
 
 class _Files:
-    """Where the mapped files of all pairs lie, for loops that go from file to file.
+    """Addresses of the mapped files of all pairs, for loops that go from file to file.
 
     Legend: P pairs, 2 the sides of a pair.
     """
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
-        self._pairs = pairs  # or the files would be unmapped
+        self._pairs = pairs  # keeps the files mapped
         sides = [pair.sides for pair in pairs]
         self.size_P = np.array([len(first) for first, _ in sides], dtype=np.int64)
         self.offsets_P2 = _table([[side.offsets.ctypes.data for side in both] for both in sides])
@@ -62,7 +62,7 @@ class _Files:
         self.begins_P2 = _table([[_address(side.begins) for side in both] for both in sides])
 
     def read(self, plan: MicroBatch) -> tuple[Ragged, Ragged]:
-        """Tokens of the sources and of the targets of a plan."""
+        """Return the tokens of the sources and of the targets of a plan."""
         start_2B, length_2B = self._located(plan)
         sides = (plan.reverse_B, 1 - plan.reverse_B)
         source, target = (
@@ -72,7 +72,7 @@ class _Files:
         return source, target
 
     def read_source_begins(self, plan: MicroBatch) -> Ragged:
-        """1 where a token of the sources begins a word that a segmenter found."""
+        """Return 1 where a token of the sources begins a word that a segmenter found."""
         (start_B, _), (length_B, _) = self._located(plan)
         begins_N = np.empty(int(length_B.sum()), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, start_B, length_B)
@@ -80,7 +80,7 @@ class _Files:
         return Ragged(begins_N, length_B)
 
     def _located(self, plan: MicroBatch) -> tuple[Integers, Integers]:
-        """Where sources and targets begin in their files, and their lengths, (2, B) each."""
+        """Return starts in the files and lengths of sources and targets, (2, B) each."""
         start_2B, length_2B = np.empty((2, 2, len(plan.line_B)), dtype=np.int64)
         where = (plan.pair_B, plan.reverse_B, plan.line_B)
         locate(*where, self.size_P, self.offsets_P2, start_2B, length_2B)
@@ -117,7 +117,7 @@ class _Languages:
     def label(
         self, plan: MicroBatch, source: Ragged, target: Ragged, source_begins: Ragged | None
     ) -> Sentences:
-        """Sentences of a plan with their languages and tags."""
+        """Combine the sentences of a plan with their languages and tags."""
         direction = (plan.pair_B, plan.reverse_B)
         return Sentences(
             source=source,
@@ -134,7 +134,7 @@ class _Languages:
 
 
 def _address(begins: Flags | None) -> int:
-    """Where a mapped file lies; 0 where there is none."""
+    """Return the address of a mapped file; 0 if there is none."""
     return 0 if begins is None else int(begins.ctypes.data)
 
 
@@ -143,7 +143,7 @@ def _table(rows: Sequence[Sequence[int]]) -> Integers:
 
 
 def _rows(ids_BX: Integers) -> Ragged:
-    """As many ids for every sentence."""
+    """Convert a matrix of ids to ``Ragged``."""
     sentences, length = ids_BX.shape
     return Ragged(ids_BX.ravel(), np.full(sentences, length, dtype=np.int64))
 
@@ -165,12 +165,12 @@ class SplitData:
 
     @property
     def tag_is_label(self) -> bool:
-        """Whether the prompt's language token is to be predicted."""
+        """Whether the prompt's language token is predicted."""
         return self._config.tag_is_label
 
     @cached_property
     def offsets(self) -> dict[str, PairOffsets]:
-        """Where sentences begin, by pair."""
+        """Offsets of sentences, by pair."""
         return {
             pair.name: PairOffsets(pair.sides[0].offsets, pair.sides[1].offsets)
             for pair in self._pairs
@@ -182,7 +182,7 @@ class SplitData:
         return {pair.name: pair.sides for pair in self._pairs}
 
     def longest(self) -> int:
-        """Tokens of the longest sentence of either side, with its tags and end-of-sentence."""
+        """Return the tokens of the longest sentence of either side, tags and eos included."""
         longest = max((pair.longest for pair in self.offsets.values()), default=0)
         return longest + max(SOURCE_EXTRA, TARGET_EXTRA)
 
@@ -197,7 +197,7 @@ class SplitData:
         if largest >= self._tokenizer.size:
             raise ArtifactError(
                 f"{self._directory} holds the token id {largest} where its tokenizer has "
-                f"{self._tokenizer.size} ids: make the shards again."
+                f"{self._tokenizer.size} ids. Make the shards again."
             )
         begins = self._files.read_source_begins(plan) if self._tokenizer.segmenters else None
         sentences = self._languages.label(plan, source, target, begins)
@@ -206,7 +206,7 @@ class SplitData:
         )
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Every line once in each direction, in batches of one direction, in a fixed order."""
+        """Plan every line once in each direction, in fixed batches of one direction."""
         plan = []
         for index, pair in enumerate(self._pairs):
             for reverse in (0, 1):
@@ -229,7 +229,7 @@ class SplitData:
 
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch of a rank, and the update it belongs to."""
+    """One micro-batch of a rank, and its update."""
 
     step: GlobalStep
     indices: list[int]
@@ -238,10 +238,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Update:
-    """What a rank does in an update.
+    """The micro-batches of a rank in an update.
 
-    ``indices`` says which of the step's micro-batches it takes; ``batches`` are these, to be gone
-    through once before the next update is asked for.
+    ``indices`` are the step's micro-batches that it takes; ``batches`` are to be consumed once,
+    before the next update is requested.
     """
 
     step: GlobalStep
@@ -271,21 +271,25 @@ class TrainingData:
     def updates(
         self, cursor: tuple[int, int], *, rank: int, ranks: int, update: int = 0
     ) -> Generator[Update]:
-        """Updates from a cursor on as a rank sees them, without end; plans and batches read ahead.
+        """Yield a rank's updates from a cursor on, without end; plans and batches are read ahead.
 
-        ``update``: how many were made before the cursor. Closing it ends the threads that read.
+        ``update``: number of updates before the cursor. Closing the generator ends the reading
+        threads.
         """
         steps = self.planner.steps(cursor, update=update)
         return read_updates(steps, self.train.batch, rank=rank, ranks=ranks)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Micro-batches of the directions that are trained in, each of one direction."""
+        """Return micro-batches of the trained directions, each of one direction."""
         plan = self.valid.evaluation_plan(budget=budget)
         return [one for one in plan if self.mixture.draws(one[0])]
 
     def check(self, *, max_positions: int) -> None:
-        """Raises ConfigError without validation sentences, where one exceeds the positions, or
-        where a direction is drawn into a language that the tokenizer does not write.
+        """Check that a model with ``max_positions`` positions can be trained on the data.
+
+        Raises:
+            ConfigError: there are no validation sentences, a sentence exceeds the positions, or a
+                direction is drawn into a language that the tokenizer does not write.
         """
         for pair in self.train.offsets:
             one, other = pair.split("-")
@@ -295,20 +299,20 @@ class TrainingData:
         if self.tokenizer.output_size is not None and self.train.tag_is_label:
             raise ConfigError(
                 "batches.tag_is_label is true, and the tokenizer has pieces of their own for the "
-                "languages translated into, no language tokens among them: set it to false."
+                "languages translated into, no language tokens among them. Set it to false."
             )
         validated = [Direction(*pair.split("-")) for pair in self.valid.offsets]
         ways = [way for one in validated for way in (one, Direction(one.target, one.source))]
         if not any(self.mixture.draws(way) for way in ways):
             raise ConfigError(
                 "The shards have no validation sentences, and the best checkpoint is chosen by "
-                "them: give the corpus a valid set for at least one pair."
+                "them. Give the corpus a valid set for at least one pair."
             )
         longest = max(self.train.longest(), self.valid.longest())
         if longest > max_positions:
             raise ConfigError(
                 f"The longest sentence has {longest:,} tokens with its tags, and the model "
-                f"{max_positions:,} positions: set shards.max_tokens to "
+                f"{max_positions:,} positions. Set shards.max_tokens to "
                 f"{max_positions - EXTRA_TOKENS:,} or less and make the shards again (only a model "
                 "that is trained from scratch can have more model.max_positions instead)."
             )
@@ -321,9 +325,9 @@ def read_updates(
     rank: int,
     ranks: int,
 ) -> Generator[Update]:
-    """The updates of planned steps as a rank sees them, their batches read ahead.
+    """Yield a rank's updates of planned steps, their batches read ahead.
 
-    Closing it ends the thread that does so, and ``steps``.
+    Closing the generator ends the reading thread and closes ``steps``.
     """
     turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
     with closing(turns):
@@ -350,7 +354,7 @@ def _turns(
 
 
 def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collection[str]) -> _Pair:
-    """``segmented``: the languages with a segmenter."""
+    """Open a pair's shards; ``segmented`` are the languages with a segmenter."""
     first, second = name.split("-")
     sides = (
         open_shard(shards, split, name, first, has_begins=first in segmented),
@@ -360,6 +364,6 @@ def _open_pair(shards: Artifact, split: Split, name: str, *, segmented: Collecti
     if {len(side) for side in sides} != {counted}:
         raise ArtifactError(
             f"{shards.directory} has {len(sides[0]):,} and {len(sides[1]):,} sentences of "
-            f"{split}/{name}, its statistics say {counted:,}: run make_shards again."
+            f"{split}/{name}, its statistics say {counted:,}. Run make_shards again."
         )
     return _Pair(name, (first, second), sides)

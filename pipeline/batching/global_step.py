@@ -1,15 +1,15 @@
-"""Which sentences each update sees: a function of (seed, update) alone, whatever the world size.
+"""Plan the sentences of each update as a function of (seed, update), for any number of ranks.
 
 Every pair is an endless stream: epoch after epoch of its own lines, each epoch in an order of its
 own, every line once per epoch, in alternating direction from epoch to epoch. A *window* takes from
-each stream the share its probability gives it, exactly (a pair's count after w windows is that
+each stream the share that its probability gives it, exactly (a pair's count after w windows is that
 share of all draws, rounded). The window's sentences are sorted by length, cut into micro-batches
 within the token budget, shuffled, and dealt out M at a time to the updates, whose ranks share them
-by size. Any window can be computed on its own, so that resuming reads nothing of the past.
+by size. Any window can be computed on its own, so that resuming does not read the past.
 
-Where a mixture weighs directions, each direction of a pair is a stream of its own. Where it changes
-at some update, a *phase* begins: its windows have numbers of their own, and its streams go on where
-the updates before it have brought them, counted as so many updates take on average.
+If a mixture weighs directions, each direction of a pair is a stream of its own. If it changes at
+some update, a *phase* begins: its windows have numbers of their own, and its streams continue where
+the updates before it left them, counted as so many updates take on average.
 """
 
 import heapq
@@ -45,21 +45,21 @@ from pipeline.seeds import derive_seed
 Integers = npt.NDArray[np.signedinteger[Any]]
 
 KEY_BITS = 63
-"""Of a sort key: a whole number that is not negative."""
+"""Bits of a sort key, a non-negative whole number."""
 
 PHASE_WINDOWS = 2**40
-"""Numbers of windows that each phase has for its own."""
+"""Window numbers reserved for each phase."""
 
 IN_TURN = -1
-"""The direction of a stream whose epochs alternate."""
+"""Direction of a stream whose epochs alternate."""
 
 
 @dataclass(frozen=True)
 class PairOffsets:
-    """Where the lines of both sides of a pair begin, in tokens, and where the last one ends.
+    """Offsets, in tokens, of the lines of both sides of a pair, and the end of the last line.
 
-    Languages are in the pair's order. The arrays may be mapped files: a window reads of them what
-    it draws, so that no process keeps the lengths of a whole corpus.
+    Languages are in the pair's order. The arrays may be mapped files: a window reads only the
+    entries that it draws, so that no process holds the lengths of a whole corpus.
     """
 
     first: npt.NDArray[np.int64]
@@ -103,21 +103,22 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalStep:
-    """The M micro-batches of one update, and where the next update begins."""
+    """The M micro-batches of one update, and the cursor of the next update."""
 
     micro_batches: tuple[MicroBatch, ...]
     next_cursor: tuple[int, int]
 
     @property
     def num_labels(self) -> int:
+        """Labels of all micro-batches."""
         return sum(batch.num_labels for batch in self.micro_batches)
 
     def turns(self, ranks: int) -> list[list[int]]:
-        """Which micro-batch each rank takes, turn by turn, as indices; ``ranks`` divides M.
+        """Assign a micro-batch to each rank, turn by turn, as indices; ``ranks`` divides M.
 
         Ranks that share experts wait for each other in every turn, and all ranks at the end of an
-        update. So the micro-batches of a turn are of similar size, and whoever took the largest of
-        one takes the smallest of the next.
+        update. So the micro-batches of a turn have similar sizes, and the rank with the largest of
+        one turn takes the smallest of the next.
         """
         indices = range(len(self.micro_batches))
         by_size = sorted(indices, key=lambda index: -self.micro_batches[index].num_tokens)
@@ -131,28 +132,28 @@ class _Stream:
 
     pair: int
     name: str
-    """Of the pair, or of the direction: what its random choices are seeded by."""
+    """Name of the pair or direction, which seeds the stream's random choices."""
     direction: int
     """0 or 1 as in ``MicroBatch.reverse_B``, or ``IN_TURN``."""
     share: float
-    """Of all draws of the phase."""
+    """Share of all draws of the phase."""
     begin: float
-    """Draws before the phase, as many as are to be expected."""
+    """Expected number of draws before the phase."""
 
 
 @dataclass(frozen=True)
 class _PlannedPhase:
-    """A phase of the mixture in the planner's numbers."""
+    """A phase of the mixture, with the planner's numbers."""
 
     streams: tuple[_Stream, ...]
     window_sentences: int
     last_update: int | None
-    """None: it has no end."""
+    """Last update of the phase; None if it has no end."""
 
 
 @dataclass(frozen=True)
 class _Draws:
-    """What a window takes from a stream: draws from ``start`` up to ``stop``."""
+    """Draws of a window from a stream, from ``start`` up to ``stop``."""
 
     pair: int
     size: int
@@ -161,38 +162,45 @@ class _Draws:
     name: str = ""
     direction: int = IN_TURN
     room: int = 1
-    """Epochs that items are numbered for, at least: as many as the pair's other stream touches."""
+    """Least number of epochs that items are numbered for: those that the pair's other stream
+    touches."""
 
     @property
     def first_epoch(self) -> int:
+        """Number of the first epoch."""
         return self.start // self.size
 
     @property
     def touched(self) -> int:
-        """How many epochs the draws touch."""
+        """Number of epochs that the draws touch."""
         return -(-self.stop // self.size) - self.first_epoch
 
     @property
     def epochs(self) -> int:
-        """By how many epochs its items are numbered."""
+        """Number of epochs in the numbering of items."""
         return max(self.touched, self.room)
 
     @property
     def item_bits(self) -> int:
+        """Bits of an item's number."""
         return (self.size * self.epochs).bit_length()
 
 
 class _KeyLayout:
-    """Sort keys of a window: whole numbers whose order is that of its sentences.
+    """Bit layout of a window's sort keys, whole numbers in the order of its sentences.
 
-    By target length, source length, pair, line and epoch; where a micro-batch keeps to one
-    direction, by pair and direction first. Line and epoch are one number, the item, so that a
-    small corpus may come in many epochs. Sentences are drawn pair by pair and item by item, so that
-    only the bits above those are left to sort by, from ``sorted_from`` up to ``bits``.
+    Keys order by target length, source length, pair, line and epoch; if a micro-batch keeps to one
+    direction, by pair and direction first. Line and epoch are one number, the item, so that a small
+    corpus may come in many epochs. Sentences are drawn pair by pair and item by item, so that only
+    the bits above those are left to sort by, from ``sorted_from`` up to ``bits``.
     """
 
     def __init__(self, draws: Sequence[_Draws], *, longest: int, one_direction: bool) -> None:
-        """Raises ConfigError where a key would need more bits than there are."""
+        """Lay out keys for the draws.
+
+        Raises:
+            ConfigError: a key would need more than ``KEY_BITS`` bits.
+        """
         pair = max(draw.pair for draw in draws).bit_length()
         item = max(draw.item_bits for draw in draws)
         length = longest.bit_length()
@@ -201,8 +209,8 @@ class _KeyLayout:
         if self.bits > KEY_BITS:
             raise ConfigError(
                 f"Sentences of up to {longest:,} tokens in pairs of up to "
-                f"{max(draw.size for draw in draws):,} lines are more than a window can sort: "
-                "lower shards.max_tokens and make the shards again."
+                f"{max(draw.size for draw in draws):,} lines are more than a window can sort. "
+                "Lower shards.max_tokens and make the shards again."
             )
         low_to_high = ("reverse", "item", "pair", "source", "target")
         if one_direction:
@@ -216,17 +224,17 @@ class _KeyLayout:
 
 @dataclass(frozen=True)
 class PlannedWindow:
-    """The sentences of a window as sorted keys, and which of them each micro-batch has.
+    """The sentences of a window as sorted keys, and the range of each micro-batch.
 
-    Micro-batch i has those from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order of
-    training. The keys are read when a micro-batch is asked for: what they say of a whole window
-    would be twice their size.
+    Micro-batch i has the keys from ``starts[i]`` up to ``stops[i]``; micro-batches are in the order
+    of training. Keys are decoded when a micro-batch is requested: decoded, a whole window would
+    take twice the memory.
     """
 
     key_N: Integers
     layout: _KeyLayout
     epochs_P: Integers
-    """How many epochs of each pair the window touches."""
+    """Number of epochs of each pair that the window touches."""
     starts: list[int]
     stops: list[int]
     num_labels: list[int]
@@ -236,10 +244,11 @@ class PlannedWindow:
         return len(self.starts)
 
     def micro_batches(self, start: int, stop: int) -> tuple[MicroBatch, ...]:
-        """Micro-batches from ``start`` up to ``stop``."""
+        """Return the micro-batches from ``start`` up to ``stop``."""
         return tuple(self.micro_batch(index) for index in range(start, stop))
 
     def micro_batch(self, index: int) -> MicroBatch:
+        """Return one micro-batch, decoded from its keys."""
         key_B = self.key_N[self.starts[index] : self.stops[index]]
         pair_B = np.empty(len(key_B), dtype=np.int32)
         reverse_B = np.empty(len(key_B), dtype=np.int8)
@@ -266,7 +275,7 @@ class Planner:
         *,
         seed: int,
     ) -> None:
-        """Pairs are known by their names, and numbered in sorted order.
+        """Plan for ``pairs``, which are numbered in the sorted order of their names.
 
         Raises:
             ConfigError: the pairs differ from those of the mixture, or a sentence exceeds the token
@@ -277,13 +286,13 @@ class Planner:
         missing = [name for name in self.names if name not in probabilities]
         if missing:
             raise ConfigError(
-                f"The mixture has no probability for {', '.join(missing)}: run mix on these shards."
+                f"The mixture has no probability for {', '.join(missing)}. Run mix on these shards."
             )
         others = sorted(set(probabilities) - set(self.names))
         if others:
             raise ConfigError(
                 f"The mixture is of other shards: these have no training lines of "
-                f"{', '.join(others)}; run mix on these shards."
+                f"{', '.join(others)}. Run mix on these shards."
             )
         self._config = config
         self._seed = seed
@@ -293,7 +302,7 @@ class Planner:
         if longest > config.tokens:
             raise ConfigError(
                 f"The longest training sentence has {longest:,} tokens with its tags, and "
-                f"batches.tokens is {config.tokens:,}: raise it, or set shards.max_tokens to "
+                f"batches.tokens is {config.tokens:,}. Raise it, or set shards.max_tokens to "
                 f"{config.tokens - max(SOURCE_EXTRA, TARGET_EXTRA):,} or less and make the shards "
                 "again."
             )
@@ -312,10 +321,11 @@ class Planner:
         return sum(len(one.key_N) for one in planned) / updates
 
     def steps(self, cursor: tuple[int, int], *, update: int = 0) -> Generator[GlobalStep]:
-        """Global steps from a cursor on, without end; (0, 0) is the first update.
+        """Yield global steps from a cursor on, without end; (0, 0) is the first update.
 
         Args:
-            update: updates that were made before the cursor.
+            cursor: window, and update within it.
+            update: number of updates before the cursor.
         """
         while True:
             phase = cursor[0] // PHASE_WINDOWS
@@ -331,9 +341,9 @@ class Planner:
                         break
 
     def _steps_of_phase(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
-        """Steps as if the cursor's phase had no end.
+        """Yield steps as if the cursor's phase had no end.
 
-        The window after the present one is planned meanwhile.
+        The following window is planned in the meantime.
         """
         window, first = cursor
         micro_batches = self._config.micro_batches
@@ -347,12 +357,15 @@ class Planner:
                 window, first = window + 1, 0
 
     def window(self, window: int) -> list[MicroBatch]:
-        """All micro-batches of a window, update after update; a multiple of M of them."""
+        """Return all micro-batches of a window, update after update; a multiple of M of them."""
         planned = self._plan(window)
         return list(planned.micro_batches(0, len(planned)))
 
     def largest(self, window: int) -> MicroBatch:
-        """The micro-batch of most tokens of a window, which :meth:`steps` need not plan again."""
+        """Return the micro-batch with most tokens of a window.
+
+        The window's plan is kept, so that :meth:`steps` need not plan it again.
+        """
         planned = self._plan(window)
         self._kept = window, planned
         return planned.micro_batch(planned.num_tokens.index(max(planned.num_tokens)))
@@ -394,7 +407,7 @@ class Planner:
         )
 
     def _sorted_keys(self, window: int) -> tuple[Integers, _KeyLayout, Integers]:
-        """Sorted keys of a window's sentences, how they are read, and epochs by pair."""
+        """Return a window's sorted keys, their layout, and the number of epochs by pair."""
         draws = _with_room(self._draws(window))
         layout = _KeyLayout(draws, longest=self._longest, one_direction=self._config.one_direction)
         key = np.empty(sum(draw.stop - draw.start for draw in draws), dtype=np.int64)
@@ -409,7 +422,7 @@ class Planner:
         return key, layout, epochs
 
     def _draws(self, window: int) -> list[_Draws]:
-        """What a window takes from the streams of which it takes anything."""
+        """Return a window's draws from the streams that it draws from."""
         phase = self._phases[window // PHASE_WINDOWS]
         place = window % PHASE_WINDOWS
         all_draws = (
@@ -425,13 +438,13 @@ class Planner:
         )
         draws = [draw for draw in all_draws if draw.stop > draw.start]
         if not draws:
-            raise ConfigError("A window has no sentence: raise batches.window_steps.")
+            raise ConfigError("A window has no sentence. Raise batches.window_steps.")
         return draws
 
     def _fill_keys(
         self, draw: _Draws, layout: _KeyLayout, key_N: Integers, other_N: Integers
     ) -> None:
-        """Sort keys of what is drawn of a pair, by line, so that its files are read in order."""
+        """Compute sort keys of a pair's draws, by line so that files are read in order."""
         filled = 0
         for items in self._items(draw):
             key_N[filled : filled + len(items)] = items
@@ -450,9 +463,9 @@ class Planner:
         )
 
     def _items(self, draw: _Draws) -> Iterator[Integers]:
-        """What a stream gives, in any order: line · epochs + epoch, the window's first being 0.
+        """Yield a stream's items in any order: line · epochs + epoch, the window's first being 0.
 
-        Of epochs that lie within the window every line is drawn, so that their order is not asked.
+        Epochs within the window are drawn whole, so that their order does not matter.
         """
         first_whole = -(-draw.start // draw.size)
         end_whole = max(draw.stop // draw.size, first_whole)
@@ -467,22 +480,22 @@ class Planner:
             yield lines * draw.epochs + (end_whole - draw.first_epoch)
 
     def _lines(self, draw: _Draws, start: int, stop: int) -> Integers:
-        """Lines of some draws of one epoch."""
+        """Return the lines of some draws of one epoch."""
         epoch = start // draw.size
         key = derive_seed("epoch order", self._seed, draw.name, epoch)
         position_N = np.arange(start, stop) - epoch * draw.size
         return shuffled(position_N, size=draw.size, key=key)
 
     def _drawn(self, stream: _Stream, windows: int, *, sentences: int) -> int:
-        """What is drawn of a stream before so many windows of its phase are over.
+        """Return the number of draws from a stream in the first ``windows`` windows of its phase.
 
-        That is its exact share, randomly rounded.
+        It is the exact share, rounded at random.
         """
         offset = derive_seed("phase", self._seed, stream.name) / 2**63
         return math.floor(stream.begin + windows * sentences * stream.share + offset)
 
     def _planned_phases(self, mixture: Mixture) -> tuple[_PlannedPhase, ...]:
-        """The phases, and what is drawn of each stream before each of them."""
+        """Plan the phases, counting what is drawn of each stream before each of them."""
         ends = [phase.from_update - 1 for phase in mixture.phases[1:]]
         drawn: dict[str, float] = {}
         planned = []
@@ -496,7 +509,7 @@ class Planner:
         return tuple(planned)
 
     def _streams(self, phase: Phase, drawn: Mapping[str, float]) -> Iterator[_Stream]:
-        """The streams of a phase; ``drawn``: how much was before it of those there were."""
+        """Yield the streams of a phase; ``drawn`` counts earlier draws of existing streams."""
         for pair, name in enumerate(self.names):
             probability, forward = phase.probabilities[name], phase.forward.get(name)
             if forward is None:
@@ -520,7 +533,7 @@ class Planner:
 
 
 def _with_room(draws: Sequence[_Draws]) -> list[_Draws]:
-    """The same draws; the streams of a pair number their items by as many epochs."""
+    """Return the draws, with the same numbering of epochs for the streams of a pair."""
     room: dict[int, int] = {}
     for draw in draws:
         room[draw.pair] = max(room.get(draw.pair, 1), draw.touched)
@@ -528,9 +541,9 @@ def _with_room(draws: Sequence[_Draws]) -> list[_Draws]:
 
 
 def cut(source: Integers, target: Integers, direction: Integers, *, budget: int) -> Integers:
-    """Where to cut sorted sentences, so that no side's padded size exceeds the budget.
+    """Return where to cut sorted sentences so that no side's padded size exceeds the budget.
 
-    Lengths are without tags and end-of-sentence, which are padded, too.
+    Lengths are without tags and end-of-sentence, which are padded too.
     """
     is_cut = np.empty(len(source), dtype=np.bool_)
     mark_cuts(source, target, direction, SOURCE_EXTRA, TARGET_EXTRA, budget, is_cut)
@@ -538,9 +551,9 @@ def cut(source: Integers, target: Integers, direction: Integers, *, budget: int)
 
 
 def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
-    """Halve the largest parts, of equal ones the first, until their number is a multiple (of M).
+    """Halve the largest parts, the first of equal ones, until their number is a multiple (of M).
 
-    Part i is from ``bounds[i]`` up to ``bounds[i + 1]``; so it is in the result.
+    Part i is from ``bounds[i]`` up to ``bounds[i + 1]``, also in the result.
     """
     parts = [(start - stop, start) for start, stop in itertools.pairwise(bounds)]
     heapq.heapify(parts)
@@ -549,7 +562,7 @@ def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
         if size < 2:
             raise ConfigError(
                 f"A window of {len(parts)} sentences cannot fill updates of {multiple} "
-                "micro-batches: raise batches.window_steps or lower batches.micro_batches."
+                "micro-batches. Raise batches.window_steps or lower batches.micro_batches."
             )
         heapq.heapreplace(parts, (-(size // 2), start))
         heapq.heappush(parts, (size // 2 - size, start + size // 2))
@@ -557,7 +570,7 @@ def fill_up(bounds: Sequence[int], *, multiple: int) -> Integers:
 
 
 def shuffled(positions: Integers, *, size: int, key: int) -> Integers:
-    """A keyed random permutation of range(size), evaluated at some positions in O(1) memory.
+    """Evaluate a keyed random permutation of range(size) at some positions, in O(1) memory.
 
     A four-round Feistel network on the next even power of two; positions that leave the range walk
     on along their cycle until they are back.
@@ -570,7 +583,7 @@ def shuffled(positions: Integers, *, size: int, key: int) -> Integers:
 
 
 def evaluation_batches(source: Integers, target: Integers, *, budget: int) -> list[Integers]:
-    """Line numbers of one direction, sorted by length and cut within a token budget."""
+    """Return line numbers of one direction, sorted by length and cut within a token budget."""
     order = np.lexsort((np.arange(len(source)), source, target))
     cuts = cut(
         source[order],
@@ -585,11 +598,10 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Generator[Item], *, depth: int) -> Generator[Item]:
-    """The same items in the same order, up to ``depth`` of them taken before they are asked for.
+    """Yield the same items in the same order, with up to ``depth`` of them taken in advance.
 
-    One thread takes them, one after the other. What goes wrong there is raised where the item is
-    asked for. Closing this generator waits for the item in work, ends the thread and closes
-    ``items``.
+    One thread takes them, one after the other. Its errors are raised where the item is requested.
+    Closing this generator waits for the current item, ends the thread and closes ``items``.
     """
     end = object()
     with closing(items):

@@ -1,7 +1,7 @@
-"""One micro-batch of a task that labels text: sentences to tag, or passages to find a span in.
+"""Assemble micro-batches of labelled text: sentences to tag, or passages to find a span in.
 
 Tokens are packed as in translation (:mod:`pipeline.batching.batch`). A sentence is in one language,
-which a layer is told as its source and its target language.
+which layers receive as both its source and its target language.
 
 Legend: B sentences or windows, N real tokens, L labels.
 """
@@ -55,7 +55,7 @@ class LabelledBatch:
 
     @property
     def num_labels(self) -> int:
-        """What cross entropy is averaged over."""
+        """Labels: the divisor of cross entropy."""
         return len(self.labels_L)
 
     @property
@@ -64,13 +64,13 @@ class LabelledBatch:
         return len(self.ids_N)
 
     def to(self, device: torch.device) -> "LabelledBatch":
-        """The batch on a device; a no-op where it is there already."""
+        """Return the batch on a device; a no-op if it is there already."""
         if self.ids_N.device == device:
             return self
         return self._with_each(lambda part: part.to(device, non_blocking=True))
 
     def pinned(self) -> "LabelledBatch":
-        """The batch in memory from which a GPU can copy by itself."""
+        """Return the batch in memory from which a GPU can copy by itself."""
         return self._with_each(lambda part: part.pin_memory())
 
     def _with_each(self, change: Callable[[Any], Any]) -> "LabelledBatch":
@@ -78,11 +78,11 @@ class LabelledBatch:
 
 
 AnyBatch: TypeAlias = Batch | LabelledBatch
-"""What an engine is given."""
+"""A batch of translation or of a labelling task, as the engine takes it."""
 
 
 def collate_tags(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
-    """Sentences to tag, each in the language of that index."""
+    """Assemble sentences to tag; ``languages`` are the indices of their languages."""
     lengths = [len(one.ids) for one in examples]
     starts = np.cumsum([0, *lengths[:-1]])
     rows_L = np.concatenate([one.rows + s for one, s in zip(examples, starts, strict=True)])
@@ -90,7 +90,7 @@ def collate_tags(examples: Sequence[Labelled], languages: Sequence[int]) -> Labe
 
 
 def collate_spans(examples: Sequence[Labelled], languages: Sequence[int]) -> LabelledBatch:
-    """Windows to find an answer in, each in the language of that index."""
+    """Assemble windows to find an answer in; ``languages`` are the indices of theirs."""
     labels_B2 = np.stack([one.labels for one in examples])
     return _collated(examples, languages, np.zeros(0, dtype=np.int64), labels_B2.T.ravel())
 

@@ -13,9 +13,10 @@ TAG_PRESETS: dict[str, TagScheme] = {
     "nllb": "src-tgt",
     "nllb-legacy": "src-suffix-tgt",
 }
-"""Model family → the scheme its checkpoints were trained with, for ``batches.tag_scheme``. mRASP2's
-text begins with the source's token, and its decoder is forced to begin with the target's; NLLB's
-tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is False."""
+"""Model family → the tag scheme its checkpoints were trained with, for ``batches.tag_scheme``.
+mRASP2's text begins with the source's token, and its decoder is forced to begin with the target's;
+NLLB's tokenizer in transformers has put the source's token first since ``legacy_behaviour`` is
+False."""
 
 
 def _scheme_of_preset(value: object) -> object:
@@ -26,26 +27,27 @@ class BatchesConfig(Settings):
     """The global step: an ordered list of micro-batches that depends on (seed, step) alone."""
 
     micro_batches: Annotated[int, whole(1, 10**6)] = 32
-    """M: micro-batches per update over all ranks; the number of ranks must divide it."""
+    """Micro-batches per update over all ranks; the number of ranks must divide it."""
     tokens: BatchTokens = 4096
-    """Per micro-batch: the larger of its padded source and target tokens stays within this."""
+    """Token budget of a micro-batch: the larger of its padded source and target tokens stays within
+    it."""
     window_steps: Annotated[int, whole(1, 10**6)] = 32
-    """About this many updates are drawn at once and sorted by length."""
+    """Approximate number of updates that are drawn at once and sorted by length."""
     one_direction: bool = False
     """Keep every micro-batch to one translation direction."""
     tag_scheme: Annotated[TagScheme, BeforeValidator(_scheme_of_preset)] = "src-tgt"
-    """Where the tags of the languages stand (``artifacts/tokenizer.py``); or, as another name of
-    its scheme, a family of models: m2m100, mrasp2, nllb or nllb-legacy."""
+    """Position of the language tags (``artifacts/tokenizer.py``); or a model family as another name
+    of its scheme: m2m100, mrasp2, nllb or nllb-legacy."""
     tag_is_label: bool = False
-    """The target language's tag, which decoding forces, is learnt and counted as the first label of
-    a sentence, as fairseq does: needed where losses and perplexities are compared with those of
-    the paper, which have it (its Figures 1 and 5)."""
+    """Learn and count the target language's tag, which decoding forces, as the first label of a
+    sentence, as fairseq does. Losses and perplexities compare with those of the paper (its Figures
+    1 and 5) only with it."""
     evaluation_tokens: BatchTokens = 4096
     """Token budget of a validation micro-batch."""
 
     @property
     def extra_labels(self) -> int:
-        """Labels of a sentence besides its tokens: end-of-sentence, and the tag where it is one."""
+        """Labels of a sentence besides its tokens: end-of-sentence, and the tag if it counts."""
         return 1 + self.tag_is_label
 
     @model_validator(mode="after")
@@ -53,6 +55,6 @@ class BatchesConfig(Settings):
         if self.tag_is_label and self.tag_scheme == "tgt":
             raise ValueError(
                 f"tag_is_label is true with tag_scheme {self.tag_scheme!r}, which forces no tag on "
-                'the decoder: set it to false, or tag_scheme to "src-tgt"'
+                'the decoder. Set it to false, or tag_scheme to "src-tgt"'
             )
         return self

@@ -6,17 +6,22 @@ from pipeline.config.settings import MAX_EXPERTS, DropRate, Seed, Settings, numb
 
 
 class UpcyclingConfig(Settings):
-    """upcycle: dense feed-forwards become experts (MMNMT, §4.2)."""
+    """Upcycling: dense feed-forwards become experts (MMNMT, §4.2)."""
 
     method: Literal["elementwise", "per_neuron", "noise"] = "elementwise"
+    """Difference between the experts and their source. ``elementwise``: some parameters are zero;
+    ``per_neuron``: some hidden neurons are zero; ``noise``: noise is added."""
     mask_ratio: DropRate = 0.1
-    """Share of each expert's parameters (or hidden neurons) set to zero; 0 copies."""
+    """Share of each expert's parameters or hidden neurons that is set to zero; 0 copies."""
     noise_std: Annotated[float, number(least=0, most=1000)] = 0.01
-    """Standard deviation of method ``noise``, relative to the tensor's own."""
+    """Standard deviation of the noise of method ``noise``, relative to the tensor's own."""
     token_routers: Literal["copy", "fresh"] = "copy"
-    """What becomes of routers that a source has; where it has none they start fresh."""
+    """Copy the routers of a source, or initialize them anew. Without routers in the source, they
+    start fresh."""
     graft_group_routers: Literal["copy", "fresh"] = "copy"
-    """Group routers over a token router: copies of it leave the function unchanged."""
+    """Group routers over a token router: copies of the token router leave the function
+    unchanged."""
     kept_experts: tuple[Annotated[int, whole(0, MAX_EXPERTS)], ...] = ()
-    """Of sources that have more experts than the model: which of them stay, in this order."""
+    """Experts to keep, in this order, of sources that have more experts than the model."""
     seed: Seed = 1
+    """Seed of masks, noise and fresh routers."""

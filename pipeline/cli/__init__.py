@@ -1,8 +1,9 @@
-"""The command line ``mmnmt``: one verb per stage, and verbs for plans, recipes and checkpoints.
+"""Implement the command line ``mmnmt``.
 
-A stage's options follow from its entry in ``stages.py``: a recipe, one folder per input, an output
-folder. This package imports neither torch nor a stage until one is to run, so that help, errors in
-options and "already done" come at once.
+Every stage is a command; further commands are for plans, recipes and checkpoints. A stage's options
+follow from its entry in ``stages/registry.py``: a recipe, one directory per input, an output
+directory. This package imports neither torch nor a stage until one is to run, so that help, errors
+in options and "already done" appear at once.
 """
 
 import sys
@@ -10,13 +11,17 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from pipeline.cli.checkpoint_commands import CHECKPOINT_COMMANDS, EXPORT_VERBS, add_checkpoint_verbs
+from pipeline.cli.checkpoint_commands import (
+    CHECKPOINT_NAMES,
+    EXPORT_COMMANDS,
+    add_checkpoint_commands,
+)
 from pipeline.cli.ending import guarded, own_rank
-from pipeline.cli.parser import CommandParser, Verb, refuse_paths
-from pipeline.cli.plan_commands import PLAN_VERBS
-from pipeline.cli.recipe_commands import RECIPE_VERBS
+from pipeline.cli.parser import Command, CommandParser, refuse_paths
+from pipeline.cli.plan_commands import PLAN_COMMANDS
+from pipeline.cli.recipe_commands import RECIPE_COMMANDS
 from pipeline.cli.stage_commands import stage_main
-from pipeline.cli.survey_command import SURVEY_VERBS
+from pipeline.cli.survey_command import SURVEY_COMMANDS
 from pipeline.distributed.world import leave
 from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
@@ -24,40 +29,40 @@ from pipeline.stages.registry import STAGES
 __all__ = ["command", "main", "stage_main"]
 
 
-VERBS = (*PLAN_VERBS, *RECIPE_VERBS, *SURVEY_VERBS, *EXPORT_VERBS)
-OTHER_COMMANDS = (*(verb.command for verb in VERBS), "checkpoint")
-"""Those beside the stages."""
+COMMANDS = (*PLAN_COMMANDS, *RECIPE_COMMANDS, *SURVEY_COMMANDS, *EXPORT_COMMANDS)
+OTHER_COMMANDS = (*(one.name for one in COMMANDS), "checkpoint")
+"""Names of the commands that are not stages."""
 
 
 def command() -> NoReturn:
-    """The command ``mmnmt``."""
+    """Run the command ``mmnmt`` and exit."""
     prepare_process()
     leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """What the command does with its arguments; returns its exit code.
+    """Run the command with its arguments; return the exit code.
 
-    As one of several ranks that a launcher started, only rank 0 does anything beside stages.
+    If a launcher started several ranks, only rank 0 does anything besides stages.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in STAGES:
         return stage_main(arguments[0], arguments[1:])
     if own_rank() != 0:
-        return 0  # one process does it, however many a launcher started
+        return 0  # one process is enough, however many a launcher started
     parser = _parser()
     if arguments:
         parser.refuse_unknown_command(arguments[0], [*STAGES, *OTHER_COMMANDS])
     if arguments[:1] == ["checkpoint"] and len(arguments) > 1:
-        parser.refuse_unknown_command(arguments[1], CHECKPOINT_COMMANDS)
+        parser.refuse_unknown_command(arguments[1], CHECKPOINT_NAMES)
     options = parser.parse_args(arguments)
-    verb: Verb = options.chosen
+    chosen: Command = options.chosen
 
     def act() -> int:
         refuse_paths(options)
-        return verb.action(options)
+        return chosen.action(options)
 
-    return guarded(verb.command, act)
+    return guarded(chosen.name, act)
 
 
 def _parser() -> CommandParser:
@@ -67,13 +72,13 @@ def _parser() -> CommandParser:
         epilog="mmnmt STAGE --help lists a stage's options.",
     )
     parser.add_argument("--version", action="version", version=f"mmnmt {metadata.version('mmnmt')}")
-    verbs = parser.add_subparsers(
+    parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
-    for verb in VERBS:
-        verb.describe_in(verbs.add_parser(verb.command, help=verb.about, description=verb.about))
-    about = "look into checkpoints and other artifacts, and make new ones of them"
-    add_checkpoint_verbs(verbs.add_parser("checkpoint", help=about, description=about))
+    for one in COMMANDS:
+        one.describe_in(parsers.add_parser(one.name, help=one.about, description=one.about))
+    about = "inspect checkpoints and other artifacts, and make new ones from them"
+    add_checkpoint_commands(parsers.add_parser("checkpoint", help=about, description=about))
     for stage in STAGES.values():
-        verbs.add_parser(stage.name, help=stage.help)
+        parsers.add_parser(stage.name, help=stage.help)
     return parser

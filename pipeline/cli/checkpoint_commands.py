@@ -1,9 +1,4 @@
-"""Checkpoints from the command line: look into them, and make new ones of them.
-
-Checkpoints for other software, from the command line.
-
-``mmnmt upcycle ASSEMBLY.toml``: a declared assembly, checked whole, then made or only shown.
-"""
+"""Inspect, make, export and upcycle checkpoints from the command line."""
 
 import argparse
 import json
@@ -11,19 +6,21 @@ from pathlib import Path
 
 from pipeline.artifacts.places import refuse_run_folder, run_dir, sole_writer
 from pipeline.cli.ending import say
-from pipeline.cli.parser import Verb, share, whole_number
+from pipeline.cli.parser import Command, share, whole_number
 from pipeline.config.settings import MAX_EXPERTS, MAX_STATES
 from pipeline.distributed.signals import interruptible
 from pipeline.errors import ConfigError
 from pipeline.terminal import counted
 
 
-def add_checkpoint_verbs(parser: argparse.ArgumentParser) -> None:
-    """Verbs of their own below ``mmnmt checkpoint``."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", title="verbs")
-    for verb in _VERBS:
-        name = verb.command.removeprefix("checkpoint ")
-        verb.describe_in(verbs.add_parser(name, help=verb.about, description=verb.about))
+def add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below ``mmnmt checkpoint``."""
+    parsers = parser.add_subparsers(
+        dest="checkpoint_command", required=True, metavar="COMMAND", title="commands"
+    )
+    for command in _COMMANDS:
+        name = command.name.removeprefix("checkpoint ")
+        command.describe_in(parsers.add_parser(name, help=command.about, description=command.about))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -172,28 +169,36 @@ def _add_two_directories(parser: argparse.ArgumentParser) -> None:
 
 def _add_average_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", type=Path, nargs="*", metavar="DIR")
-    parser.add_argument("--run", type=Path, metavar="OUT.run", help="instead: a run's states")
     parser.add_argument(
-        "--last", type=whole_number(MAX_STATES), metavar="N", help="how many of its states"
+        "--run", type=Path, metavar="OUT.run", help="average training states of this run instead"
+    )
+    parser.add_argument(
+        "--last",
+        type=whole_number(MAX_STATES),
+        metavar="N",
+        help="number of last states to average",
     )
     _add_output_options(parser)
 
 
 def _add_import_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder of Hugging Face, or .pt of fairseq"
+        "source",
+        type=Path,
+        metavar="SOURCE",
+        help="directory of Hugging Face, or .pt file of fairseq",
     )
-    fairseq = parser.add_argument_group("beside a .pt of fairseq")
-    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="its dict.txt")
+    fairseq = parser.add_argument_group("for a .pt file of fairseq")
+    fairseq.add_argument("--dictionary", type=Path, metavar="FILE", help="dict.txt of the model")
     fairseq.add_argument(
-        "--sentencepiece", type=Path, metavar="FILE", help="the model whose pieces that numbers"
+        "--sentencepiece", type=Path, metavar="FILE", help="SentencePiece model of the dictionary"
     )
     fairseq.add_argument(
         "--languages",
         nargs="+",
         default=[],
         metavar="CODE",
-        help="in the order of its task, where neither checkpoint nor dictionary tells them",
+        help="languages in the order of the task, if neither checkpoint nor dictionary has them",
     )
     _add_output_options(parser)
 
@@ -216,7 +221,7 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
         "--keep-mass",
         type=share,
         metavar="SHARE",
-        help="as few experts as keep this share of the routes of every layer",
+        help="keep the fewest experts with this share of the routes of every layer",
     )
     _add_output_options(parser)
 
@@ -224,82 +229,86 @@ def _add_pruning_options(parser: argparse.ArgumentParser) -> None:
 def _add_language_options(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     parser.add_argument(
-        "--languages", nargs="+", required=True, metavar="CODE", help="whose modules to keep"
+        "--languages",
+        nargs="+",
+        required=True,
+        metavar="CODE",
+        help="languages whose modules to keep",
     )
     _add_output_options(parser)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the new artifact"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the new artifact"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
 
 
-_VERBS = (
-    Verb(
+_COMMANDS = (
+    Command(
         "checkpoint inspect",
-        "show what an artifact says of itself: model, parameters, update, files",
+        "show the model, parameters, update and files of an artifact",
         _add_inspection_options,
         _inspect,
     ),
-    Verb(
+    Command(
         "checkpoint verify",
         "compare every file of an artifact, of any kind, with its digest",
         _add_directory,
         _verify,
     ),
-    Verb(
+    Command(
         "checkpoint diff",
         "show in which settings and tensors two checkpoints differ",
         _add_two_directories,
         _diff,
     ),
-    Verb(
+    Command(
         "checkpoint average",
-        "make a checkpoint of the mean of checkpoints, or of a run's training states",
+        "average checkpoints, or the training states of a run",
         _add_average_options,
         _average,
     ),
-    Verb(
+    Command(
         "checkpoint import",
-        "make a checkpoint of one of other software",
+        "convert a checkpoint of other software",
         _add_import_options,
         _import,
     ),
-    Verb(
+    Command(
         "checkpoint tokenizer",
-        "make a tokenizer artifact of the one a checkpoint carries, to make shards with",
+        "extract the tokenizer of a checkpoint, to make shards with it",
         _add_unpacking_options,
         _unpack_tokenizer,
     ),
-    Verb(
+    Command(
         "checkpoint recipe",
-        "print what of a recipe a checkpoint decides, to be laid over the one that trains it",
+        "print an overlay with the settings that a checkpoint decides",
         _add_directory,
         _print_recipe,
     ),
-    Verb(
+    Command(
         "checkpoint prune-experts",
-        "make a checkpoint of the experts that serve the given target languages",
+        "keep the experts that serve the given target languages",
         _add_pruning_options,
         _prune_experts,
     ),
-    Verb(
+    Command(
         "checkpoint prune-languages",
-        "make a checkpoint with the language modules of the given languages alone",
+        "keep the language modules of the given languages",
         _add_language_options,
         _prune_languages,
     ),
-    Verb(
+    Command(
         "checkpoint fold",
-        "make an ordinary checkpoint of the route that all languages of a model share",
+        "fold the shared route of a model into a checkpoint without language modules",
         _add_unpacking_options,
         _fold,
     ),
 )
 
-CHECKPOINT_COMMANDS = tuple(verb.command.removeprefix("checkpoint ") for verb in _VERBS)
+CHECKPOINT_NAMES = tuple(command.name.removeprefix("checkpoint ") for command in _COMMANDS)
 
 
 FORMATS = ("hf-m2m100", "hf-nllb-moe", "ctranslate2")
@@ -324,26 +333,26 @@ def _export(options: argparse.Namespace) -> int:
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="what is to load it")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format of the export")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the export"
+        "--out", type=Path, required=True, metavar="DIR", help="directory of the export"
     )
     parser.add_argument(
         "--target-group",
         metavar="GROUP",
-        help="of a language-group router: the group to translate into, by number or language",
+        help="target group of a language-group router, by number or language",
     )
     parser.add_argument(
-        "--license", default="unknown", metavar="NAME", help="licence that the model card names"
+        "--license", default="unknown", metavar="NAME", help="license that the model card names"
     )
     parser.add_argument(
         "--scores", type=Path, metavar="EVALUATION", help="evaluation that the model card quotes"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
 
 
-EXPORT_VERBS = (
-    Verb(
+EXPORT_COMMANDS = (
+    Command(
         "export",
         "write a checkpoint as other software loads it, with its tokenizer and a model card",
         _add_export_options,
@@ -353,7 +362,7 @@ EXPORT_VERBS = (
 
 
 def declared_command(options: argparse.Namespace) -> int:
-    """Print the plan, and make the checkpoint unless it is a dry run."""
+    """Make the checkpoint that an ASSEMBLY.toml declares; in a dry run only print the plan."""
     from pipeline.checkpoints.assembly.declaration import read_assembly
     from pipeline.checkpoints.assembly.making import make_declared, plan_declared, plan_lines
 

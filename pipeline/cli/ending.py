@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, and one line for what a user can mend; and what it says."""
+"""End a command with an exit code, and one line for an error that the user can fix."""
 
 import os
 import sys
@@ -26,11 +26,12 @@ _SIZE_NAMES = {
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
     "PMI_RANK": ("PMI_SIZE",),
 }
-"""What tells a launcher → where it says how many ranks it started; looked for in this order."""
+"""Variable that identifies a launcher → variables with its number of ranks, in order of
+precedence."""
 
 
 def guarded(name: str, action: Callable[[], int]) -> int:
-    """Run a command; errors that a user can mend become one line and an exit code."""
+    """Run a command; turn errors that a user can fix into one line and an exit code."""
     try:
         let_ctrl_c_in()
         code = action()
@@ -58,16 +59,16 @@ def guarded(name: str, action: Callable[[], int]) -> int:
 
 
 def _describe_os_error(error: OSError) -> ArtifactError:
-    """What no stage had a sentence of its own for: a full disk, a folder that is not the user's."""
+    """Describe an OSError that no stage handles: a full disk, a directory without permission."""
     return ArtifactError(
         f"{error.filename or 'A file'} could not be read or written "
-        f"({error.strerror or error}): {to_write(error)}, or name another place; then run the "
+        f"({error.strerror or error}): {to_write(error)}, or name another place. Then run the "
         "command again."
     )
 
 
 def _give_up_output() -> None:
-    """Leave nothing to flush at exit where standard output is what cannot be written."""
+    """Discard buffered output if standard output is what cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -75,7 +76,11 @@ def _give_up_output() -> None:
 
 
 def _report(name: str, error: UserError) -> None:
-    """One line: a wrong setting is the same on every rank, other errors can be one rank's own."""
+    """Print an error on one line.
+
+    A wrong setting is the same on every rank, so rank 0 alone reports it; other errors can be one
+    rank's own.
+    """
     rank = own_rank()
     if rank == 0:
         print(f"mmnmt {name}: {error}", file=sys.stderr, flush=True)
@@ -84,18 +89,18 @@ def _report(name: str, error: UserError) -> None:
 
 
 def say_once(text: str) -> None:
-    """A line on standard error, from rank 0 alone."""
+    """Print a line on standard error, from rank 0 alone."""
     if own_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """A line on standard output, at once, so that it stands before what a child prints."""
+    """Print a line on standard output and flush it, so that it precedes the output of a child."""
     print(text, flush=True)
 
 
 def own_rank() -> int:
-    """This process's rank as its launcher says; 0 where there is none."""
+    """Return this process's rank according to its launcher; 0 without one."""
     try:
         return rank_of(os.environ)
     except ConfigError:  # a rank that cannot be read: it will be reported where it is used
@@ -103,7 +108,7 @@ def own_rank() -> int:
 
 
 def launched_size(environment: Mapping[str, str]) -> int | None:
-    """How many ranks a launcher started, as it says in the environment; None where it does not."""
+    """Return how many ranks a launcher started; None if the environment does not tell."""
     for mark, names in _SIZE_NAMES.items():
         if mark in environment:
             sizes = [environment[name] for name in names if name in environment]

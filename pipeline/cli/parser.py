@@ -1,9 +1,4 @@
-"""The parser of command lines: argparse's, with suggestions for wrong names.
-
-What a command beside the stages is: its name, its options, its code.
-
-What several commands ask for alike: numbers within a range, named folders, a ds_config.
-"""
+"""Parse command lines with argparse, suggesting names for mistyped ones."""
 
 import argparse
 import math
@@ -24,7 +19,7 @@ from pipeline.stages.stage import problem_of_name
 
 
 class _Help(argparse.HelpFormatter):
-    """Help in which required options are marked, in their own line too."""
+    """A help formatter that marks required options in their own line."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         about = action.help
@@ -34,10 +29,9 @@ class _Help(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of one command; its subparsers are of the same class.
+    """The parser of one command; its subparsers are of the same class.
 
-    An option that the command does not have ends with the nearest one that it has; options are
-    never abbreviated.
+    The error for an unknown option suggests the nearest known one. Options cannot be abbreviated.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -46,7 +40,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse what is known, as argparse does, once every long option is known to exist."""
+        """Parse as argparse does, after checking that every long option exists."""
         given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # else options belong to the command that comes before them
             self._refuse_unknown_options(given)
@@ -67,34 +61,34 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(f"there is no option {name!r}{hint(name, known)}")
 
     def refuse_unknown_command(self, name: str, known: Sequence[str]) -> None:
-        """End with the usage where ``name`` is neither an option nor one of the commands."""
+        """Exit with the usage if ``name`` is neither an option nor a known command."""
         if not name.startswith("-") and name not in known:
             self.error(f"there is no command {name!r}{hint(name, known)}")
 
 
 @dataclass(frozen=True)
-class Verb:
-    """One command beside the stages."""
+class Command:
+    """A command that is not a stage."""
 
-    command: str
-    """As it is typed after ``mmnmt``: ``run``, ``checkpoint inspect``."""
+    name: str
+    """The words after ``mmnmt``: ``run``, ``checkpoint inspect``."""
     about: str
     add_options: Callable[[argparse.ArgumentParser], None]
     action: Callable[[argparse.Namespace], int]
-    """What it does with its options; returns the exit code."""
+    """Run the command with its options; return the exit code."""
 
     def describe_in(self, parser: argparse.ArgumentParser) -> None:
-        """Give a parser the verb's options, and what it finds the verb itself."""
+        """Give a parser the command's options, and this command as ``chosen``."""
         self.add_options(parser)
         parser.set_defaults(chosen=self)
 
 
 _DIGITS = 20
-"""Longer numbers are out of every range."""
+"""Digits from which a number is out of every range."""
 
 
 def whole_number(most: int) -> Callable[[str], int]:
-    """A type of options: whole numbers from 1 to ``most``."""
+    """Return an option type: whole numbers from 1 to ``most``."""
 
     def read(text: str) -> int:
         digits = text if text.isascii() and text.isdecimal() and len(text) < _DIGITS else "0"
@@ -108,7 +102,7 @@ def whole_number(most: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """A type of options: numbers of more than 0 and at most 1."""
+    """Parse an option: a number of more than 0 and at most 1."""
     try:
         number = float(text)
     except ValueError:
@@ -121,7 +115,7 @@ def share(text: str) -> float:
 
 
 def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
-    """``NAME=PATH`` for each of several folders.
+    """Parse the ``NAME=PATH`` of several directories.
 
     Raises:
         ConfigError: one is not of that form, a name cannot be used, or is there twice.
@@ -130,17 +124,17 @@ def named_paths(pairs: list[str], option: str) -> dict[str, Path]:
     for pair in pairs:
         name, separator, path = pair.partition("=")
         if not separator or not name or not path:
-            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH: write both.")
+            raise ConfigError(f"{option} {pair!r} is not of the form NAME=PATH. Write both.")
         if problem := problem_of_name(name):
             raise ConfigError(f"{option} {pair!r}: {problem}")
         if name in paths:
-            raise ConfigError(f"{option} names {name!r} twice: give each its own name.")
+            raise ConfigError(f"{option} names {name!r} twice. Give each its own name.")
         paths[name] = Path(path)
     return paths
 
 
 def refuse_paths(options: argparse.Namespace) -> None:
-    """Refuse paths among the options that no stage can use, whatever the option is.
+    """Refuse option values that are paths no stage can use.
 
     Raises:
         ConfigError: names the path.
@@ -151,13 +145,13 @@ def refuse_paths(options: argparse.Namespace) -> None:
                 refuse_path(entry, is_output=name == "out")
             elif isinstance(entry, str) and not is_text(entry):
                 raise ConfigError(
-                    f"{as_text(Path(entry))} is not UTF-8: rename what it names, or name something "
+                    f"{as_text(Path(entry))} is not UTF-8. Rename what it names, or name something "
                     "else."
                 )
 
 
 def add_ds_config_option(parser: argparse.ArgumentParser) -> None:
-    """The option that says how a run is fitted onto a machine."""
+    """Add ``--ds-config``, which says how a run is fitted onto a machine."""
     parser.add_argument(
         "--ds-config",
         default=AUTO,
@@ -175,13 +169,13 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.SETTING=VALUE",
-        help="change a setting, after all overlays, training.updates=300: VALUE is a number, true, "
-        "false, a word or another value of TOML (may be repeated)",
+        help="change a setting after all overlays, for example training.updates=300; VALUE is a "
+        "number, true, false, a word or another TOML value (repeatable)",
     )
 
 
 def chosen_recipe(options: argparse.Namespace) -> Recipe:
-    """Load the recipe that ``--recipe`` and ``--set`` choose; defaults where none is named.
+    """Load the recipe that ``--recipe`` and ``--set`` choose; defaults if none is named.
 
     Raises:
         ConfigError: there is no such recipe, or a setting does not exist or fit.

@@ -1,4 +1,4 @@
-"""Plans from the command line: run them, and look at them."""
+"""Run plans and show their status: ``mmnmt run`` and ``mmnmt status``."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline.artifacts.raw_input import RawInput, raw_input
 from pipeline.cli.ending import launched_size, say, say_once
-from pipeline.cli.parser import Verb, add_set_option, named_paths, whole_number
+from pipeline.cli.parser import Command, add_set_option, named_paths, whole_number
 from pipeline.config.overrides import parse_overrides
 from pipeline.distributed.world import is_launched
 from pipeline.jobs.launch import MAX_PROCESSES
@@ -31,12 +31,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say_who_runs_it() -> None:
-    """Say that a plan needs no launcher, where one started several ranks of it."""
+    """Say that a plan needs no launcher, if one started several ranks of it."""
     started = launched_size(os.environ) if is_launched(os.environ) else None
     if started is not None and started > 1:
         say_once(
-            f"mmnmt run: a launcher started {started} ranks, of which rank 0 alone runs the plan, "
-            "on its machine: start it once, since it starts the processes of its stages itself."
+            f"mmnmt run: a launcher started {started} ranks, and rank 0 alone runs the plan, on "
+            "its machine. Start it once: it starts the processes of its stages itself."
         )
 
 
@@ -55,31 +55,31 @@ def _status(options: argparse.Namespace) -> int:
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add_plan_options(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would run and why, and start nothing"
+        "--dry-run", action="store_true", help="print what would run and why; start nothing"
     )
     parser.add_argument(
         "--rebuild",
         action="append",
         default=[],
         metavar="STAGE",
-        help="let STAGE train anew where its settings or inputs differ; what it trained before is "
-        "kept as STAGE.before-1 (may be repeated)",
+        help="let STAGE train anew if its settings or inputs differ; the earlier training is kept "
+        "as STAGE.before-1 (repeatable)",
     )
     parser.add_argument(
         "--processes",
         type=whole_number(MAX_PROCESSES),
         metavar="N",
-        help="overrule the plan's, for every stage",
+        help="number of processes of every stage, instead of the plan's",
     )
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", help=f"{', '.join(plan_names())}, or PATH.toml")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of all stages (default: runs/PLAN)"
+        "--out", type=Path, metavar="DIR", help="directory of all stages (default: runs/PLAN)"
     )
     parser.add_argument(
-        "--with", dest="overlay", default="", metavar="OVERLAY", help="lay this over every recipe"
+        "--with", dest="overlay", default="", metavar="OVERLAY", help="overlay for every recipe"
     )
     add_set_option(parser)
     parser.add_argument(
@@ -88,27 +88,27 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=PATH",
-        help="data from outside that the plan wants",
+        help="outside data that the plan needs",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="STAGE",
-        help="STAGE and no other; it reads what others made, as it is (may be repeated)",
+        help="run STAGE alone; it reads existing artifacts as they are (repeatable)",
     )
     parser.add_argument(
         "--until",
         action="append",
         default=[],
         metavar="STAGE",
-        help="STAGE and all that it needs, and no other (may be repeated)",
+        help="run STAGE and all that it depends on (repeatable)",
     )
 
 
-PLAN_VERBS = (
-    Verb("run", "run what is not up to date of a plan", _add_run_options, _run),
-    Verb(
+PLAN_COMMANDS = (
+    Command("run", "run the stages of a plan that are not up to date", _add_run_options, _run),
+    Command(
         "status",
         "show which stages of a plan are done, stale or missing, and why",
         _add_plan_options,
@@ -118,7 +118,7 @@ PLAN_VERBS = (
 
 
 def _given(pairs: list[str]) -> dict[str, RawInput]:
-    """Input of a plan → what is named for it; several paths are named one by one."""
+    """Map each input of a plan to its path or paths."""
     values: dict[str, list[str]] = {}
     for pair in pairs:
         for name, path in named_paths([pair], "--input").items():

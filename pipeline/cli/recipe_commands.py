@@ -1,45 +1,43 @@
-"""Recipes from the command line: which there are, and what a model of one takes."""
+"""Describe recipes, and estimate the memory and time of their models."""
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from pipeline.artifacts.settings import MAX_VOCABULARY
 from pipeline.cli.parser import (
-    Verb,
+    Command,
     add_ds_config_option,
     add_set_option,
     chosen_recipe,
     whole_number,
 )
-from pipeline.config.documents import toml_lines
+from pipeline.config.documents import toml_lines, toml_value
 from pipeline.config.ds_config import load_ds_config
-from pipeline.config.overrides import override_texts, parse_overrides
-from pipeline.config.recipe import Recipe, load_recipe, recipe_names
+from pipeline.config.overrides import leaf_settings, override_texts, parse_overrides
+from pipeline.config.recipe import Recipe, load_recipe, recipe_names, setting_origins
 from pipeline.config.settings import MAX_GROUPS, shown
 from pipeline.errors import ConfigError
 from pipeline.terminal import text_table
 
 MAX_RANKS = 10**5
-"""Ranks of an estimate, which run elsewhere."""
+"""Most ranks of an estimate, which run elsewhere."""
 
 
 def _describe(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
-    vocabulary_size = options.vocabulary or recipe.tokenizer.ids
+    if options.settings:
+        _print_settings(recipe, options)
+        return 0
+    sizes = _sizes(recipe, options)
     from pipeline.model.parameters import count_parameters  # once the recipe is known to be good
 
-    parameters = count_parameters(
-        recipe.model,
-        vocabulary_size=vocabulary_size,
-        num_groups=_num_groups(recipe, options.groups),
-        num_languages=_num_languages(recipe, options.languages),
-        output_size=recipe.tokenizer.output_ids,
-    )
+    parameters = count_parameters(recipe.model, output_size=recipe.tokenizer.output_ids, **sizes)
     if options.json:
         described = {
             "recipe": recipe.model_dump(mode="json"),
-            "vocabulary_size": vocabulary_size,
+            "vocabulary_size": sizes["vocabulary_size"],
             "parameters": parameters,
         }
         print(json.dumps(described, indent=1, ensure_ascii=False))
@@ -49,19 +47,52 @@ def _describe(options: argparse.Namespace) -> int:
         for text in override_texts(parse_overrides(options.overrides)):
             print(f"# --set {text}")
         print(recipe_toml(recipe))
-        print(f"\n# Parameters with a vocabulary of {vocabulary_size:,}:")
+        print(f"\n# Parameters with a vocabulary of {sizes['vocabulary_size']:,}:")
         print("\n".join(f"# {line}".rstrip() for line in table.splitlines()))
     return 0
 
 
+def _print_settings(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Print the value of every setting and the layer that decides it."""
+    origins = setting_origins(options.recipe, parse_overrides(options.overrides))
+    resolved = recipe.model_dump(mode="json", exclude={"name", "description"})
+    settings = [(name, value, _origin(name, origins)) for name, value in leaf_settings(resolved)]
+    if options.json:
+        described = {name: {"value": value, "from": origin} for name, value, origin in settings}
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+        return
+    rows = [["setting", "from", "value"]]
+    for name, value, origin in settings:
+        rows.append([name, origin, "not set" if value is None else toml_value(value)])
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for name, origin, text in rows:  # values come last, since lists of languages are long
+        print(f"{name:{first}}  {origin:{second}}  {text}")
+
+
+def _origin(setting: str, origins: Mapping[str, str]) -> str:
+    """Return the layer that decides a setting, or a table that contains it as one value."""
+    while setting not in origins and "." in setting:
+        setting = setting.rpartition(".")[0]
+    return origins.get(setting, "default")
+
+
 def recipe_toml(recipe: Recipe) -> str:
-    """Return a recipe with all its settings as TOML, which is a recipe without a parent."""
+    """Return a recipe with all its settings as TOML, itself a recipe without a parent."""
     settings = recipe.model_dump(mode="json", exclude={"name"})
     return "\n".join([f"# {shown(recipe.name)}", *toml_lines(settings)])
 
 
+def _sizes(recipe: Recipe, options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the recipe's model that the data decides, from options or recipe."""
+    return {
+        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
+        "num_groups": _num_groups(recipe, options.groups),
+        "num_languages": _num_languages(recipe, options.languages),
+    }
+
+
 def _num_groups(recipe: Recipe, asked: int | None) -> int:
-    """Language groups of the model's router, as asked for or the recipe's; 0 where it has none.
+    """Return the number of language groups, from the option or the recipe; 0 without groups.
 
     Raises:
         ConfigError: the recipe has none and some were asked for, or leaves the number to the
@@ -71,21 +102,21 @@ def _num_groups(recipe: Recipe, asked: int | None) -> int:
     if moe is None or moe.decoder_router != "language_group":
         if asked is not None:
             raise ConfigError(
-                f"Recipe {recipe.name!r} does not route by language group: leave --groups out."
+                f"Recipe {recipe.name!r} does not route by language group. Leave --groups out."
             )
         return 0
     if asked is not None:
         return asked
     if moe.num_groups is None:
         raise ConfigError(
-            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact: "
-            "pass --groups N."
+            f"Recipe {recipe.name!r} takes its number of language groups from a groups artifact. "
+            "Pass --groups N."
         )
     return moe.num_groups
 
 
 def _num_languages(recipe: Recipe, asked: int | None) -> int:
-    """Languages with modules, as asked for or the recipe's; 1 of a model without modules.
+    """Return the number of languages with modules, from the option or recipe; 1 without modules.
 
     Raises:
         ConfigError: the recipe has none and some were asked for, or leaves them to the tokenizer
@@ -95,14 +126,14 @@ def _num_languages(recipe: Recipe, asked: int | None) -> int:
     if modules is None:
         if asked is not None:
             raise ConfigError(
-                f"Recipe {recipe.name!r} has no language modules: leave --languages out."
+                f"Recipe {recipe.name!r} has no language modules. Leave --languages out."
             )
         return 1
     if asked is not None:
         return asked
     if modules.languages is None:
         raise ConfigError(
-            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer: pass "
+            f"Recipe {recipe.name!r} has modules for all languages of a tokenizer. Pass "
             "--languages N."
         )
     return len(modules.languages)
@@ -120,9 +151,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
     estimated = estimate(
         recipe,
-        vocabulary_size=options.vocabulary or recipe.tokenizer.ids,
-        num_groups=_num_groups(recipe, options.groups),
-        num_languages=_num_languages(recipe, options.languages),
+        **_sizes(recipe, options),
         processes=options.processes,
         ds_config=load_ds_config(options.ds_config),
         device=options.device,
@@ -137,11 +166,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
 
 def _estimate_time(options: argparse.Namespace) -> int:
     recipe = chosen_recipe(options)
-    sizes: dict[str, int] = {
-        "vocabulary_size": options.vocabulary or recipe.tokenizer.ids,
-        "num_groups": _num_groups(recipe, options.groups),
-        "num_languages": _num_languages(recipe, options.languages),
-    }
+    sizes = _sizes(recipe, options)
     import torch  # once the recipe is known to be good
 
     from pipeline.estimates import operators, step_time
@@ -199,9 +224,18 @@ def _add_size_options(parser: argparse.ArgumentParser) -> None:
         "--languages",
         type=whole_number(MAX_GROUPS),
         metavar="L",
-        help="languages that have modules (default: those that the recipe names)",
+        help="languages with modules (default: those of the recipe)",
     )
     parser.add_argument("--json", action="store_true", help="JSON on standard output")
+
+
+def _add_describe_options(parser: argparse.ArgumentParser) -> None:
+    _add_size_options(parser)
+    parser.add_argument(
+        "--settings",
+        action="store_true",
+        help="instead: list every setting with its value and where that comes from",
+    )
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +248,10 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         help="ranks of the run",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (cuda)"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of the model (default: cuda)",
     )
     add_ds_config_option(parser)
 
@@ -225,10 +262,10 @@ def _add_estimate_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("h100", "h200", "a100"),
         default="h100",
-        help="the card (h100)",
+        help="GPU (default: h100)",
     )
     parser.add_argument(
-        "--by-place", action="store_true", help="one more row for every module of the model"
+        "--by-place", action="store_true", help="add a row for every module of the model"
     )
 
 
@@ -236,23 +273,23 @@ def _add_no_options(_parser: argparse.ArgumentParser) -> None:
     pass
 
 
-RECIPE_VERBS = (
-    Verb(
+RECIPE_COMMANDS = (
+    Command(
         "describe",
         "show a recipe's resolved settings and its number of parameters",
-        _add_size_options,
+        _add_describe_options,
         _describe,
     ),
-    Verb("recipes", "list the recipes that ship", _add_no_options, _list),
-    Verb(
+    Command("recipes", "list the recipes that ship", _add_no_options, _list),
+    Command(
         "memory",
         "estimate the memory of a training rank, part by part",
         _add_memory_options,
         _estimate_memory,
     ),
-    Verb(
+    Command(
         "estimate",
-        "count what a training or decoding step launches on a GPU, and how long it takes at least",
+        "count the GPU kernels of a training and a decoding step, and estimate their least time",
         _add_estimate_options,
         _estimate_time,
     ),

@@ -1,6 +1,8 @@
-"""The options of a stage, as they follow from its entry in the table of stages.
+"""Run one stage from the command line, as its entry in the table of stages declares it.
 
-One stage: what its options name is opened, and its code is run here or as several processes.
+``stage_parser`` derives the options from the entry. ``stage_main`` opens the inputs that they name,
+checks them, and runs the stage's code here or as several processes. Two stages have a second form:
+``translate`` as a filter of standard input, ``upcycle`` with a declaration.
 """
 
 import argparse
@@ -11,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
 
 from pipeline.artifacts.artifact import (
     Artifact,
@@ -36,20 +41,16 @@ from pipeline.artifacts.training_states import finish_removal
 from pipeline.cli.checkpoint_commands import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (
+    CommandParser,
+    add_ds_config_option,
+    add_set_option,
     chosen_recipe,
     named_paths,
     refuse_paths,
     whole_number,
 )
-from pipeline.cli.stage_options import (
-    DEMO_CHECKPOINT,
-    check_required,
-    is_declared,
-    is_filter,
-    stage_parser,
-    with_details,
-)
 from pipeline.config.recipe import load_recipe
+from pipeline.config.settings import Route, describe_validation
 from pipeline.decoding.incoming_lines import IncomingLines
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.distributed.signals import interruptible
@@ -61,19 +62,26 @@ from pipeline.jobs.plan import splits_to_compare
 from pipeline.machine import prepare_process
 from pipeline.stages.registry import STAGES
 from pipeline.stages.stage import Stage, StageCall, stage_config
-from pipeline.terminal import counted
+from pipeline.terminal import counted, with_article
+
+DEMO_CHECKPOINT = Path("runs/demo/mmnmt")
+"""Checkpoint that ``mmnmt translate`` uses as a filter if none is named."""
+_OTHER_FORMS = {"translate": "without --from and --to", "upcycle": "without ASSEMBLY.toml"}
+"""Stages with a second form that needs fewer options → how that form is recognized."""
+_SETTINGS = ("n_best", "word_scores", "alignments", "banned", "required")
+"""Options that replace settings of the recipe for this call."""
 
 
 def stage_main(name: str, argv: Sequence[str] | None = None) -> int:
-    """Run one stage as its command line says; returns the exit code.
+    """Run one stage with its arguments; return the exit code.
 
-    0 done or already done; EXIT_USER_ERROR with one line on standard error; EXIT_RUN_AGAIN when
-    stopped by a signal; 130 after Ctrl-C. Any other exception is a bug and keeps its traceback.
+    0: done or already done; EXIT_USER_ERROR with one line on standard error; EXIT_RUN_AGAIN:
+    stopped by a signal; 130: Ctrl-C. Any other exception is a bug and keeps its traceback.
     """
     prepare_process()
     stage = STAGES[name]
     if stage.parallel != "ranks" and own_rank() != 0:
-        return 0  # one process makes it, however many a launcher started: no other waits for it
+        return 0  # one process is enough, and no other rank waits for it
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = stage_parser(stage)
     options = parser.parse_args(arguments)
@@ -118,7 +126,7 @@ def _stage_command(stage: Stage, options: argparse.Namespace, arguments: list[st
 
 
 def _set_training_aside(call: StageCall) -> None:
-    """Where ``--overwrite`` has training begin anew, keep what was trained before, as plans do."""
+    """Keep the earlier training, as plans do, if ``--overwrite`` makes it start anew."""
     digests = {name: record.digest for name, record in call.records.items()}
     cause = why_anew(call, digests=digests)
     if cause is None:
@@ -129,32 +137,32 @@ def _set_training_aside(call: StageCall) -> None:
 
 
 def _finish_removal(call: StageCall) -> None:
-    """Where a finished training was killed before it could remove its run folder."""
+    """Remove the run directory of a finished training that was killed before it could."""
     problem = finish_removal(call.out_dir) if own_rank() == 0 else None
     if problem is not None:
         say_once(f"mmnmt {call.stage.name}: {problem}")
 
 
 def _say_whose_ranks(stage: Stage, asked: int | None) -> None:
-    """Say that ``--processes`` starts none where a launcher started another number of ranks."""
+    """Say that ``--processes`` has no effect if a launcher started another number of ranks."""
     if asked is None or not is_launched(os.environ):
         return
     started = launched_size(os.environ)
     if started is not None and started != asked:
         say_once(
             f"mmnmt {stage.name}: --processes {asked} is not used, since a launcher started "
-            f"{counted(started, 'rank')}: leave it out, or change the launcher's number."
+            f"{counted(started, 'rank')}. Leave it out, or change the launcher's number."
         )
 
 
 def _code_of(stage: Stage) -> Callable[[StageCall], None]:
-    """The function that does a stage's work; with its module comes all that the stage needs."""
+    """Return the function that does a stage's work; this imports all that the stage needs."""
     run: Callable[[StageCall], None] = importlib.import_module(stage.module).run
     return run
 
 
 def _prepare_output(call: StageCall) -> None:
-    """Put back what a killed stage left aside, and refuse working folders that are not ours."""
+    """Restore what a killed stage left aside, and refuse work directories that are not ours."""
     if own_rank() == 0 and replaced_dir(call.out_dir).exists() and not call.out_dir.exists():
         with sole_writer(call.out_dir):
             restore(call.out_dir)
@@ -163,14 +171,14 @@ def _prepare_output(call: StageCall) -> None:
 
 
 def _say_summary(call: StageCall) -> None:
-    """What the stage says of its result, on standard output."""
+    """Print the stage's summary of its result."""
     manifest = read_manifest(call.out_dir)
     for line in manifest.summary if manifest else ():
         say(f"mmnmt {call.stage.name}: {line}")
 
 
 def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
-    """Open what the options name.
+    """Open the artifacts and raw data that the options name.
 
     Raises:
         UserError: a recipe, ds_config or input that cannot be used.
@@ -231,7 +239,7 @@ def _records(
 
 
 def _already_done(call: StageCall) -> bool:
-    """Whether --out holds what this call would make.
+    """Return whether --out holds what this call would make.
 
     Raises:
         ArtifactError: it holds something finished that this call would not make.
@@ -251,13 +259,13 @@ def _already_done(call: StageCall) -> bool:
         return True
     kept = ", which keeps that one beside it" if is_trained(manifest) else ""
     raise ArtifactError(
-        f"{call.out_dir} holds another result ({reason}): name another --out, or pass --overwrite "
+        f"{call.out_dir} holds another result ({reason}). Name another --out, or pass --overwrite "
         f"to replace it{kept}."
     )
 
 
 def _threads(processes: int) -> int:
-    """OMP_NUM_THREADS where it is set to a number, else an equal share of the cores."""
+    """Return OMP_NUM_THREADS if it is a number, else an equal share of the cores."""
     try:
         return whole_number(MAX_PROCESSES)(os.environ.get("OMP_NUM_THREADS", ""))
     except argparse.ArgumentTypeError:
@@ -265,17 +273,17 @@ def _threads(processes: int) -> int:
 
 
 def filter_command(options: argparse.Namespace) -> int:
-    """Lines of standard input, translated, to standard output."""
+    """Translate lines of standard input to standard output."""
     if options.checkpoint is None and not DEMO_CHECKPOINT.is_dir():
         raise ConfigError(
-            f"There is no {DEMO_CHECKPOINT}: name a model with --checkpoint, or run "
+            f"There is no {DEMO_CHECKPOINT}. Name a model with --checkpoint, or run "
             "`mmnmt run demo` first."
         )
     recipe = chosen_recipe(options) if options.recipe or options.overrides else None
     decoding = with_details(DecodingConfig() if recipe is None else recipe.decoding, options)
     checkpoint = open_artifact(options.checkpoint or DEMO_CHECKPOINT, kind="checkpoint")
     if sys.stdin is None or sys.stdout is None:
-        raise ConfigError("Standard input or output is closed: a filter needs both, open them.")
+        raise ConfigError("Standard input or output is closed, and a filter needs both. Open them.")
     from pipeline.decoding.constraints import read_phrases
     from pipeline.decoding.line_filter import filter_lines
 
@@ -297,3 +305,219 @@ def filter_command(options: argparse.Namespace) -> int:
 def _write_line(text: str) -> None:
     sys.stdout.buffer.write(text.encode() + b"\n")
     sys.stdout.buffer.flush()
+
+
+def stage_parser(stage: Stage) -> argparse.ArgumentParser:
+    """Return the parser of one stage's options."""
+    parser = CommandParser(
+        prog=f"mmnmt {stage.name}",
+        description=f"{stage.help[0].upper()}{stage.help[1:]}. "
+        f"Makes {with_article(stage.makes)} artifact.",
+    )
+    unless = _OTHER_FORMS.get(stage.name)
+    note = f" (required {unless})" if unless else ""  # else the parser marks those it requires
+    if stage.sections:
+        required = stage.needs_recipe
+        parser.add_argument(
+            "--recipe",
+            metavar="NAME",
+            required=required and not unless,
+            help=f"recipe: a name of `mmnmt recipes` or PATH.toml, with overlays as NAME+OVERLAY "
+            f"(reads {', '.join(stage.sections)}){note * required}",
+        )
+        add_set_option(parser)
+    for name, wanted in stage.inputs.items():
+        form: dict[str, Any] = {
+            "required": wanted.required and not unless,
+            "help": wanted.help + (note if wanted.required else " (optional)"),
+        }
+        if wanted.many:
+            parser.add_argument(f"--{name}", nargs="+", default=[], metavar="NAME=DIR", **form)
+        elif wanted.kind == "raw":
+            parser.add_argument(f"--{name}", nargs="+", metavar="PATH", **form)
+        else:
+            parser.add_argument(f"--{name}", type=Path, metavar="DIR", **form)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        required=not unless,
+        help=f"directory of the new artifact{note}",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing artifact")
+    _add_process_options(parser, stage)
+    if stage.name == "translate":
+        parser.add_argument(
+            "--route",
+            choices=get_args(Route),
+            help="route through a model with language modules and a shared module, instead of the "
+            "recipe's",
+        )
+        _add_filter_options(parser)
+    if stage.name == "upcycle":
+        _add_declaration_options(parser)
+    return parser
+
+
+def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
+    if stage.parallel != "no":
+        parser.add_argument(
+            "--processes",
+            type=whole_number(MAX_PROCESSES),
+            metavar="N",
+            help="processes on this machine (default: 1); ignored under a launcher",
+        )
+    if stage.name == "make_shards":
+        parser.add_argument(
+            "--mpi",
+            action="store_true",
+            help="spread pairs over the ranks of mpirun -n N python -m mpi4py.futures -m "
+            f"{stage.module}, which share these directories (needs the extra mpi)",
+        )
+    if stage.parallel == "ranks":
+        parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    if stage.trains:
+        add_ds_config_option(parser)
+
+
+def _add_filter_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "as a filter",
+        "With --from and --to, and neither --corpus nor --out, translate lines of standard input "
+        f"to standard output. The default checkpoint is {DEMO_CHECKPOINT}.",
+    )
+    group.add_argument(
+        "--from", dest="source", metavar="CODE", help="source language, for example en"
+    )
+    group.add_argument(
+        "--to", dest="target", metavar="CODE", help="target language, for example de"
+    )
+    add_detail_options(group)
+
+
+def _add_declaration_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "as declared in a file",
+        "With ASSEMBLY.toml, which names the sources, and neither --recipe nor inputs.",
+    )
+    group.add_argument(
+        "assembly",
+        nargs="?",
+        metavar="ASSEMBLY.toml",
+        help="declaration of the assembly; row12_opus100 ships with the package",
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="check everything and print the plan; write nothing"
+    )
+
+
+def is_declared(stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Return whether ``upcycle`` is given a declaration; exit with the usage if half given."""
+    if options.assembly is None:
+        if options.dry_run:
+            parser.error("--dry-run is of an ASSEMBLY.toml: name one")
+        return False
+    options_of = {"recipe": "recipe", "overrides": "set", **{name: name for name in stage.inputs}}
+    given = [option for name, option in options_of.items() if getattr(options, name)]
+    if given:
+        parser.error(f"{options.assembly} says all that is assembled: leave out --{given[0]}")
+    if options.out is None and not options.dry_run:
+        parser.error("the following options are required: --out")
+    return True
+
+
+def is_filter(options: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Return whether ``translate`` runs as a filter; exit with the usage if options are missing."""
+    if options.source is None and options.target is None:
+        if detail := first_detail_option(options):
+            parser.error(f"{detail} is of a filter, with --from and --to: a recipe says it here")
+        return False
+    if options.source is None or options.target is None:
+        parser.error("a filter needs both --from and --to")
+    if options.corpus or options.out:
+        parser.error("--from and --to translate standard input: leave out --corpus and --out")
+    return True
+
+
+def check_required(
+    stage: Stage, options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> None:
+    """Exit with the usage if a required option is missing (a filter requires fewer)."""
+    given = vars(options)
+    wanted = [name for name, entry in stage.inputs.items() if entry.required] + ["out"]
+    wanted += ["recipe"] if stage.sections and stage.needs_recipe else []
+    missing = [f"--{name}" for name in wanted if not given[name]]
+    if missing:
+        instead = "; or name an ASSEMBLY.toml" * (stage.name == "upcycle")
+        parser.error(f"the following options are required: {', '.join(missing)}{instead}")
+
+
+def add_detail_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of a filter; those that ask for more than text make its output JSON."""
+    group.add_argument(
+        "--n-best",
+        type=whole_number(1000),
+        metavar="N",
+        help="print the N best hypotheses, or N samples, with scores; each line is a JSON object",
+    )
+    group.add_argument(
+        "--word-scores",
+        action="store_true",
+        help="print the log-probability of every word; each line is a JSON object",
+    )
+    group.add_argument(
+        "--alignments",
+        action="store_true",
+        help="print the source word that each word aligns with; each line is a JSON object",
+    )
+    group.add_argument(
+        "--banned",
+        action="append",
+        metavar="PHRASE",
+        help="phrase that no translation may contain, as the vocabulary spells it (repeatable)",
+    )
+    group.add_argument(
+        "--must",
+        action="append",
+        metavar="PHRASE",
+        dest="required",
+        help="phrase that every translation must contain, as the vocabulary spells it (repeatable)",
+    )
+    group.add_argument(
+        "--must-file",
+        type=Path,
+        metavar="FILE",
+        help="file whose line n has the phrases that translation n must contain, tab-separated",
+    )
+    group.add_argument(
+        "--prefixes",
+        action="store_true",
+        help="lines contain, after a tab, the beginning of their translation",
+    )
+
+
+def first_detail_option(options: argparse.Namespace) -> str | None:
+    """Return the first detail option that is given, as it is written."""
+    given = [name for name in (*_SETTINGS, "must_file", "prefixes") if getattr(options, name)]
+    if not given:
+        return None
+    return "--must" if given[0] == "required" else f"--{given[0].replace('_', '-')}"
+
+
+def with_details(decoding: DecodingConfig, options: argparse.Namespace) -> DecodingConfig:
+    """Return the decoding settings with the changes that the options ask for.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    asked: dict[str, Any] = {name: getattr(options, name) for name in _SETTINGS}
+    asked = {name: value for name, value in asked.items() if value}
+    if options.route:
+        asked["route"] = options.route
+    for name in ("banned", "required"):
+        if name in asked:
+            asked[name] = (*getattr(decoding, name), *asked[name])
+    try:
+        return DecodingConfig.model_validate({**decoding.model_dump(), **asked})
+    except ValidationError as error:
+        raise ConfigError(describe_validation(error, DecodingConfig)) from error

@@ -1,11 +1,11 @@
-"""A page about a corpus, from the command line."""
+"""Write a page about a corpus: ``mmnmt survey``."""
 
 import argparse
 from pathlib import Path
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.places import refuse_inputs
-from pipeline.cli.parser import Verb
+from pipeline.cli.parser import Command
 from pipeline.config.documents import unfinished_path
 from pipeline.errors import ArtifactError
 from pipeline.terminal import counted
@@ -31,18 +31,18 @@ def _survey(options: argparse.Namespace) -> int:
         unfinished.replace(options.out)
     except OSError as error:
         raise ArtifactError(
-            f"{options.out} cannot be written ({error.strerror}): name another --out."
+            f"{options.out} cannot be written ({error.strerror}). Name another --out."
         ) from error
     print(f"{options.out}: {counted(len(survey.sizes), 'pair')} of {survey.origin}")
     return 0
 
 
 def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
-    """Raises ArtifactError where there is something else than a page of an earlier survey."""
+    """Raise ArtifactError if the path holds anything but an earlier survey."""
     from pipeline.survey.page import PAGE_START
 
     if out.is_dir():
-        raise ArtifactError(f"--out {out} is a folder: name a file, as in survey.html.")
+        raise ArtifactError(f"--out {out} is a folder. Name a file, as in survey.html.")
     if not (out.exists() or out.is_symlink()):
         return
     try:
@@ -52,22 +52,26 @@ def _refuse_to_replace_what_is_no_survey(out: Path) -> None:
         is_survey = False
     if out.is_symlink() or not is_survey:
         raise ArtifactError(
-            f"--out {out} is there already and no page of a survey: name another file, or move it "
+            f"--out {out} is there already and no page of a survey. Name another file, or move it "
             "away."
         )
 
 
 def _add_survey_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="imported or clean corpus")
-    parser.add_argument("--shards", type=Path, metavar="DIR", help="made of it: for fertility")
-    parser.add_argument("--mixture", type=Path, metavar="DIR", help="made of the shards: epochs")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page, HTML")
+    parser.add_argument("--shards", type=Path, metavar="DIR", help="its shards, for fertility")
+    parser.add_argument(
+        "--mixture", type=Path, metavar="DIR", help="the mixture of its shards, for epochs"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="HTML page to write"
+    )
 
 
-SURVEY_VERBS = (
-    Verb(
+SURVEY_COMMANDS = (
+    Command(
         "survey",
-        "a page about a corpus: sizes, lengths, ratios, fertility, epochs, what was dropped",
+        "write a page about a corpus: sizes, lengths, ratios, fertility, epochs, dropped lines",
         _add_survey_options,
         _survey,
     ),

@@ -1,5 +1,6 @@
-"""Recipes, ds_configs and ``--set``: how settings are read, checked and composed.
+"""Read, check and compose settings: recipes, ds_configs and ``--set``.
 
 ``recipe.py`` composes the sections, which live in the ``settings.py`` of the packages that use
-them. ``settings.py`` here has their base class, ranges, and the messages for values out of range.
+them. ``settings.py`` here has their base class, the ranges of numbers, and the messages for values
+out of range.
 """

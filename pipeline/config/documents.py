@@ -1,7 +1,8 @@
-"""Documents: TOML and JSON files, bounded in size and depth before they are believed.
+"""Read and write TOML and JSON, with bounds on size and depth.
 
 A recipe, a plan, a model's shape or a manifest may come from anywhere. A small file can make a
-parser take gigabytes, minutes, or the whole of Python's stack; each of that is one sentence here.
+parser take gigabytes, minutes, or the whole of Python's stack; each case ends in one error message
+here.
 """
 
 import json
@@ -18,14 +19,14 @@ from typing import Any, NoReturn
 from pipeline.errors import ArtifactError, ConfigError, UserError, hint
 
 MAX_TOML_BYTES = 2**20
-"""A recipe or plan of a hundred languages has a few KiB."""
+"""Largest recipe or plan; one of a hundred languages has a few KiB."""
 MAX_TOML_DOTS = 32
-"""Dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
-parts of a dotted key, a key of 16 KiB takes 7 seconds."""
+"""Most dots within a line: the time and memory of tomllib (Python 3.11) grow with the square of the
+parts of a dotted key, and a key of 16 KiB takes 7 seconds."""
 MAX_JSON_BYTES = 2**24
-"""The largest documents of ours are routing statistics: 5 MB with 200 languages, 128 experts."""
+"""Largest JSON file or line; routing statistics of 200 languages and 128 experts have 5 MB."""
 MAX_DEPTH = 64
-"""Tables within tables: settings nest 4 deep."""
+"""Most levels of nested tables; settings nest 4 deep."""
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 RESTORE = "restore it from a copy or run its stage again"
 
@@ -37,19 +38,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, is too large or too deep, or is broken; says where.
     """
     content = read_bytes(
-        path, limit=MAX_TOML_BYTES, error=ConfigError, remedy="name a file that is there"
+        path, limit=MAX_TOML_BYTES, error=ConfigError, fix="name a file that is there"
     )
     try:
         text = content.decode("utf-8")
         if any(line.count(".") > MAX_TOML_DOTS for line in text.splitlines()):
             raise ConfigError(
-                f"{path} has a line with more than {MAX_TOML_DOTS} dots: nest tables less deeply."
+                f"{path} has a line with more than {MAX_TOML_DOTS} dots. Nest tables less deeply."
             )
         document = tomllib.loads(text)
     except RecursionError as error:
         _refuse_depth(path, ConfigError, error)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, digits beyond int's limit
-        raise ConfigError(f"{path} is not valid TOML ({error}): correct that line.") from error
+        raise ConfigError(f"{path} is not valid TOML ({error}). Correct that line.") from error
     check_depth(document, path=path, error=ConfigError)
     return document
 
@@ -81,36 +82,36 @@ def toml_path(name: str, *, folder: str, what: str) -> Path:
     if name in shipped(folder):
         return shipped(folder)[name]
     if Path(f"{name}.toml").is_file():
-        raise ConfigError(f"There is no {what} {name!r}: did you mean '{name}.toml'?")
+        raise ConfigError(f"There is no {what} {name!r}. Did you mean '{name}.toml'?")
     choices = hint(name, [*shipped(folder)], otherwise="or give the path of a .toml file")
     raise ConfigError(f"There is no {what} {name!r}{choices}")
 
 
-def read_json(path: Path, *, error: type[UserError] = ArtifactError, remedy: str = RESTORE) -> Any:
+def read_json(path: Path, *, error: type[UserError] = ArtifactError, fix: str = RESTORE) -> Any:
     """Parse a JSON file.
 
     Raises:
         UserError: of the given type: it cannot be read, is too large or too deep, or is broken.
     """
-    content = read_bytes(path, error=error, remedy=remedy)
-    return parse_json(content, what=str(path), error=error, remedy=remedy)
+    content = read_bytes(path, error=error, fix=fix)
+    return parse_json(content, what=str(path), error=error, fix=fix)
 
 
-def read_json_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[dict[str, Any]]:
-    """The objects of a file that has one in every line.
+def read_json_lines(path: Path, *, fix: str = RESTORE) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with one JSON object per line.
 
     Raises:
         ArtifactError: names the first line that is none.
     """
-    for number, line in enumerate(byte_lines(path, remedy=remedy), start=1):
-        yield json_object(line, what=f"Line {number} of {path}", remedy=remedy)
+    for number, line in enumerate(byte_lines(path, fix=fix), start=1):
+        yield json_object(line, what=f"Line {number} of {path}", fix=fix)
 
 
-def json_object(content: bytes, *, what: str, remedy: str = RESTORE) -> dict[str, Any]:
+def json_object(content: bytes, *, what: str, fix: str = RESTORE) -> dict[str, Any]:
     """Parse one JSON object; ArtifactError begins with ``what``."""
-    record = parse_json(content, what=what, error=ArtifactError, remedy=remedy)
+    record = parse_json(content, what=what, error=ArtifactError, fix=fix)
     if not isinstance(record, dict):
-        raise ArtifactError(f"{what} is no JSON object: {remedy}.")
+        raise ArtifactError(f"{what} is no JSON object. {_sentence(fix)}")
     return record
 
 
@@ -119,9 +120,9 @@ def read_bytes(
     *,
     limit: int = MAX_JSON_BYTES,
     error: type[UserError] = ArtifactError,
-    remedy: str = RESTORE,
+    fix: str = RESTORE,
 ) -> bytes:
-    """A whole file that is no longer than ``limit`` bytes.
+    """Return the content of a file that has at most ``limit`` bytes.
 
     Raises:
         UserError: of the given type: it cannot be read, or is longer.
@@ -130,14 +131,16 @@ def read_bytes(
         with path.open("rb") as stream:
             content = stream.read(limit + 1)
     except OSError as problem:
-        raise error(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+        raise error(f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}") from problem
     if len(content) > limit:
-        raise error(f"{path} is larger than {limit:,} bytes, which no such file is: {remedy}.")
+        raise error(
+            f"{path} is larger than {limit:,} bytes, which no such file is. {_sentence(fix)}"
+        )
     return content
 
 
-def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str) -> Any:
-    """Parse JSON; NaN and infinities, which it cannot hold, are refused.
+def parse_json(content: bytes, *, what: str, error: type[UserError], fix: str) -> Any:
+    """Parse JSON; refuse NaN and infinities, which JSON does not have.
 
     Raises:
         UserError: of the given type: too deep, or broken; ``what`` begins the sentence.
@@ -149,18 +152,18 @@ def parse_json(content: bytes, *, what: str, error: type[UserError], remedy: str
     except RecursionError as problem:
         _refuse_depth(what, error, problem)
     except ValueError as problem:  # JSONDecodeError, UnicodeError, digits beyond int's limit
-        raise error(f"{what} is not valid JSON ({problem}): {remedy}.") from problem
+        raise error(f"{what} is not valid JSON ({problem}). {_sentence(fix)}") from problem
     check_depth(document, path=what, error=error)
     return document
 
 
 def unfinished_path(path: Path) -> Path:
-    """Where the next contents of a file or folder stand until they are complete."""
+    """Return the path at which a file or directory is written until it is complete."""
     return path.parent / f".{path.name}.unfinished"
 
 
-def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
-    """Lines of bounded length, each with the ``\\n`` that ends it.
+def byte_lines(path: Path, *, fix: str = RESTORE) -> Iterator[bytes]:
+    r"""Yield lines of bounded length, each with the ``\n`` that ends it.
 
     Raises:
         ArtifactError: the file cannot be read, or a line is longer.
@@ -170,15 +173,17 @@ def byte_lines(path: Path, *, remedy: str = RESTORE) -> Iterator[bytes]:
             while line := stream.readline(MAX_JSON_BYTES + 1):
                 if len(line) > MAX_JSON_BYTES:
                     raise ArtifactError(
-                        f"{path} has a line of more than {MAX_JSON_BYTES:,} bytes: {remedy}."
+                        f"{path} has a line of more than {MAX_JSON_BYTES:,} bytes. {_sentence(fix)}"
                     )
                 yield line
     except OSError as problem:
-        raise ArtifactError(f"{path} cannot be read ({problem.strerror}): {remedy}.") from problem
+        raise ArtifactError(
+            f"{path} cannot be read ({problem.strerror}). {_sentence(fix)}"
+        ) from problem
 
 
 def toml_lines(document: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
-    """Yield the lines of a document as TOML; what is None is left out, since TOML has no null.
+    """Yield the lines of a document as TOML; leave out None, since TOML has no null.
 
     Args:
         document: text, numbers, truth values, lists and tables.
@@ -200,7 +205,7 @@ def toml_key(name: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML on one line; entries of a table that are None are left out."""
+    """Return a value as TOML on one line; leave out entries of a table that are None."""
     match value:
         case Mapping():
             entries = {name: entry for name, entry in value.items() if entry is not None}
@@ -208,7 +213,7 @@ def toml_value(value: Any) -> str:
             return f"{{ {', '.join(inside)} }}" if entries else "{}"
         case list() | tuple():
             return f"[{', '.join(map(toml_value, value))}]"
-        case date() | time():  # of no setting: for the message that refuses it
+        case date() | time():  # no setting has one: for the error message
             return value.isoformat()
         case float() if math.isinf(value):
             return "inf" if value > 0 else "-inf"
@@ -217,13 +222,17 @@ def toml_value(value: Any) -> str:
 
 
 def merge(base: dict[str, Any], difference: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay ``difference`` over ``base``, table by table; lists and values replace."""
+    """Merge ``difference`` into ``base``, table by table; lists and values replace."""
     merged = dict(base)
     for key, value in difference.items():
         old = merged.get(key)
         both_tables = isinstance(old, dict) and isinstance(value, dict)
         merged[key] = merge(old, value) if both_tables else value  # type: ignore[arg-type]
     return merged
+
+
+def _sentence(fix: str) -> str:
+    return f"{fix[:1].upper()}{fix[1:]}."
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -233,7 +242,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def check_depth(document: object, *, path: Path | str, error: type[UserError]) -> None:
     """Refuse a document that nests too deep.
 
-    It walks level by level: what is checked for its depth must not be walked by recursion.
+    It walks level by level, because recursion would fail on exactly these documents.
     """
     level = [document]
     for _ in range(MAX_DEPTH):
@@ -250,5 +259,5 @@ def check_depth(document: object, *, path: Path | str, error: type[UserError]) -
 
 def _refuse_depth(path: Path | str, error: type[UserError], problem: Exception | None) -> NoReturn:
     raise error(
-        f"{path} nests more than {MAX_DEPTH} levels deep: write it without such nesting."
+        f"{path} nests more than {MAX_DEPTH} levels deep. Write it without such nesting."
     ) from problem

@@ -1,8 +1,8 @@
-"""ds_configs: how the same science is fitted onto a machine.
+"""Load and check ds_configs, which fit a recipe onto a machine.
 
 A ds_config is DeepSpeed's JSON with the keys that belong to the machine: ZeRO stage, precision,
-offload, buckets, monitors, and beside them what this project itself does by the machine. Batch
-sizes, optimizer, schedule and clipping are the recipe's.
+offload, buckets, monitors, and this project's own switches. Batch sizes, optimizer, schedule and
+clipping belong to the recipe.
 """
 
 import json
@@ -19,8 +19,8 @@ from pipeline.machine import Gpus, visible_gpus
 OWN_KEYS: Mapping[str, str] = {
     "compiled_regions": "residual, dropout and norm as one kernel of torch.compile in training",
 }
-"""What DeepSpeed is not given, true or false: false where nothing is said. ``compiled_regions``
-decides the model: it rounds otherwise and drops out other values."""
+"""Switches of this project, which DeepSpeed never sees; false by default. ``compiled_regions``
+decides the model: it rounds differently and drops other values."""
 
 MACHINE_KEYS = (
     *OWN_KEYS,
@@ -37,7 +37,7 @@ MACHINE_KEYS = (
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )
-"""What a ds_config may say; all else belongs to the recipe or would be ignored."""
+"""Keys that a ds_config may have; all others belong to the recipe or would be ignored."""
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
     "zero_optimization": (),
@@ -55,15 +55,15 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": ("enabled", "output_path", "job_name"),
     "wandb": ("enabled", "group", "team", "project"),
 }
-"""Those of them that are objects, and what they may have; of ``zero_optimization`` DeepSpeed is
-asked when the engine is built, since that list is long and its own."""
+"""Keys that are objects, and the keys they may have. DeepSpeed itself checks ``zero_optimization``
+when the engine is built, since that list is long and its own."""
 
 SWITCHES = (
     *("enabled", "immediate_grad_update", "check_grad_overflow"),
     *("bf16_master_weights_and_grads", "bf16_optimizer_states", "prof_all", "verbose", "debug"),
     "consecutive_hysteresis",
 )
-"""Keys of the sections that are true or false."""
+"""Keys of the sections with the values true and false."""
 
 FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
     "loss_scale": (0, 2**32),
@@ -72,16 +72,17 @@ FP16_NUMBERS: Mapping[str, tuple[int, int]] = {
     "hysteresis": (1, 10**6),
     "min_loss_scale": (1, 2**32),
 }
-"""Whole numbers of the section ``fp16``, least and most. A ``loss_scale`` of 0 is dynamic: it
-starts at 2 to the ``initial_scale_power``, is halved where gradients overflow ``hysteresis`` times
-(not below ``min_loss_scale``) and doubled after every ``loss_scale_window`` updates without."""
+"""Least and largest value of the whole numbers in section ``fp16``. A ``loss_scale`` of 0 is
+dynamic: it starts at 2 to the ``initial_scale_power``, is halved if gradients overflow
+``hysteresis`` times (not below ``min_loss_scale``) and doubled after every ``loss_scale_window``
+updates without an overflow."""
 
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 MAX_BUCKET = 10**12
-"""Values of a bucket, whose memory ZeRO allocates."""
+"""Largest number of values in a bucket, whose memory ZeRO allocates."""
 
 ACCUMULATION_TYPES = ("fp32", "bf16")
-"""In what gradients are accumulated; in the model's own dtype where nothing is said."""
+"""Types in which gradients are accumulated; by default the model's own dtype."""
 
 UNDECIDING_KEYS = (
     *("comms_logger", "csv_monitor", "tensorboard", "wandb", "wall_clock_breakdown"),
@@ -92,10 +93,10 @@ UNDECIDING_KEYS = (
     "zero_optimization.overlap_comm",
     "zero_optimization.reduce_bucket_size",
 )
-"""What makes no other model: what is logged and measured, what DeepSpeed is allowed, and when and
-in which portions values are moved. As another number of processes does, another portion may round
-a sum otherwise. All else does: precision, the ZeRO stage, what gradients are added up in, which
-optimizer runs where, and what is not known here."""
+"""Keys that do not change the model: logging, measuring, DeepSpeed's permissions, and when and in
+which portions values are moved. As with another number of processes, other portions may round a sum
+differently. All other keys change the model: precision, ZeRO stage, accumulation type, optimizer,
+and keys that are not known here."""
 
 RECIPE_KEYS = {
     "train_batch_size": "batches.tokens and batches.micro_batches",
@@ -107,18 +108,20 @@ RECIPE_KEYS = {
     "moe": "[model.moe]",
     "expert_parallel": "training.expert_parallel_size",
 }
+"""DeepSpeed's keys that the recipe owns → the recipe's settings."""
 
 
 AUTO = "auto"
-"""The ds_config that fits the machine at hand."""
+"""The ds_config that fits this machine."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def name_for(gpus: Gpus) -> str:
-    """On GPUs ZeRO 2, which accumulates gradients in float32; on CPU float32 throughout.
+    """Return the ds_config for these GPUs: ZeRO 2 on GPUs, float32 on CPU.
 
-    Parameters are in bf16 where the GPUs compute in it, and in fp16 where they do not (V100, T4).
+    ZeRO 2 accumulates gradients in float32. Parameters are in bf16 if the GPUs compute in it, else
+    in fp16 (V100, T4).
     """
     if not gpus.count:
         return "cpu_fp32"
@@ -126,13 +129,13 @@ def name_for(gpus: Gpus) -> str:
 
 
 def ds_config_names() -> list[str]:
-    """Names of the ds_configs that ship with the package."""
+    """Return the names of the ds_configs that ship with the package."""
     folder = resources.files("ds_configs")
     return sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def ds_config_path(name_or_path: str) -> Path:
-    """The file of ``NAME`` (one that ships) or ``PATH.json``.
+    """Return the file of ``NAME`` (a ds_config that ships) or ``PATH.json``.
 
     Raises:
         ConfigError: there is no such file.
@@ -155,15 +158,15 @@ def load_ds_config(name_or_path: str) -> dict[str, Any]:
         ConfigError: no such file, not a JSON object, or a key that the recipe owns.
     """
     path = ds_config_path(name_or_path)
-    document = read_json(path, error=ConfigError, remedy="correct it")
+    document = read_json(path, error=ConfigError, fix="correct it")
     if not isinstance(document, dict):
-        raise ConfigError(f"{path} holds no JSON object: write {{...}} with DeepSpeed's keys.")
+        raise ConfigError(f"{path} holds no JSON object. Write {{...}} with DeepSpeed's keys.")
     check_ds_config(document)
     return document
 
 
 def check_ds_config(config: Mapping[str, Any]) -> None:
-    """Refuse what the recipe owns, what would be ignored, and ZeRO stages other than 1 and 2.
+    """Refuse keys of the recipe, keys that would be ignored, and ZeRO stages other than 1 and 2.
 
     Raises:
         ConfigError: names the key and where it belongs.
@@ -171,55 +174,55 @@ def check_ds_config(config: Mapping[str, Any]) -> None:
     for key in config:
         if key in RECIPE_KEYS:
             raise ConfigError(
-                f"The ds_config sets {key!r}, which the recipe owns: remove it there and set "
+                f"The ds_config sets {key!r}, which the recipe owns. Remove it there and set "
                 f"{RECIPE_KEYS[key]} in the recipe."
             )
         if key not in MACHINE_KEYS:
             raise ConfigError(f"The ds_config has an unknown key {key!r}{hint(key, MACHINE_KEYS)}")
     for key in OWN_KEYS:
         if not isinstance(config.get(key, False), bool):
-            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}: use true or false.")
+            raise ConfigError(f"The ds_config's {key} is {_shown(config[key])}. Use true or false.")
     for key, known in SECTIONS.items():
         _check_section(key, config.get(key, {}), known=known)
     _check_fp16(config)
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2) or isinstance(stage, bool):
         raise ConfigError(
-            f"The ds_config asks for ZeRO stage {_shown(stage)}: use 1 or 2; stage 0 computes "
+            f"The ds_config asks for ZeRO stage {_shown(stage)}. Use 1 or 2; stage 0 computes "
             "a wrong gradient norm with experts, and stage 3 cannot hold DeepSpeed's groups of "
             "expert parallelism."
         )
     accumulates_in = config.get("data_types", {}).get("grad_accum_dtype")
     if accumulates_in not in (None, *ACCUMULATION_TYPES):
         raise ConfigError(
-            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}: use "
+            f"The ds_config's data_types.grad_accum_dtype is {_shown(accumulates_in)}. Use "
             f"{' or '.join(ACCUMULATION_TYPES)}, or leave it out."
         )
     if precision_of(config) == "fp16" and accumulates_in == "bf16":
         raise ConfigError(
-            "The ds_config accumulates the gradients of fp16 in bf16: set "
+            "The ds_config accumulates the gradients of fp16 in bf16. Set "
             "data_types.grad_accum_dtype to fp32, or leave it out."
         )
     if stage == 1 and precision_of(config) == "bf16" and accumulates_in == "fp32":
         raise ConfigError(
             "The ds_config asks for ZeRO stage 1 with bf16 and fp32 accumulation, for which "
-            "DeepSpeed takes another optimizer that keeps whole gradients: use stage 2, or leave "
+            "DeepSpeed takes another optimizer that keeps whole gradients. Use stage 2, or leave "
             "data_types out."
         )
 
 
 def deepspeeds_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A ds_config without the keys that are not DeepSpeed's."""
+    """Return a ds_config without the keys that are not DeepSpeed's."""
     return {key: value for key, value in config.items() if key not in OWN_KEYS}
 
 
 def has_compiled_regions(config: Mapping[str, Any]) -> bool:
-    """Whether what lies between the sublayers of a model is compiled."""
+    """Return whether the operators between the sublayers of a model are compiled."""
     return bool(config.get("compiled_regions", False))
 
 
 def precision_of(config: Mapping[str, Any]) -> Precision:
-    """What parameters and gradients are in; the optimizer's weights are float32 in all of them."""
+    """Return the type of parameters and gradients; the optimizer's weights are always float32."""
     for name in ("fp16", "bf16"):
         if config.get(name, {}).get("enabled", False):
             return name
@@ -229,13 +232,13 @@ def precision_of(config: Mapping[str, Any]) -> Precision:
 def _check_fp16(config: Mapping[str, Any]) -> None:
     section = config.get("fp16", {})
     if section.get("enabled") and config.get("bf16", {}).get("enabled"):
-        raise ConfigError("The ds_config enables both fp16 and bf16: remove one of them.")
+        raise ConfigError("The ds_config enables both fp16 and bf16. Remove one of them.")
     for key, (least, most) in FP16_NUMBERS.items():
         value = section.get(key, least)
         is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not is_whole or not least <= value <= most:
             raise ConfigError(
-                f"The ds_config's fp16.{key} is {_shown(value)}: choose a whole number from "
+                f"The ds_config's fp16.{key} is {_shown(value)}. Choose a whole number from "
                 f"{least:,} to {most:,}."
             )
 
@@ -243,7 +246,7 @@ def _check_fp16(config: Mapping[str, Any]) -> None:
 def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
     if not isinstance(section, Mapping):
         raise ConfigError(
-            f'The ds_config\'s {name} is {_shown(section)}: write an object, "{name}": {{...}}.'
+            f'The ds_config\'s {name} is {_shown(section)}. Write an object, "{name}": {{...}}.'
         )
     for key, value in section.items():
         if known and key not in known:
@@ -252,14 +255,14 @@ def _check_section(name: str, section: object, *, known: Sequence[str]) -> None:
             )
         if known and key in SWITCHES and not isinstance(value, bool):
             raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(value)}: use true or false."
+                f"The ds_config's {name}.{key} is {_shown(value)}. Use true or false."
             )
     for key in BUCKETS if name == "zero_optimization" else ():
         size = section.get(key, 1)
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
         if size != "auto" and not (is_number and 1 <= size <= MAX_BUCKET):
             raise ConfigError(
-                f"The ds_config's {name}.{key} is {_shown(size)}: choose a whole number from 1 to "
+                f"The ds_config's {name}.{key} is {_shown(size)}. Choose a whole number from 1 to "
                 f"{MAX_BUCKET:,}."
             )
 

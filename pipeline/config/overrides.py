@@ -1,4 +1,4 @@
-"""Overrides: settings that a command line or a plan lays over a recipe.
+"""Parse overrides: settings that a command line or a plan lays over a recipe.
 
 On a command line an override is ``--set SECTION.SETTING=VALUE``. In a plan it is a table ``set``
 with the structure of a recipe. Both become the same nested table. ``load_recipe`` lays it over
@@ -15,11 +15,11 @@ from pipeline.config.settings import shown
 from pipeline.errors import ConfigError
 
 _BARE_WORD = re.compile(r"[^\s\[{\"'][^\n\r]*")
-"""Text that TOML does not take as a value, and that does not begin like one of TOML's."""
+"""Text that is no TOML value, and that does not begin like one."""
 
 
 def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
-    """Return the nested table that the values of ``--set`` make; a later one replaces an earlier.
+    """Return the nested table of ``--set`` values; a later value replaces an earlier one.
 
     Raises:
         ConfigError: one is not of the form SECTION.SETTING=VALUE, or its value is not TOML.
@@ -30,14 +30,20 @@ def parse_overrides(texts: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def override_texts(overrides: Mapping[str, Any], *, table: str = "") -> Iterator[str]:
-    """Yield ``SECTION.SETTING=VALUE`` for each setting of a nested table."""
-    for key, value in overrides.items():
+def leaf_settings(tree: Mapping[str, Any], *, table: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted name and value of each setting of a nested table."""
+    for key, value in tree.items():
         path = f"{table}.{toml_key(key)}".removeprefix(".")
         if isinstance(value, Mapping) and value:
-            yield from override_texts(value, table=path)
+            yield from leaf_settings(value, table=path)
         else:
-            yield f"{path}={toml_value(value)}"
+            yield path, value
+
+
+def override_texts(overrides: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ``SECTION.SETTING=VALUE`` for each setting of a nested table."""
+    for path, value in leaf_settings(overrides):
+        yield f"{path}={toml_value(value)}"
 
 
 def without_stated(overrides: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +82,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _toml(line: str) -> dict[str, Any] | None:
-    """Return the one setting of a line of TOML; None where it is not TOML."""
+    """Return the one setting of a line of TOML; None if it is not TOML."""
     try:
         return tomllib.loads(line)
     except (ValueError, RecursionError):

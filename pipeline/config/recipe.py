@@ -1,13 +1,12 @@
-"""Recipes: every setting of the science once, typed, documented, with its default.
+"""Compose, load and check recipes: all settings of a model and its training.
 
-A recipe is a TOML file. It may name a ``parent`` and then states only what differs. A name can be
-followed by overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose
-settings are laid over what stands before it. Where files lie, how many processes run and which
-machine they run on are not settings of a recipe (see ``jobs/plan.py``, ``ds_configs/``,
-``slurm/``).
+A recipe is a TOML file. With a ``parent`` it states only what differs. A name can be followed by
+overlays, ``bible24_moe+smoke``: each overlay is a recipe file without a parent whose settings are
+laid over what stands before it. Paths, numbers of processes and machines are not settings of a
+recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pydantic import ValidationError, create_model, model_validator
@@ -25,7 +24,7 @@ from pipeline.artifacts.settings import (
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.config.documents import merge, read_toml, shipped, toml_path
-from pipeline.config.overrides import override_texts
+from pipeline.config.overrides import leaf_settings, override_texts
 from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation, shown
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
@@ -73,7 +72,7 @@ class CoreRecipe(Settings):
         if self.optimizer.schedule == "polynomial" and warmup >= updates:
             raise ValueError(
                 f"optimizer.warmup_updates {warmup:,} is not below training.updates {updates:,}, "
-                "so that the learning rate would only rise: lower it, or train longer"
+                "so that the learning rate would only rise. Lower it, or train longer"
             )
         return self
 
@@ -82,25 +81,28 @@ class CoreRecipe(Settings):
         if self.training.updates_of == "bytes" and self.mixture.phases:
             raise ValueError(
                 'training.updates_of is "bytes", and mixture.phases begin at updates, whose number '
-                "then depends on the vocabulary: leave one of them out"
+                "then depends on the vocabulary. Leave one of them out"
             )
         return self
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
-        """Of what is to be trained; a stored model of such a shape can still be used."""
+        """Check the experts of a model to be trained.
+
+        A stored model of such a shape can still be used.
+        """
         model, moe = self.model, self.model.moe
         if moe is None:
             return self
         if moe.every > max(model.encoder_layers, model.decoder_layers):
             raise ValueError(
                 f"model.moe.every {moe.every} exceeds the numbers of layers, so that no layer "
-                "would have experts: lower it, or leave [model.moe] out"
+                "would have experts. Lower it, or leave [model.moe] out"
             )
         if moe.top_k == 1 < moe.num_experts and moe.combine_weights == "renormalized":
             raise ValueError(
                 "model.moe.combine_weights is renormalized with top_k 1: the one weight is then "
-                "always 1, and the router learns nothing from the translations; set it to "
+                "always 1, and the router learns nothing from the translations. Set it to "
                 '"probability", or top_k to 2'
             )
         return self
@@ -111,34 +113,34 @@ class CoreRecipe(Settings):
         if own and not (into and set(into) <= set(own)):
             raise ValueError(
                 f"tokenizer.target_languages, {', '.join(own)}, are all that can be translated "
-                "into: let mixture.targets name them, or some of them"
+                "into. Let mixture.targets name them, or some of them"
             )
         if own and self.batches.tag_is_label:
             raise ValueError(
                 "batches.tag_is_label is true, and with tokenizer.target_languages the model "
-                "predicts pieces of those languages alone, no language token: set it to false"
+                "predicts pieces of those languages alone, no language token. Set it to false"
             )
         return self
 
     @model_validator(mode="after")
     def _check_routes(self) -> Self:
-        """Of what is to be trained: every module learns something."""
+        """Check that every module of a model to be trained learns something."""
         has_shared = self.model.has_shared_route
         if self.loss.objective == "fuse_distillation" and not has_shared:
             raise ValueError(
-                "loss.objective is fuse_distillation, which wants a model of two routes: set "
+                "loss.objective is fuse_distillation, which wants a model of two routes. Set "
                 "model.language_modules.shared to true, of kind low_rank or language_experts"
             )
         if self.loss.objective != "fuse_distillation" and has_shared:
             raise ValueError(
-                "model.language_modules.shared is true, and the shared module would learn nothing: "
-                'set it to false, or loss.objective to "fuse_distillation"'
+                "model.language_modules.shared is true, and the shared module would learn nothing. "
+                'Set it to false, or loss.objective to "fuse_distillation"'
             )
         return self
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sentence in shards: ``shards.max_tokens``, or what the model takes.
+        """Longest sentence in shards, in tokens: ``shards.max_tokens``, or what the model takes.
 
         A model takes a sentence that has a position for each token, tag and end-of-sentence, and
         fits into a micro-batch.
@@ -153,9 +155,9 @@ class CoreRecipe(Settings):
         return section
 
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """The named sections, and settings of others (``training.seed``), as plain JSON.
+        """Return the named sections, and settings of others (``training.seed``), as plain JSON.
 
-        ``shards.max_tokens`` is resolved, so that a manifest says how long sentences could be.
+        ``shards.max_tokens`` is resolved, so that a manifest records the length limit.
         """
         shards = self.shards.model_copy(update={"max_tokens": self.max_tokens})
         resolved = self.model_copy(update={"shards": shards})
@@ -176,7 +178,7 @@ else:
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Of nested settings, the sections (``loss``) and settings (``training.seed``) named."""
+    """Select sections (``loss``) and single settings (``training.seed``) from a settings tree."""
     found: dict[str, Any] = {}
     for name in names:
         section, _, setting = name.partition(".")
@@ -189,7 +191,7 @@ def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that ship with the package, overlays included."""
+    """Return the names of the recipes that ship with the package, overlays included."""
     return [*shipped("recipes")]
 
 
@@ -203,11 +205,10 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         ConfigError: no such recipe, a circle of parents, or a setting that does not exist or fit.
     """
-    base, *overlays = (None,) if name is None else name.split("+")
-    merged = {} if base is None else _with_parents(base, seen=())
-    for overlay in overlays:
-        merged = _laid_over(merged, read_overlay(overlay, base=base))
     sections = overrides or {}
+    merged: dict[str, Any] = {}
+    for _, document in _layers(name, sections):
+        merged = _laid_over(merged, document)
     where = "The default settings" if name is None else f"Recipe {name!r}"
     if sections:
         where += f" with {', '.join(map(shown, override_texts(sections)))}"
@@ -215,8 +216,7 @@ def load_recipe(name: str | None, overrides: Mapping[str, Any] | None = None) ->
         if key in sections:
             raise ConfigError(f"{where}: {key!r} is not a section. Set SECTION.SETTING.")
     try:
-        resolved = {**_laid_over(merged, sections), "name": "defaults" if name is None else name}
-        return Recipe.model_validate(resolved)
+        return Recipe.model_validate({**merged, "name": "defaults" if name is None else name})
     except ValidationError as error:
         said = describe_validation(error, Recipe, also=("parent",))
         raise ConfigError(f"{where}: {said}") from error
@@ -237,16 +237,54 @@ def read_overlay(name: str, *, base: str | None) -> dict[str, Any]:
     return document
 
 
-def _with_parents(name: str, *, seen: tuple[str, ...]) -> dict[str, Any]:
+def setting_origins(name: str | None, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Map each setting that is not at its default to the layer that decides it.
+
+    Args:
+        name: the recipe; None: all settings at their defaults.
+        overrides: sections and settings, as ``--set`` of a command states them.
+
+    Returns:
+        Dotted name → ``parent recipe NAME``, ``recipe NAME``, ``overlay NAME`` or ``--set``.
+
+    Raises:
+        ConfigError: no such recipe, or a circle of parents.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, document in _layers(name, overrides or {}):
+        merged = _laid_over(merged, document)
+        origins |= {setting: origin for setting, _ in leaf_settings(document)}
+        left = dict(leaf_settings(merged))  # a layer may remove what an earlier one states
+        origins = {setting: found for setting, found in origins.items() if setting in left}
+    return origins
+
+
+def _layers(
+    name: str | None, overrides: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the documents that a recipe is composed of, in order, each with its origin."""
+    if name is not None:
+        base, *overlays = name.split("+")
+        yield from _with_parents(base, origin="recipe", seen=())
+        for overlay in overlays:
+            yield f"overlay {overlay}", read_overlay(overlay, base=base)
+    yield "--set", overrides
+
+
+def _with_parents(
+    name: str, *, origin: str, seen: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a recipe's ancestors, the farthest first, and the recipe itself."""
     if name in seen:
-        raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle: remove one parent.")
+        raise ConfigError(f"Recipes {' → '.join((*seen, name))} form a circle. Remove one parent.")
     document = _read_recipe(name)
     parent = document.pop("parent", None)
-    if parent is None:
-        return document
-    if not isinstance(parent, str):
-        raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe: write one.")
-    return _laid_over(_with_parents(parent, seen=(*seen, name)), document)
+    if parent is not None:
+        if not isinstance(parent, str):
+            raise ConfigError(f"Recipe {name!r}: its parent is the name of a recipe. Write one.")
+        yield from _with_parents(parent, origin="parent recipe", seen=(*seen, name))
+    yield f"{origin} {name}", document
 
 
 def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,8 +295,8 @@ def _laid_over(base: dict[str, Any], document: Mapping[str, Any]) -> dict[str, A
 def _inherited(parent: dict[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a recipe inherits: all of its parent, but no thresholds of another corpus.
 
-    ``training.resource_thresholds`` are numbers of lines of the parent's corpus: by those of the
-    demo every pair of a corpus of ordinary size would be high-resource.
+    ``training.resource_thresholds`` count training lines of the parent's corpus: by the demo's
+    thresholds every pair of a corpus of ordinary size would be high-resource.
     """
     source = CorpusConfig().source
     own, its = (

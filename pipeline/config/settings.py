@@ -1,4 +1,4 @@
-"""Settings: frozen tables whose numbers have ranges, and refusals that say what may stand there."""
+"""Define the base class of settings, ranges of numbers, and error messages for wrong values."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from pydantic import (
 from pipeline.errors import hint
 
 MAX_FINDINGS = 3
-"""Wrong settings that one refusal names."""
+"""Most wrong settings that one error message lists."""
 _SHOWN = 40
-"""Characters of a value that a refusal repeats."""
+"""Most characters of a value that an error message repeats."""
 _LONGEST = 300
-"""Characters of another library's message that a refusal repeats."""
+"""Most characters of another library's message that an error message repeats."""
 
 
 class Settings(BaseModel):
@@ -37,7 +37,7 @@ class Settings(BaseModel):
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``; an open end does not belong to them."""
+    """A range of numbers from ``low`` to ``high``; an open end is excluded."""
 
     low: float
     high: float
@@ -46,14 +46,14 @@ class Range:
     whole: bool = False
 
     def __contains__(self, number: float) -> bool:
-        """NaN lies in no range."""
+        """Return whether a number is in the range; NaN is in none."""
         above = number > self.low if self.open_low else number >= self.low
         below = number < self.high if self.open_high else number <= self.high
         return above and below
 
     @property
     def words(self) -> str:
-        """``a whole number from 1 to 1,000``, ``a number of more than 0 and at most 1``."""
+        """The range in words: ``a whole number from 1 to 1,000``, ``a number of more than 0 …``."""
         kind = "a whole number" if self.whole else "a number"
         low = f"of more than {_figure(self.low)}" if self.open_low else f"from {_figure(self.low)}"
         if math.isinf(self.high) and not self.open_high:
@@ -65,7 +65,7 @@ class Range:
         return f"{kind} {low} to {_figure(self.high)}"
 
     def validate(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        """The number as its field's type; ValueError with the range in words for all else."""
+        """Return the number in its field's type, or raise ValueError with the range in words."""
         if not isinstance(value, bool | str | bytes):
             try:
                 number = handler(value)
@@ -73,11 +73,11 @@ class Range:
                 number = math.nan
             if number in self:
                 return number
-        raise ValueError(f"choose {self.words}")
+        raise ValueError(f"Choose {self.words}")
 
 
 def whole(low: int, high: int) -> WrapValidator:
-    """Whole numbers from ``low`` to ``high``, for ``Annotated[int, whole(1, 10)]``."""
+    """Accept whole numbers of a range in an ``Annotated`` type, for example from 1 to 10."""
     return WrapValidator(Range(low, high, whole=True).validate)
 
 
@@ -88,7 +88,7 @@ def number(
     most: float | None = None,
     below: float | None = None,
 ) -> WrapValidator:
-    """Numbers from ``least`` (or more than ``above``) to ``most`` (or less than ``below``)."""
+    """Accept numbers from ``least`` (or above ``above``) to ``most`` (or below ``below``)."""
     low, high = (above if least is None else least), (below if most is None else most)
     assert low is not None
     assert high is not None
@@ -106,7 +106,7 @@ def _figure(number: float) -> str:
 def describe_validation(
     error: ValidationError, settings: type[Settings], *, also: Sequence[str] = ()
 ) -> str:
-    """Return pydantic's first findings as one sentence: where, what stands there, what may.
+    """Describe pydantic's first findings in sentences: where, which value, what is allowed.
 
     Args:
         error: what pydantic found.
@@ -118,17 +118,16 @@ def describe_validation(
         [_describe_finding(finding, settings, also) for finding in findings[:MAX_FINDINGS]]
     )
     if len(findings) > MAX_FINDINGS:
-        described.append(f"and {len(findings) - MAX_FINDINGS:,} more")
-    sentence = "; ".join(described).rstrip(".")
-    return sentence if sentence.endswith("?") else f"{sentence}."
+        described.append(f"And {len(findings) - MAX_FINDINGS:,} more")
+    return " ".join(one if one[-1] in ".?" else f"{one}." for one in described)
 
 
 def _with_choices_once(sentences: Sequence[str]) -> list[str]:
-    """Without the names there are to choose from where an earlier sentence lists the same."""
+    """Remove a list of choices from a sentence if an earlier one has the same list."""
     listed: set[str] = set()
     kept = []
     for sentence in sentences:
-        head, _, choices = sentence.partition(": choose from ")
+        head, _, choices = sentence.partition(". Choose from ")
         kept.append(head if choices and choices in listed else sentence)
         listed.add(choices)
     return kept
@@ -144,20 +143,20 @@ def _describe_finding(
             known = (*_names_at(settings, location[:-1]), *(also if len(location) == 1 else ()))
             return f"there is no setting {where!r}{hint(str(location[-1]), known)}"
         case "missing":
-            return f"{where} is missing: set it"
+            return f"{where} is missing. Set it"
         case "value_error" if isinstance(finding["input"], BaseModel | dict):
             return f"{where}: {finding['ctx']['error']}".removeprefix(": ")
         case "value_error":
-            return f"{where} is {shown(finding['input'])}: {finding['ctx']['error']}"
+            return f"{where} is {shown(finding['input'])}. {finding['ctx']['error']}"
         case "list_type" | "tuple_type":
             example = shown(json.dumps([finding["input"]], ensure_ascii=False, default=str))
-            return f"{where} is {shown(finding['input'])}: write a list, {example}"
+            return f"{where} is {shown(finding['input'])}. Write a list, {example}"
         case "string_type":
-            return f"{where} is {shown(finding['input'])}: write text in quotes"
+            return f"{where} is {shown(finding['input'])}. Write text in quotes"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{where} is {shown(finding['input'])}: it is a table, write [{where}]"
+            return f"{where} is {shown(finding['input'])}. Write it as a table, [{where}]"
         case "bool_type" | "bool_parsing":
-            return f"{where} is {shown(finding['input'])}: write true or false"
+            return f"{where} is {shown(finding['input'])}. Write true or false"
         case "literal_error" | "union_tag_invalid":
             context = finding["ctx"]
             choices = re.findall("'([^']*)'", context.get("expected", context.get("expected_tags")))
@@ -167,7 +166,7 @@ def _describe_finding(
 
 
 def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[str, ...]:
-    """Names of the settings of the table that lies at a location below ``settings``."""
+    """Return the names of the settings of the table at a location below ``settings``."""
     found: Any = settings
     for part in location:
         tables = _tables_in(found)
@@ -182,7 +181,7 @@ def _names_at(settings: type[Settings], location: Sequence[str | int]) -> tuple[
 
 
 def _tables_in(annotation: Any) -> list[type[Settings]]:
-    """The settings among the types that a field may have, those told apart by their kind too."""
+    """Return the settings classes among the types of a field, those told apart by kind too."""
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return [annotation]
     if get_origin(annotation) is Annotated:
@@ -193,31 +192,31 @@ def _tables_in(annotation: Any) -> list[type[Settings]]:
 
 
 def _kind_of(table: type[Settings]) -> str | None:
-    """What tells a table from others in its place."""
+    """Return the tag that tells a table from others in its place; None if it has none."""
     kind = table.model_fields.get("kind")
     return None if kind is None else str(kind.default)
 
 
 def one_line(error: Exception) -> str:
-    """What an error of another library says, without line breaks."""
+    """Return the message of another library's error on one line, cut to a length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def shown(value: object) -> str:
-    """A value as a refusal repeats it: short, on one line."""
+    """Return a value for an error message: short, on one line."""
     if isinstance(value, int) and value.bit_length() > 128:  # Python prints no 5,000 digits
         return f"a number of {value.bit_length():,} bits"
     try:
         text = value if isinstance(value, str) else repr(value)
-    except ValueError:  # of a list with such a number
+    except ValueError:  # a list that contains such a number
         return f"a {type(value).__name__} with a number of thousands of digits"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 Route = Literal["specific", "shared"]
-"""Which way through a model whose languages have weights of their own: theirs, or those of all."""
+"""Route through a model with language modules: language-specific, or shared by all languages."""
 
 Seed = Annotated[int, whole(0, 2**63 - 1)]
 Lines = Annotated[int, whole(0, 10**12)]
@@ -225,13 +224,13 @@ Updates = Annotated[int, whole(1, 10**9)]
 BatchTokens = Annotated[int, whole(1, 10**8)]
 Layers = Annotated[int, whole(1, 1000)]
 Temperature = Annotated[float, number(above=0, most=float("inf"))]
-"""1: proportional; inf: uniform."""
+"""Sampling temperature T, p ∝ n^(1/T): 1 is proportional, inf uniform."""
 DropRate = Annotated[float, number(least=0, below=1)]
 LossWeight = Annotated[float, number(least=0, most=1000)]
 NUM_SPECIALS = 4
-"""Padding, beginning and end of a sentence, and what is unknown."""
+"""Special tokens: padding, beginning and end of a sentence, unknown."""
 EXTRA_TOKENS = 2
-"""Positions of a sentence beside its own tokens: a tag and end-of-sentence."""
+"""Positions of a sentence besides its own tokens: a tag and end-of-sentence."""
 MAX_EXPERTS = 2**14
 MAX_GROUPS = 10**4
 MAX_STATES = 10**6

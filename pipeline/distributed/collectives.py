@@ -1,13 +1,16 @@
-"""What all ranks of the open process group do together; alone, where none is open.
+"""Run collectives over the ranks of the open process group; without one, act as a single rank.
 
-torch is imported where a collective is called: what the command line loads leads here.
+torch is imported inside the functions because the command line imports this module and has to start
+fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pipeline.distributed.heartbeat import Heartbeat, open_store
+from pipeline.errors import UserError, describe_os_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HEARTS: list[Heartbeat] = []
-"""Of the open process group, where there is one of several ranks."""
+"""Heartbeat of the open process group; empty with a single rank."""
 
 
 @contextmanager
@@ -41,14 +44,14 @@ def _meet() -> None:
 
 
 def world_size() -> int:
-    """Number of ranks in the open process group; 1 where none is open."""
+    """Return the number of ranks in the open process group; 1 if none is open."""
     import torch
 
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the open process group; 0 where none is open."""
+    """Return this process's rank in the open process group; 0 if none is open."""
     import torch
 
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -64,7 +67,7 @@ def all_sum(tensor: "Tensor") -> "Tensor":
 
 
 def all_max(tensor: "Tensor") -> "Tensor":
-    """Maximum over ranks, in place; the tensor itself at world size 1."""
+    """Take the maximum over ranks, in place; the tensor itself at world size 1."""
     import torch
 
     if world_size() > 1:
@@ -73,7 +76,7 @@ def all_max(tensor: "Tensor") -> "Tensor":
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's value, in order of rank, on every rank (pickled between our own processes)."""
+    """Return every rank's value, in order of rank (pickled between our own processes)."""
     import torch
 
     values: list[Any] = [value] * world_size()
@@ -84,7 +87,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def from_rank_zero(value: T) -> T:
-    """Rank 0's value on every rank (pickled between our own processes)."""
+    """Return rank 0's value on every rank (pickled between our own processes)."""
     import torch
 
     values: list[Any] = [value]
@@ -95,8 +98,31 @@ def from_rank_zero(value: T) -> T:
     return received
 
 
+def on_rank_zero(action: Callable[[], T], *, path: Path, error: type[UserError]) -> T:
+    """Let rank 0 act, and return its result on every rank; all ranks call this.
+
+    Args:
+        action: called on rank 0 alone; its result is pickled.
+        path: the file or directory that the action reads or writes, for the error message.
+        error: raised on all ranks if the action raises a UserError or an OSError.
+    """
+    result: T | None = None
+    problem: str | None = None
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as caught:
+            problem = str(caught)
+        except OSError as caught:
+            problem = f"{path} cannot be read or written ({describe_os_error(caught)})."
+    result, problem = from_rank_zero((result, problem))
+    if problem is not None:
+        raise error(problem)
+    return cast(T, result)
+
+
 def wait_for_all() -> None:
-    """Return once every rank is here and the device's work is done; a barrier over gloo."""
+    """Wait until every rank is here and the device's work is done; a barrier over gloo."""
     import torch
 
     if world_size() > 1:

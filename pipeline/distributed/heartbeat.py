@@ -1,9 +1,9 @@
-"""Waiting for ranks that work: as long as their hearts beat, and not by a deadline.
+"""Wait for other ranks as long as they show signs of life, instead of a fixed time.
 
-A collective gives up after minutes, while one rank may rightly hash, read or copy for an hour what
-the others wait for. So before ranks exchange anything outside the training step they *meet*: each
-says that it is there, and waits until all are, or until one of those that are missing has given no
-sign of life for ``patience_seconds``. Signs come from a thread of every rank, over a store of their
+A collective gives up after minutes, while one rank may rightly hash, read or copy for an hour
+before the others can go on. So before ranks exchange anything outside the training step they
+*meet*: each announces itself and waits until all are there, or until a missing rank has given no
+sign of life for ``patience_seconds``. A thread of every rank sends these signs, over a store of its
 own beside the process group.
 """
 
@@ -24,7 +24,7 @@ LONGEST_POLL_SECONDS = 0.1
 
 
 class Heartbeat:
-    """One rank's heart, and its eyes for those of the others."""
+    """Sends this rank's signs of life and watches those of the others."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Heartbeat:
         self._thread.start()
 
     def meet(self) -> None:
-        """Return when every rank has come here as often as this one.
+        """Wait until every rank has called this as often as this rank.
 
         Raises:
             RankLost: a rank is missing and gives no sign of life.
@@ -67,7 +67,7 @@ class Heartbeat:
                 watch.look([r for r in range(self._size) if not self._is_here(here, r)])
 
     def end(self) -> None:
-        """Stop beating, and let those know who may still wait for this rank."""
+        """Stop the signs of life, and tell the ranks that still wait for this one."""
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
@@ -89,18 +89,19 @@ class Heartbeat:
 
 
 class _Watch:
-    """When each rank's heart was last seen to have beaten."""
+    """Remembers when each rank last gave a sign of life."""
 
     def __init__(self, store: "TCPStore", *, patience_seconds: float) -> None:
         self._store, self._patience_seconds = store, patience_seconds
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def look(self, ranks: list[int]) -> None:
+        """Raise RankLost if one of the ranks has ended or given no sign of life for too long."""
         now = time.monotonic()
         for rank in ranks:
             if self._store.check([f"gone/{rank}"]):
                 raise RankLost(
-                    f"Rank {rank} has ended while others wait for it: look at what it says, and "
+                    f"Rank {rank} has ended while others wait for it. Look at what it says, and "
                     "run the same command again."
                 )
             beat = self._beat_of(rank)
@@ -109,7 +110,7 @@ class _Watch:
                 self._seen[rank] = (beat, now)
             elif now - since > self._patience_seconds:
                 raise RankLost(
-                    f"Rank {rank} has given no sign of life for {now - since:.0f} s: look at what "
+                    f"Rank {rank} has given no sign of life for {now - since:.0f} s. Look at what "
                     "its node says, and run the same command again."
                 )
 
@@ -119,7 +120,7 @@ class _Watch:
 
 
 def open_store(address: str) -> "TCPStore":
-    """The store, on rank 0; its ``port`` is for the others."""
+    """Open the store, on rank 0; the others connect to its ``port``."""
     from torch.distributed import TCPStore
 
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)

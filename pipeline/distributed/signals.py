@@ -1,6 +1,6 @@
-"""How a process is asked to stop: the signals that ask, and who is told.
+"""Handle the signals that ask a process to stop.
 
-A loop polls a flag (``StopFlag``), what can be begun anew is interrupted (``interruptible``), and a
+A loop polls a flag (``StopFlag``); work that can be repeated is interrupted (``interruptible``); a
 launcher passes the signal on to its children (``handled_by`` with a handler of its own).
 """
 
@@ -15,10 +15,10 @@ from pipeline.distributed.collectives import all_max, world_size
 from pipeline.errors import Interrupted
 
 ASKED_FROM_OUTSIDE = (signal.SIGTERM, signal.SIGUSR1)
-"""What a scheduler or a launcher sends."""
+"""Signals that a scheduler or a launcher sends."""
 
 STOP_SIGNALS = (*ASKED_FROM_OUTSIDE, signal.SIGINT)
-"""Those, and Ctrl-C."""
+"""Signals that ask for a stop, Ctrl-C included."""
 
 
 @contextmanager
@@ -27,10 +27,10 @@ def handled_by(
     *,
     signals: Sequence[signal.Signals] = STOP_SIGNALS,
 ) -> Iterator[None]:
-    """Give the signals that arrive meanwhile to a handler, and put the old handlers back.
+    """Handle signals within the block, and restore the old handlers after it.
 
-    A process forked meanwhile inherits the handler but not its purpose: in it the signal does what
-    it does by default.
+    A process forked within the block inherits the handler but not its purpose: there the signal has
+    its default action.
     """
     process_id = os.getpid()
 
@@ -53,9 +53,9 @@ def _do_as_by_default(number: int) -> None:
 
 
 def interruptible() -> AbstractContextManager[None]:
-    """SIGTERM and SIGUSR1 raise Interrupted, until what runs meanwhile handles them itself.
+    """Raise Interrupted on SIGTERM and SIGUSR1, unless the block handles them itself.
 
-    So an artifact under construction is removed. Ctrl-C is a KeyboardInterrupt as ever.
+    An artifact under construction is then removed. Ctrl-C still raises KeyboardInterrupt.
     """
     return handled_by(_interrupt, signals=ASKED_FROM_OUTSIDE)
 
@@ -66,7 +66,7 @@ def _interrupt(number: signal.Signals) -> NoReturn:
 
 @contextmanager
 def ctrl_c_held_back() -> Iterator[None]:
-    """Let SIGINT wait meanwhile; processes started meanwhile have it wait until they let it in."""
+    """Block SIGINT within the block; processes started there block it until they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -75,19 +75,19 @@ def ctrl_c_held_back() -> Iterator[None]:
 
 
 def let_ctrl_c_in() -> None:
-    """Receive SIGINT from now on, one that waits included."""
+    """Unblock SIGINT, including one that is pending."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class StopFlag:
-    """Asks a loop to stop: SIGTERM, SIGUSR1 or SIGINT only raise a flag that the loop polls.
+    """A flag that SIGTERM, SIGUSR1 and SIGINT set and that a loop polls.
 
-    A context manager that puts the old handlers back.
+    A context manager that restores the old handlers.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        """Whether this process was asked; ranks can differ, so decide by ``agreed``."""
+        """Whether this process was asked to stop. Ranks can differ: decide by ``agreed``."""
         self._handling = handled_by(self._raise)
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class StopFlag:
         self._handling.__exit__(None, None, None)
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop: all ranks call this, and get the same answer."""
+        """Return whether any rank was asked to stop; all ranks call this and agree."""
         import torch
 
         if world_size() == 1:

@@ -1,7 +1,7 @@
-"""Worker processes of a stage that forks its own, and how Ctrl-C ends them: without a word.
+"""Run worker processes that end silently on Ctrl-C.
 
-A terminal sends Ctrl-C to the whole process group. The parent says in one sentence that it was
-stopped; a worker that raised KeyboardInterrupt would print its traceback beside that.
+A terminal sends Ctrl-C to the whole process group. The parent prints one sentence; a worker that
+raised KeyboardInterrupt would print its traceback as well.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class WorkerPool(ProcessPoolExecutor):
-    """Spawned processes: fresh interpreters, which inherit no handlers, locks or threads.
+    """A pool of spawned processes, which inherit no handlers, locks or threads.
 
-    They never see Ctrl-C. When the block ends because the stage was asked to stop, or because
-    nobody wants the results any more, they are killed; when it ends with another error, the calls
-    in work are finished and no other is begun.
+    They never see Ctrl-C. If the block ends because the stage was asked to stop, or because nobody
+    wants the results any more, the workers are killed; after any other error, running calls finish
+    and no new one starts.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class WorkerPool(ProcessPoolExecutor):
         resource_tracker.ensure_running()  # when it starts, it lets SIGINT in
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Hand a call to a worker, which is started first where none is idle."""
+        """Hand a call to a worker, starting one if none is idle."""
         with ctrl_c_held_back():
             return super().submit(function, *args, **kwargs)
 
     def in_order(self, function: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
-        """Results in the order of the tasks.
+        """Yield results in the order of the tasks.
 
-        Unlike ``map`` it cancels nothing when it is left early: as of Python 3.11 the thread behind
-        the pool prints a traceback where workers end while calls are cancelled.
+        Unlike ``map`` it cancels nothing when the caller stops early: as of Python 3.11 the thread
+        behind the pool prints a traceback if workers end while calls are being cancelled.
         """
         futures = [self.submit(function, task) for task in tasks]
         for future in futures:

@@ -1,9 +1,14 @@
-"""The world of ranks: found in the environment in one place, opened and closed in one place.
+"""Find the world of ranks in the environment, open and close its process group, choose devices.
 
 Whatever started the processes (our launcher, torchrun, deepspeed, srun, mpirun, or nothing),
 ``discover`` maps what it left in the environment to a ``World``, and ``distributed_world`` opens
 the process group for it. torch is imported only where a process group is opened, because the
 command line asks this module for its rank and has to start fast.
+
+A rank computes on a GPU of its own, or on the CPU. Some launchers show all GPUs of a node to each
+of its ranks, others show every rank its own, which then is number 0 (``--gpus-per-task=1``).
+DeepSpeed takes ``LOCAL_RANK`` for the number of the device, so it is told the number found here
+(:func:`~pipeline.training.engine.connect`). Not yet run on a GPU.
 """
 
 import atexit
@@ -12,15 +17,18 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from pipeline.distributed.collectives import heartbeat, wait_for_all
-from pipeline.distributed.devices import take_device
+from pipeline.distributed.collectives import gather_objects, heartbeat, wait_for_all
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 LOOPBACK = "127.0.0.1"
 
@@ -28,12 +36,12 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PO
 _MPI_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 _HAD_GROUPS: list["World"] = []
-"""The worlds this process opened a process group for."""
+"""Worlds for which this process opened a process group."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all: ``rank`` of ``size``, ``local_rank`` of ``local_size``."""
+    """A process's place: ``rank`` of ``size``, ``local_rank`` of ``local_size`` on its node."""
 
     rank: int
     size: int
@@ -43,7 +51,7 @@ class World:
     master_port: int
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch and DeepSpeed read."""
+        """Return the variables that torch and DeepSpeed read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -55,7 +63,7 @@ class World:
 
 
 def discover(environment: Mapping[str, str]) -> World:
-    """The world this process was started into; one process where nothing says otherwise.
+    """Return the world this process was started into; a world of one without a launcher.
 
     Raises:
         ConfigError: a launcher's variables are incomplete, or MPI or scontrol cannot be used.
@@ -70,7 +78,7 @@ def discover(environment: Mapping[str, str]) -> World:
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process as one rank of a world."""
+    """Return whether a launcher started this process as one rank of a world."""
     return (
         "RANK" in environment
         or _in_slurm_step(environment)
@@ -79,7 +87,7 @@ def is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
-    """This process's rank, found without opening anything; 0 where there is no launcher."""
+    """Return this process's rank without opening anything; 0 without a launcher."""
     if "RANK" in environment:
         return _integer(environment, "RANK")
     if _in_slurm_step(environment):
@@ -89,7 +97,7 @@ def rank_of(environment: Mapping[str, str]) -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
+    """Return a TCP port that nobody listens on at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
@@ -100,7 +108,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
     missing = [name for name in _LAUNCHER_NAMES if name not in environment]
     if missing:
         raise ConfigError(
-            f"RANK is set in the environment but {', '.join(missing)} is not: start with "
+            f"RANK is set in the environment but {', '.join(missing)} is not. Start with "
             "--processes, torchrun, deepspeed, srun or mpirun, or unset RANK."
         )
     size = _integer(environment, "WORLD_SIZE")
@@ -116,7 +124,7 @@ def _from_launcher(environment: Mapping[str, str]) -> World:
 
 
 def _in_slurm_step(environment: Mapping[str, str]) -> bool:
-    """Under srun, that is: a batch script has a SLURM_PROCID too, but belongs to no step."""
+    """Return whether srun started this process; a batch script has SLURM_PROCID but no step."""
     return "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment
 
 
@@ -135,7 +143,7 @@ def _from_slurm(environment: Mapping[str, str]) -> World:
 
 
 def _slurm_local_size(environment: Mapping[str, str], *, size: int) -> int:
-    """Tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
+    """Return the tasks on this node: entry SLURM_NODEID of a list like ``2(x3),1``."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environment:
             counts = _expand_counts(environment[name])
@@ -168,7 +176,7 @@ def _first_slurm_host(environment: Mapping[str, str], *, size: int) -> str:
         return listed.stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise ConfigError(
-            f"scontrol did not expand the node list {hosts!r} ({error}): export MASTER_ADDR as "
+            f"scontrol did not expand the node list {hosts!r} ({error}). Export MASTER_ADDR as "
             "the name of the first node."
         ) from error
 
@@ -179,7 +187,7 @@ def _from_mpi() -> World:
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             "mpirun started this process but mpi4py or libmpi cannot be loaded "
-            f"({str(error).split(chr(10))[0]}): install mmnmt[mpi] and an MPI library, or start "
+            f"({str(error).split(chr(10))[0]}). Install mmnmt[mpi] and an MPI library, or start "
             "with --processes or torchrun."
         ) from error
     everyone = MPI.COMM_WORLD
@@ -202,21 +210,21 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"The environment variable {name} is {environment.get(name)!r} where a whole number "
-            "is wanted: correct it, or start with --processes or torchrun."
+            "is wanted. Correct it, or start with --processes or torchrun."
         ) from error
 
 
 @contextmanager
 def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
-    """Open the default process group; a single process gets one too, since DeepSpeed wants one.
+    """Open the default process group, also for a single process, since DeepSpeed needs one.
 
-    gloo on CPU tensors and, where there is a GPU, NCCL on CUDA tensors. A collective that waits
-    for longer than ``timeout_seconds`` ends with an error. At the end all ranks wait for each
-    other if nothing failed; the group is destroyed in any case. A process that had one ends by
+    It uses gloo for CPU tensors and, with a GPU, NCCL for CUDA tensors. A collective that waits for
+    longer than ``timeout_seconds`` raises an error. At the end all ranks wait for each other unless
+    something failed; the group is destroyed in any case. A process that had a group must end by
     ``leave``.
 
     Raises:
-        ConfigError: see ``discover`` and ``devices.take_device``.
+        ConfigError: see ``discover`` and ``take_device``.
     """
     import torch
 
@@ -241,10 +249,10 @@ def distributed_world(*, timeout_seconds: float = 600) -> Iterator[World]:
 def leave(code: int) -> NoReturn:
     """End this process with an exit code, the way multiprocessing ends its children.
 
-    What is registered to run at exit runs, but the interpreter is not taken apart where there was
-    a process group: DeepSpeed holds on to groups whose threads live on, and one that lets go of a
-    tensor meanwhile aborts the process ("terminate called without an active exception"), after
-    everything was done.
+    Exit handlers run, but after a process group was open the interpreter is not torn down:
+    DeepSpeed keeps references to groups whose threads live on, and releasing a tensor during the
+    teardown then aborts the process ("terminate called without an active exception") although all
+    work is done.
     """
     if not _HAD_GROUPS:
         sys.exit(code)
@@ -267,3 +275,58 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def device_index(local_rank: int, *, visible: int) -> int | None:
+    """Return the number of a rank's GPU among those it sees; None if it sees none."""
+    return local_rank % visible if visible else None
+
+
+def local_device(local_rank: int) -> "torch.device":
+    """Return the device of this rank."""
+    import torch
+
+    index = device_index(local_rank, visible=torch.cuda.device_count())
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def take_device(local_rank: int) -> None:
+    """Select this rank's device; all ranks call this, before NCCL is used.
+
+    Raises:
+        ConfigError: on all ranks, if two of them would have one GPU, which NCCL refuses, or if
+            some have a GPU and others none.
+    """
+    import torch
+
+    device = local_device(local_rank)
+    name = "the CPU"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        name = str(torch.cuda.get_device_properties(device).uuid)
+    refuse_shared(gather_objects((socket.gethostname(), name, device.type)))
+
+
+def refuse_shared(found: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse GPUs that two ranks share, and worlds in which only some ranks have a GPU.
+
+    Args:
+        found: node, device and type of device of every rank.
+
+    Raises:
+        ConfigError: see :func:`take_device`.
+    """
+    types = Counter(kind for _, _, kind in found)
+    if len(types) > 1:
+        raise ConfigError(
+            f"{types['cuda']} processes see a GPU and {types['cpu']} see none. Start as many as "
+            "there are GPUs on every node, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on "
+            "CPU."
+        )
+    for (node, name, kind), count in Counter(found).items():
+        if kind == "cuda" and count > 1:
+            raise ConfigError(
+                f"{count} processes on {node} would share one GPU ({name}). Start one per GPU "
+                "(--processes, --ntasks-per-node), or hide the GPUs (CUDA_VISIBLE_DEVICES=) to "
+                "compute on CPU."
+            )

@@ -1,1 +1,6 @@
-"""When and where stages run."""
+"""Run plans: graphs of stages.
+
+``plan.py`` reads a plan and lays it out in a directory (``plan_expansion.py`` expands its defaults
+and matrices), ``freshness.py`` decides which stages must run, ``runner.py`` runs them, and
+``launch.py`` starts the processes of a stage.
+"""

@@ -1,19 +1,17 @@
-"""Why a stage of a plan must run again, or that it need not.
+"""Decide whether a stage of a plan must run, and whether that would discard training.
 
-A finished artifact of the same key (see ``artifacts.stage_key``) is up to date. With another key a
-stage runs when a setting that decides its result (``Stage.deciding``) or the digest of an input
-differs from what the manifest says; a stage that is rebuilt with the same
-result leaves what follows alone. Of a corpus, the digest is that of the splits that the stage reads
-(``Input.splits``): other test lines leave training alone. A setting that did not exist when the
-artifact was made counts as at its default, and one that its stage does not read any more counts no
-longer. Another ``shards.max_tokens`` that leaves out the same sentences changes nothing.
+A finished artifact with the same key (see ``artifacts.stage_key``) is up to date. With another key
+a stage runs if a setting that decides its result (``Stage.deciding``) or the digest of an input
+differs from the manifest; a stage that is rebuilt with the same result leaves later stages alone.
+The digest of a corpus covers the splits that the stage reads (``Input.splits``): other test lines
+do not affect training. A setting that did not exist when the artifact was made counts as its
+default, and a setting that the stage no longer reads does not count. Another ``shards.max_tokens``
+that leaves out the same sentences changes nothing.
 
-Training that running a stage again would throw away: how much, and what makes it useless.
-
-A training stage goes on from its newest state where that is a state of the same training
-(``artifacts/training_states.py``), to more updates too. Where it is not, or where a finished model
-was trained otherwise, days may be lost: ``mmnmt run`` refuses until it is told to train anew, and
-a stage by itself until it is told to overwrite. What was trained is then set aside.
+A training stage resumes from its newest state if that is a state of the same training
+(``artifacts/training_states.py``), also for more updates. Otherwise, or if a finished model was
+trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
+a stage alone refuses without ``--overwrite``. Earlier training is then set aside, not deleted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +34,7 @@ _SHOWN_CHANGES = 3
 def why_not_done(
     out_dir: Path, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
 ) -> str | None:
-    """None if ``out_dir`` holds what the stage would make, else the reason in a few words."""
+    """Return why ``out_dir`` does not hold what the stage would make; None if it does."""
     try:
         manifest = read_manifest(out_dir)
     except ArtifactError:
@@ -57,7 +55,7 @@ def why_not_done(
 
 
 def listed_changes(changes: Sequence[str]) -> str:
-    """The first few changes, and how many more there are."""
+    """Join the first few changes, and count the rest."""
     more = len(changes) - _SHOWN_CHANGES
     return "; ".join(changes[:_SHOWN_CHANGES]) + (f"; and {more} more" if more > 0 else "")
 
@@ -65,7 +63,7 @@ def listed_changes(changes: Sequence[str]) -> str:
 def changes_since(
     manifest: Manifest, *, stage: Stage, config: Mapping[str, Any], digests: Mapping[str, str]
 ) -> list[str]:
-    """What differs between an artifact and what the stage would make now, all that decides."""
+    """Return all deciding differences between an artifact and what the stage would make now."""
     if (manifest.stage, manifest.kind) != (stage.name, stage.makes):
         return [f"it holds {with_article(manifest.kind)} artifact made by {manifest.stage}"]
     noted = with_defaults(manifest.config, sections=stage.sections)
@@ -83,16 +81,16 @@ def changes_since(
 
 
 def reason_to_run(placed: PlacedPlan, task: Task) -> str | None:
-    """Why the task must run, or None if its artifact is up to date."""
+    """Return why the task must run, or None if its artifact is up to date."""
     return why_not_done(
         task.out_dir, stage=task.stage, config=task.config, digests=placed.digests(task)
     )
 
 
 def change_of_files(task: Task) -> str | None:
-    """Which file of its finished artifact is not as it was made, and what happened to it.
+    """Describe the first file of a finished artifact that was changed; None if there is none.
 
-    A copy has other times and inodes: a file that looks changed is compared with its digest, which
+    Copies have other times and inodes: a file that looks changed is compared with its digest, which
     is then remembered.
     """
     try:
@@ -111,9 +109,9 @@ def change_of_files(task: Task) -> str | None:
 
 
 def forecast(placed: PlacedPlan) -> dict[str, str | None]:
-    """Stage → why it would run, or None; a stage runs too when one it reads from will.
+    """Return stage → why it would run, or None; a stage also runs if one that it reads from will.
 
-    Stages that are left out will not: what they made is taken as it is.
+    Stages that are left out will not run: their artifacts are read as they are.
     """
     reasons: dict[str, str | None] = {}
     for task in placed.tasks:
@@ -131,19 +129,26 @@ def forecast(placed: PlacedPlan) -> dict[str, str | None]:
 
 
 class Placed(Protocol):
-    """A stage with its settings and its place: of a plan, or of a command line."""
+    """A stage with its settings and its place, from a plan or a command line."""
 
     @property
-    def stage(self) -> Stage: ...
+    def stage(self) -> Stage:
+        """The stage."""
+
     @property
-    def out_dir(self) -> Path: ...
+    def out_dir(self) -> Path:
+        """The directory of its artifact."""
+
     @property
-    def config(self) -> Mapping[str, Any]: ...
+    def config(self) -> Mapping[str, Any]:
+        """Its settings, as a manifest records them."""
 
 
 def training_done(task: Placed) -> str | None:
-    """How much a training stage has trained, finished or not: ``12,000 updates (3.4 hours) of
-    training``; None where it has saved nothing."""
+    """Return how much a training stage has trained; None if it has saved nothing.
+
+    For example ``12,000 updates (3.4 hours) of training``, finished or not.
+    """
     if not task.stage.trains:
         return None
     finished, state = _finished(task), newest_state(run_dir(task.out_dir))
@@ -157,10 +162,11 @@ def training_done(task: Placed) -> str | None:
 
 
 def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str | None:
-    """What makes all that a stage has trained useless; None if nothing does, or it did nothing.
+    """Return what makes all training of a stage useless; None if nothing does, or there is none.
 
     Args:
-        digests: of its inputs; None: taken as they were.
+        task: the stage.
+        digests: digests of its inputs; None: unchanged.
 
     Raises:
         ArtifactError: what is there cannot be read.
@@ -180,7 +186,7 @@ def why_lost(task: Placed, *, digests: Mapping[str, str] | None = None) -> str |
 
 
 def why_anew(task: Placed, *, digests: Mapping[str, str]) -> str | None:
-    """Why a training stage that is told to overwrite begins anew; None if nothing is lost by it.
+    """Return why a training stage with ``--overwrite`` begins anew; None if nothing is lost.
 
     Raises:
         ArtifactError: what is there cannot be read.
@@ -199,13 +205,13 @@ def _no_state(run_folder: Path) -> str:
 
 
 def _finished(task: Placed) -> Manifest | None:
-    """Of a finished model; what another kind of stage left in its place is no training."""
+    """Return the manifest of a finished model; None for another kind of artifact, or none."""
     manifest = read_manifest(task.out_dir)
     return manifest if manifest is not None and manifest.kind == task.stage.makes else None
 
 
 def _seconds(metrics_path: Path) -> float:
-    """Of training, as the curves of a run say; 0 where there are none yet."""
+    """Return the seconds of training in a run's metrics; 0 without metrics."""
     records = JsonLines(metrics_path).read() if metrics_path.is_file() else iter(())
     return max((float(record.get("seconds") or 0) for record in records), default=0.0)
 
@@ -223,7 +229,7 @@ def _changes(
 
 
 def _is_longer(finished: Manifest, task: Placed, *, digests: Mapping[str, str] | None) -> bool:
-    """Whether all that is wanted of a finished training is more updates."""
+    """Return whether the settings differ from a finished training only in more updates."""
     noted, wanted = finished.config.get("training"), task.config["training"]
     before = noted.get("updates") if isinstance(noted, Mapping) else None
     if not isinstance(before, int) or wanted["updates"] <= before:
@@ -233,15 +239,15 @@ def _is_longer(finished: Manifest, task: Placed, *, digests: Mapping[str, str] |
 
 
 def going_on(task: Task) -> str | None:
-    """From where a stage would go on, in a few words; None where it would begin."""
+    """Describe from where a stage would resume; None if it would begin."""
     state = newest_state(run_dir(task.out_dir))
     return f"training goes on after update {updates_done(state):,}" if state else None
 
 
 def refusal(task: Task, cause: str) -> str:
-    """The sentence for a run that was not told to train a stage anew."""
+    """Return the error message for a stage that may not train anew."""
     return (
-        f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}): "
-        f"undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
+        f"Stage {task.name} would throw away {training_done(task)} in {task.out_dir} ({cause}). "
+        f"Undo that change, or pass --rebuild {task.name}, which sets what is there aside as "
         f"{free_place_aside(task.out_dir)} and trains anew."
     )

@@ -1,8 +1,8 @@
-"""Start one stage on this machine as one process or several, and see that none outlives it.
+"""Start one stage on this machine as one process or several, and end all of them together.
 
-Every child gets the variables of a world of its own on the loopback address, a session of its
-own (so that a terminal's Ctrl-C reaches it once, through us) and, on Linux, dies with its parent
-even when that one is killed outright.
+Every child gets the variables of a world of its own on the loopback address, a session of its own
+(so that a terminal's Ctrl-C reaches it once, through the parent) and, on Linux, dies with its
+parent even if that is killed outright.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from pipeline.errors import EXIT_RUN_AGAIN
 from pipeline.machine import processes_here, visible_gpus
 
 GRACE_SECONDS = 15.0
-"""Between asking the surviving ranks to end and killing them."""
+"""Seconds between asking the surviving ranks to end and killing them."""
 
 MAX_PROCESSES = 1024
-"""More on one machine is a slip of the pen."""
+"""Most processes on one machine; more is a typing mistake."""
 
 _STOPPED_BY_CTRL_C = (128 + signal.SIGINT, -signal.SIGINT)
 _POLL_SECONDS = 0.05
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopRequests:
-    """Signals to stop that arrive while children run: remembered, and passed on to them.
+    """Remembers signals to stop that arrive while children run, and forwards them.
 
     A context manager; ``received`` is the first signal, or None.
     """
@@ -50,7 +50,7 @@ class StopRequests:
         self._handling.__exit__(None, None, None)
 
     def watch(self, children: list[subprocess.Popen[bytes]]) -> None:
-        """Pass signals on to these children from now on, the one already received included."""
+        """Forward signals to these children from now on, including one already received."""
         self._children = children
         if self.received is not None:
             _signal_all(children, self.received)
@@ -70,10 +70,10 @@ def launch(
 ) -> int:
     """Run ``python ARGUMENTS`` as ``processes`` ranks of one world and wait for them.
 
-    When one fails, the others are asked to end, and killed after ``grace_seconds``. A signal to
-    stop is passed on, and the children decide; a caller that wants to know of it passes
-    ``requests``, already entered. SIGINT waits in a child until that lets it in, as the command
-    line does once it can answer (``signals.let_ctrl_c_in``).
+    If one fails, the others are asked to end, and killed after ``grace_seconds``. A signal to stop
+    is forwarded, and the children decide; a caller that wants to know of it passes ``requests``,
+    already entered. SIGINT stays pending in a child until that unblocks it, as the command line
+    does once it can handle it (``signals.let_ctrl_c_in``).
 
     Returns:
         0; EXIT_RUN_AGAIN if a child said so and none failed; else the code of the first child
@@ -94,7 +94,7 @@ def launch(
     try:
         for rank in range(processes):
             world = World(rank, processes, rank, processes, LOOPBACK, port)
-            with ctrl_c_held_back():  # until the child can say in a sentence that it was stopped
+            with ctrl_c_held_back():  # until the child can handle SIGINT
                 children.append(_start(arguments, world=world, threads=threads))
         requests.watch(children)
         return _wait(children, grace_seconds=grace_seconds)
@@ -104,7 +104,7 @@ def launch(
 
 
 def _processes_here(wanted: int) -> int:
-    """One process per GPU where there are any; says so where that is not what was asked for."""
+    """Return how many processes to start, at most one per GPU; print it if fewer than wanted."""
     gpus = visible_gpus().count
     possible = processes_here(wanted, gpus=gpus)
     if possible < wanted:
@@ -124,7 +124,7 @@ def _start(arguments: Sequence[str], *, world: World, threads: int) -> subproces
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """What a child does between fork and exec; the library is loaded before the fork."""
+    """Return the function to run between fork and exec; this loads its library before."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     parent_id = os.getpid()
 
@@ -137,7 +137,7 @@ def _die_with_parent() -> Callable[[], None]:
 
 
 def _wait(children: list[subprocess.Popen[bytes]], *, grace_seconds: float) -> int:
-    """Wait for all children; from the first failure on, for ``grace_seconds`` at most."""
+    """Wait for all children; after the first failure, for at most ``grace_seconds``."""
     failure = 0
     deadline = float("inf")
     while any(child.poll() is None for child in children):
@@ -155,7 +155,7 @@ def _wait(children: list[subprocess.Popen[bytes]], *, grace_seconds: float) -> i
 
 
 def _first_failure(children: list[subprocess.Popen[bytes]]) -> int:
-    """Exit code of a child that failed, or 0; a signal counts as 128 + its number."""
+    """Return the exit code of a child that failed, or 0; a signal counts as 128 + its number."""
     for child in children:
         code = child.poll()
         if code not in (None, 0, EXIT_RUN_AGAIN):
@@ -176,7 +176,7 @@ def _announce(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
+    """Return ``exit code 3``, or the name of the signal (negative, or 128 + its number)."""
     number = -code if code < 0 else code - 128
     with contextlib.suppress(ValueError):
         return f"signal {signal.Signals(number).name}"
@@ -189,7 +189,7 @@ def _signal_all(children: list[subprocess.Popen[bytes]], number: signal.Signals)
 
 
 def _kill(children: list[subprocess.Popen[bytes]]) -> None:
-    """Kill what is left, with the workers it forked, and collect it."""
+    """Kill the remaining children with their workers, and collect them."""
     for child in children:
         if child.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Plans: a graph of stages, read, checked, and laid out in a folder.
+"""Read and check plans, graphs of stages, and lay them out in a directory.
 
 A plan is a TOML file. ``[inputs]`` names the raw data that it wants. ``[stages]`` says which stage
 to run with which recipe on what. The output of stage NAME lies in ``OUT/NAME``::
@@ -78,25 +78,26 @@ from pipeline.terminal import with_article
 
 
 class PlanStage(Settings):
-    """``[stages.NAME]``."""
+    """The table ``[stages.NAME]`` of a plan."""
 
     run: str
-    """Verb of the command line, ``pretrain``."""
+    """Name of the stage to run, for example ``pretrain``."""
     recipe: str = ""
-    """Not for stages that read no settings."""
+    """Recipe; empty for stages that read no settings."""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Sections and settings that are laid over the recipe and its overlays."""
+    """Sections and settings laid over the recipe and its overlays."""
     inputs: dict[str, str | dict[str, str]] = Field(default_factory=dict)
-    """Input → stage name, or ``$`` and the name of one of the plan's inputs; where the stage takes
-    many, a table of name → stage name."""
+    """Input → stage name, or ``$`` and the name of one of the plan's inputs; for inputs that take
+    several artifacts, a table of name → stage name."""
     processes: Annotated[int, whole(1, MAX_PROCESSES)] = 1
+    """Number of processes."""
     threads: Annotated[int, whole(1, MAX_PROCESSES)] = 1
     """OMP_NUM_THREADS of each process."""
     ds_config: str = AUTO
-    """For stages that train."""
+    """The ds_config of stages that train."""
 
     def sources(self) -> dict[str, str]:
-        """Input, or ``input/name`` where there are many, → stage name or ``$name``."""
+        """Return input, or ``input/name`` for several artifacts, → stage name or ``$name``."""
         flat: dict[str, str] = {}
         for name, source in self.inputs.items():
             if isinstance(source, str):
@@ -106,7 +107,7 @@ class PlanStage(Settings):
         return flat
 
     def dependencies(self) -> list[str]:
-        """Names of the stages it reads from."""
+        """Return the names of the stages it reads from."""
         return [source for source in self.sources().values() if not source.startswith("$")]
 
 
@@ -116,7 +117,7 @@ class Plan(Settings):
     name: str
     description: str = ""
     inputs: dict[str, str] = Field(default_factory=dict)
-    """Data from outside, name → what it should be; given as ``--input NAME=PATH``."""
+    """Data from outside: name → description; given as ``--input NAME=PATH``."""
     stages: dict[str, PlanStage]
 
 
@@ -124,7 +125,7 @@ class Plan(Settings):
 
 
 def plan_names() -> list[str]:
-    """Names of the plans that ship with the package."""
+    """Return the names of the plans that ship with the package."""
     return [*shipped("plans")]
 
 
@@ -149,7 +150,7 @@ def load_plan(name_or_path: str, *, table: Mapping[str, Stage] = STAGES) -> Plan
 
 
 def stage_order(plan: Plan) -> list[str]:
-    """Stages in an order in which they can run: as written, as far as the graph allows.
+    """Sort the stages into an order in which they can run, as written where possible.
 
     Raises:
         ConfigError: the stages form a circle.
@@ -159,8 +160,8 @@ def stage_order(plan: Plan) -> list[str]:
         graphlib.TopologicalSorter(needs).prepare()
     except graphlib.CycleError as error:
         raise ConfigError(
-            f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle: "
-            "remove one of these inputs."
+            f"Plan {plan.name!r}: stages {' → '.join(error.args[1])} form a circle. "
+            "Remove one of these inputs."
         ) from error
     order: list[str] = []
     while len(order) < len(needs):
@@ -173,23 +174,23 @@ def stage_order(plan: Plan) -> list[str]:
 def _check_stage(plan: Plan, name: str, *, table: Mapping[str, Stage]) -> None:
     where, planned = f"Plan {plan.name!r}, stage {name!r}", plan.stages[name]
     if not name.replace("_", "").replace("-", "").isalnum():
-        raise ConfigError(f"{where}: it names a folder, so use letters, digits, - and _ only.")
+        raise ConfigError(f"{where}: it names a folder. Use letters, digits, - and _ only.")
     if planned.run not in table:
         raise ConfigError(
             f"{where}: there is no stage {planned.run!r}{hint(planned.run, [*table])}"
         )
     stage = table[planned.run]
     if planned.set and not stage.sections:
-        raise ConfigError(f"{where}: {planned.run} reads no settings: leave out set.")
+        raise ConfigError(f"{where}: {planned.run} reads no settings. Leave out set.")
     if stage.sections and stage.needs_recipe and not planned.recipe:
-        raise ConfigError(f'{where}: {planned.run} reads settings: add recipe = "...".')
+        raise ConfigError(f'{where}: {planned.run} reads settings. Add recipe = "...".')
     missing = [
         key
         for key, wanted in stage.inputs.items()
         if wanted.required and not planned.inputs.get(key)
     ]
     if missing:
-        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}: add it to inputs.")
+        raise ConfigError(f"{where}: {planned.run} needs input {missing[0]!r}. Add it to inputs.")
     for key, source in planned.inputs.items():
         if key not in stage.inputs:
             raise ConfigError(
@@ -216,10 +217,10 @@ def _check_input(
         if entry.startswith("$"):
             if entry[1:] not in plan.inputs:
                 near = nearest_names(entry[1:], plan.inputs)
-                remedy = f"did you mean '${near[0]}'?" if near else "add it under [inputs]."
-                raise ConfigError(f"{where}: {entry!r} is not declared: {remedy}")
+                fix = f"Did you mean '${near[0]}'?" if near else "Add it under [inputs]."
+                raise ConfigError(f"{where}: {entry!r} is not declared. {fix}")
         elif wanted.kind == "raw":
-            raise ConfigError(f'{where}: raw data comes from outside: name an input as "$name".')
+            raise ConfigError(f'{where}: raw data comes from outside. Name an input as "$name".')
         elif entry not in plan.stages:
             raise ConfigError(
                 f"{where}: the plan has no stage {entry!r}{hint(entry, [*plan.stages])}"
@@ -234,7 +235,7 @@ def _check_kind(
     if verb in table and table[verb].makes != wanted.kind:
         raise ConfigError(
             f"{where}: {entry!r} makes {with_article(table[verb].makes)} artifact where "
-            f"{with_article(wanted.kind)} artifact is wanted: name another stage."
+            f"{with_article(wanted.kind)} artifact is wanted. Name another stage."
         )
 
 
@@ -252,42 +253,42 @@ class Task:
     out_dir: Path
     config: Mapping[str, Any]
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """What is laid over the recipe: ``set`` of the plan and of the command."""
+    """Settings laid over the recipe: ``set`` of the plan and of the command."""
 
     @property
     def is_made(self) -> bool:
-        """Whether its artifact is there, of whatever settings and inputs."""
+        """Whether its artifact exists, with any settings and inputs."""
         return (self.out_dir / MANIFEST_NAME).is_file()
 
 
 @dataclass
 class PlacedPlan:
-    """A plan, the folder of its outputs and the data it is given."""
+    """A plan, the directory of its outputs, and the data it is given."""
 
     plan: Plan
     out_dir: Path
     given: Mapping[str, RawInput]
     """Plan input → data from outside."""
     tasks: list[Task]
-    """The stages that are to be run or looked at: all of the plan, or those chosen."""
+    """The stages to be run or looked at: all of the plan, or those chosen."""
     others: list[Task] = field(default_factory=list)
-    """The stages that are left out: what they made is read as it is."""
+    """The stages that are left out: their artifacts are read as they are."""
     _raw_digests: dict[tuple[str, str], dict[str, str]] = field(default_factory=dict)
 
     def path(self, source: str) -> Path:
-        """Where a source (``stage`` or ``$name``) lies."""
+        """Return the path of a source (``stage`` or ``$name``)."""
         if source.startswith("$"):
             return self.given[source[1:]].only_path()
         return self.out_dir / source
 
     def values(self, source: str) -> tuple[str, ...]:
-        """A source as the command line of a stage names it."""
+        """Return a source as the command line of a stage names it."""
         if source.startswith("$"):
             return self.given[source[1:]].values
         return (str(self.path(source)),)
 
     def chosen(self, *, only: Collection[str] = (), until: Collection[str] = ()) -> "PlacedPlan":
-        """The plan with some of its stages: all of them where none is named.
+        """Return the plan with some of its stages, or with all if none is named.
 
         Args:
             only: these, whatever they read from.
@@ -309,7 +310,7 @@ class PlacedPlan:
         )
 
     def require_stage(self, name: str, option: str) -> None:
-        """Raises ConfigError where the plan has no stage that an option names."""
+        """Raise ConfigError if the plan has no stage that an option names."""
         if name not in self.plan.stages:
             raise ConfigError(
                 f"{option} {name}: plan {self.plan.name!r} has no such stage"
@@ -317,28 +318,28 @@ class PlacedPlan:
             )
 
     def left_out(self, task: Task) -> list[Task]:
-        """The stages that a task reads from and that are left out."""
+        """Return the stages that a task reads from and that are left out."""
         needed = task.planned.dependencies()
         return [other for other in self.others if other.name in needed]
 
     def require_inputs(self) -> None:
-        """Raises ConfigError where an input of the plan, or of the chosen stages, is not given."""
+        """Raise ConfigError if an input of the plan, or of the chosen stages, is missing."""
         sources = {source for task in self.tasks for source in task.planned.sources().values()}
         for name, meaning in self.plan.inputs.items():
             if name not in self.given and (not self.others or f"${name}" in sources):
                 raise ConfigError(
-                    f"Plan {self.plan.name!r} wants {meaning}: pass --input {name}=PATH."
+                    f"Plan {self.plan.name!r} wants {meaning}. Pass --input {name}=PATH."
                 )
 
     def digests(self, task: Task) -> dict[str, str]:
-        """Input → digest as it is now; raw data is read once, and unchanged where not given."""
+        """Return input → current digest; raw data that is not given counts as unchanged."""
         found: dict[str, str] = {}
         for key, source in task.planned.sources().items():
             found |= self._digests(task, key, source)
         return found
 
     def _digests(self, task: Task, key: str, source: str) -> dict[str, str]:
-        """Of one source: several where it is raw text of several paths."""
+        """Return the digests of one source: several if it is raw text of several paths."""
         wanted = task.stage.inputs[key.partition("/")[0]]
         kind = wanted.kind
         if source.startswith("$") and source[1:] not in self.given:
@@ -354,7 +355,7 @@ class PlacedPlan:
 
 
 def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
-    """Names of stages and of all that they read from, near or far."""
+    """Return stages and all that they depend on, directly or not."""
     found: set[str] = set()
     left = list(names)
     while left:
@@ -366,7 +367,7 @@ def with_dependencies(plan: Plan, names: Collection[str]) -> set[str]:
 
 
 def _manifest(out_dir: Path) -> Manifest | None:
-    """Of what a stage made, where it can be read."""
+    """Return the manifest of an artifact; None if there is none that can be read."""
     try:
         return read_manifest(out_dir)
     except ArtifactError:
@@ -376,9 +377,9 @@ def _manifest(out_dir: Path) -> Manifest | None:
 def splits_to_compare(
     manifest: Manifest | None, name: str, splits: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The splits of an input of which to compare the digest with a manifest's.
+    """Return the splits of an input whose digest is to be compared with a manifest's.
 
-    All of the corpus, where the manifest has the digest of that: as earlier versions wrote it.
+    They are all of the corpus if the manifest has its digest, as earlier versions wrote it.
     """
     record = manifest.inputs.get(name) if manifest else None
     return () if record is not None and not record.splits else splits

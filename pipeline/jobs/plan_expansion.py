@@ -1,7 +1,7 @@
-"""Expand ``[defaults]`` and ``[matrix]`` of a plan, so that every stage stands there in full.
+"""Expand ``[defaults]`` and ``[matrix]`` of a plan, so that every stage is written out.
 
 ``pipeline/jobs/plan.py`` documents both. Expansion works on the parsed TOML, before the stages are
-checked: a stage of the result has no trace of how it was written.
+checked: the resulting stages look as if they had been written out by hand.
 """
 
 import re
@@ -18,7 +18,7 @@ from pipeline.stages.stage import Stage
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_ALL = ("recipe", "set", "processes", "threads", "ds_config")
-"""Settings of stages that ``[defaults]`` may have for all of them."""
+"""Settings of stages that ``[defaults]`` may set for all of them."""
 _OF_KIND = (*_OF_ALL, "inputs")
 
 
@@ -29,10 +29,10 @@ class Matrix(Settings):
     """Row → its values. Placeholders stand for them; ``recipe``, ``set`` and the like are settings
     of the row's stages, too."""
     values: dict[str, Any] = Field(default_factory=dict)
-    """Values of the rows that do not have their own."""
+    """Values of rows without their own."""
     order: Literal["stages", "rows"] = "stages"
-    """How consecutive stages of the matrix are ordered: each stage with all rows, or each row with
-    all stages."""
+    """Order of consecutive stages of the matrix: each stage with all rows, or each row with all
+    stages."""
 
     def row(self, name: str) -> dict[str, Any]:
         """Return the values of a row, its name among them."""
@@ -55,7 +55,7 @@ def expand(
     plain = {key: value for key, value in document.items() if key not in ("defaults", "matrix")}
     stages = document.get("stages")
     if not isinstance(stages, dict) or not all(isinstance(one, dict) for one in stages.values()):
-        return plain  # which the plan's own check refuses
+        return plain  # the plan's own check refuses it
     matrices = _matrices(document.get("matrix", {}), where)
     expanded: dict[str, Any] = {}
     for name, stage in _over_rows(stages, matrices, where):
@@ -163,7 +163,7 @@ def _without_matrix(stage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(value: Any, values: Mapping[str, Any], where: str) -> Any:
-    """Return a value with its placeholders replaced; a text that is one alone becomes its value."""
+    """Fill the placeholders of a value; a text that is one placeholder becomes its value."""
     match value:
         case str() if whole := _PLACEHOLDER.fullmatch(value):
             return _value(whole[1], values, where)
@@ -189,7 +189,7 @@ def _value(name: str, values: Mapping[str, Any], where: str) -> Any:
 
 
 class _Defaults:
-    """``[defaults]`` and ``[defaults.KIND]``."""
+    """The tables ``[defaults]`` and ``[defaults.KIND]``."""
 
     def __init__(self, document: Any, *, where: str, table: Mapping[str, Stage]) -> None:
         self._where, self._table = f"{where}, [defaults]", table
@@ -212,7 +212,7 @@ class _Defaults:
                     )
 
     def require_use(self, kinds: set[object]) -> None:
-        """Raise ConfigError where no stage runs a kind that has defaults."""
+        """Raise ConfigError if no stage runs a kind that has defaults."""
         for kind in self._of_kind:
             if kind not in kinds:
                 raise ConfigError(f"{self._where[:-1]}.{kind}]: no stage runs {kind}. Remove it.")
@@ -221,7 +221,7 @@ class _Defaults:
         """Return a stage with the defaults that it does not overrule."""
         kind = self._table.get(str(stage.get("run")))
         if kind is None:
-            return dict(stage)  # which the plan's own check refuses
+            return dict(stage)  # the plan's own check refuses it
         taken = {
             "recipe": bool(kind.sections),
             "set": bool(kind.sections),
@@ -234,7 +234,7 @@ class _Defaults:
 
 
 def _laid_over(base: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay settings of a stage over others: tables entry by entry, a recipe ``+x`` as an overlay."""
+    """Merge a stage into others' settings entry by entry; a recipe ``+x`` adds an overlay."""
     merged = merge(dict(base), stage)
     recipe = stage.get("recipe")
     if "recipe" in base and isinstance(recipe, str) and (recipe == "" or recipe[0] == "+"):

@@ -1,7 +1,7 @@
-"""Running a plan on this machine, and looking at what a run would do.
+"""Run a plan on this machine, and show what a run would do.
 
-Stages run in order, each as a command line of its own; what is up to date is left alone, and the
-same command goes on where a stage failed or was stopped.
+Stages run in order, each as a command of its own. Stages that are up to date are left alone, and
+the same command continues after a failure or a stop.
 """
 
 import time
@@ -40,23 +40,25 @@ from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.terminal import text_table
 
 MAX_RERUNS = 3
-"""How often a stage that asks to be run again is, while each run saves something new."""
+"""Most reruns of a stage that asks to be run again, while each run saves something new."""
 
 EXIT_FAILED = 1
-"""The stage did not say so itself, but running it again as it is would not help."""
+"""Exit code of a stage that failed without saying so; running it again would not help."""
 
 
 class Launcher(Protocol):
-    """``launch.launch``, or what stands in for it."""
+    """A function with the signature of ``launch.launch``."""
 
     def __call__(
         self, arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
-    ) -> int: ...
+    ) -> int:
+        """Run python with the arguments; return the exit code."""
+        ...
 
 
 @dataclass
 class Outcome:
-    """What became of one stage, for the summary."""
+    """Result of one stage, for the summary."""
 
     name: str
     state: str
@@ -109,18 +111,18 @@ def _check_rebuild(placed: PlacedPlan, names: Collection[str]) -> None:
         placed.require_stage(name, "--rebuild")
         if name not in chosen:
             raise ConfigError(
-                f"--rebuild {name}: --only or --until leaves that stage out: name it there, too, "
+                f"--rebuild {name}: --only or --until leaves that stage out. Name it there, too, "
                 "or leave out --rebuild."
             )
 
 
 def _require_what_is_left_out(placed: PlacedPlan) -> None:
-    """Raises ArtifactError where a stage reads from one that is neither chosen nor made."""
+    """Raise ArtifactError if a stage reads from one neither chosen nor made."""
     for task in placed.tasks:
         for other in placed.left_out(task):
             if not other.is_made:
                 raise ArtifactError(
-                    f"Stage {task.name} needs {other.name}, which is not made yet: pass --only "
+                    f"Stage {task.name} needs {other.name}, which is not made yet. Pass --only "
                     f"{other.name}, too, or --until {task.name}, which runs all that it needs."
                 )
 
@@ -148,7 +150,7 @@ class _Run:
         self._say, self._requests = say, requests
 
     def refuse_losses(self) -> None:
-        """Before any stage runs, as far as settings tell: inputs may change yet.
+        """Check, before any stage runs, what settings tell; inputs may still change.
 
         Raises:
             ArtifactError: training would be thrown away, and that is not asked for; or a stage
@@ -163,6 +165,7 @@ class _Run:
             raise ArtifactError(refusal(task, cause))
 
     def all_stages(self) -> int:
+        """Run the stages that are not up to date; return the first exit code other than 0."""
         for task in self._placed.tasks:
             code = self._up_to_date(task)
             if self._requests.received is not None and code != 0:
@@ -180,7 +183,7 @@ class _Run:
         return 0
 
     def _up_to_date(self, task: Task) -> int:
-        """Run the task if it must; 0 when its artifact is there."""
+        """Run the task if it must; return 0 if its artifact exists afterwards."""
         if self._requests.received is not None:
             return EXIT_RUN_AGAIN
         restore(task.out_dir)
@@ -203,14 +206,14 @@ class _Run:
         return code
 
     def _say_what_is_stale(self, task: Task) -> None:
-        """Where a stage reads what a stage that is left out would make otherwise by now."""
+        """Print which artifacts of left-out stages are read although they are stale."""
         for other in self._placed.left_out(task):
             with suppress(ArtifactError):  # its own inputs are gone
                 if reason := reason_to_run(self._placed, other):
                     self._say(f"{task.name}: takes {other.name} as it is ({reason})")
 
     def _set_aside(self, task: Task) -> None:
-        """Where training begins anew, keep what was trained before under another name."""
+        """Keep earlier training under another name if training begins anew."""
         cause = why_lost(task, digests=self._placed.digests(task))
         self._refuse_loss(task, cause)
         if cause is not None:
@@ -220,7 +223,7 @@ class _Run:
             self._say(f"{task.name}: {done} set aside as {place} ({cause})")
 
     def _run_until_done(self, task: Task) -> int:
-        """Run again while the stage asks for it and saved something new, MAX_RERUNS times."""
+        """Rerun a stage that asks for it and saved something new, at most MAX_RERUNS times."""
         for rerun in range(MAX_RERUNS + 1):
             saved = saved_files(task.out_dir)
             code = self._launch(task)
@@ -246,7 +249,7 @@ class _Run:
 
 
 def _refuse_changed(task: Task) -> None:
-    """Raises ArtifactError where edits of a stage's artifact would be lost or passed on."""
+    """Raise ArtifactError if edits of a stage's artifact would be lost or passed on."""
     try:
         read_manifest(task.out_dir)
     except ArtifactError:
@@ -255,11 +258,11 @@ def _refuse_changed(task: Task) -> None:
 
 
 def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
-    """The command line of one stage of a plan: the verb and its options.
+    """Return the command line of one stage of a plan: the command and its options.
 
-    What lies at its output is stale, or is an unfinished run: of the same settings it is resumed,
-    of others it is replaced. Training that is of no use was set aside before: a model is there only
-    where it is trained for longer.
+    Whatever exists at its output is stale or an unfinished run, which is resumed with the same
+    settings and replaced with others. Useless training was set aside before: a model exists there
+    only if it is trained for longer.
     """
     arguments = [task.stage.name]
     if task.stage.sections and task.recipe:
@@ -282,9 +285,9 @@ def stage_arguments(placed: PlacedPlan, task: Task) -> list[str]:
 
 
 def saved_files(out_dir: Path) -> set[str]:
-    """Names of the files an unfinished stage keeps beside its output for the next run.
+    """Return the files that an unfinished stage keeps beside its output for the next run.
 
-    A log that grew is no progress; a training state or a batch of translations more is.
+    A log that grew is no progress; another training state or batch of translations is.
     """
     folders = (run_dir(out_dir), unfinished_dir(out_dir))
     return {
@@ -298,7 +301,7 @@ def saved_files(out_dir: Path) -> set[str]:
 def dry_run(
     placed: PlacedPlan, *, rebuild: Collection[str] = (), say: Callable[[str], None] = print
 ) -> None:
-    """Print per stage whether it would run, and why; nothing is started.
+    """Print for each stage whether it would run, and why; start nothing.
 
     Raises:
         ConfigError: an input of the plan is not given, or it has no stage that is to be rebuilt.
@@ -322,10 +325,10 @@ def _fate_of_training(
     reasons: Mapping[str, str | None],
     rebuild: Collection[str] = (),
 ) -> str | None:
-    """What becomes of the training a stage has done when it runs; None if it has done none."""
+    """Describe what happens to a stage's training if it runs; None if there is none."""
     try:
         done, cause = training_done(task), why_lost(task, digests=_digests_so_far(placed, task))
-    except ArtifactError:  # unreadable: a run refuses it with the sentence
+    except ArtifactError:  # unreadable: a run reports it
         return None
     inputs_may_change = any(reasons.get(name) is not None for name in task.planned.dependencies())
     if done is None:
@@ -339,7 +342,7 @@ def _fate_of_training(
 
 
 def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
-    """Of a stage's inputs, where all of them are there."""
+    """Return the digests of a stage's inputs; None if one does not exist yet."""
     try:
         return placed.digests(task)
     except ArtifactError:
@@ -347,7 +350,7 @@ def _digests_so_far(placed: PlacedPlan, task: Task) -> dict[str, str] | None:
 
 
 def show_status(placed: PlacedPlan, *, say: Callable[[str], None] = print) -> None:
-    """Print a table of the plan's stages; raw data that is not given passes as unchanged."""
+    """Print a table of the plan's stages; raw data that is not given counts as unchanged."""
     reasons = forecast(placed)
     rows = [
         _status_row(

@@ -59,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Which kernel is faster depends on the number of rows, which differs between ranks and
     micro-batches. That choice is made inside one autograd node, so that a layer's gradients come in
-    the same order on all of them (:mod:`pipeline.training.gradient_order`).
+    the same order on all of them (:mod:`pipeline.training.optim`).
     """
     if x.device.type != "cpu" or not (_is_float32_by_onednn(x.dtype) or _in_float32(x.dtype)):
         return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Stage ``finetune``: train a checkpoint further, with a new optimizer (paper §4.3).
+"""Train a checkpoint further with a new optimizer: the stage ``finetune`` (paper §4.3).
 
 It reads shards, a mixture and the checkpoint to start from, assembled or not, and makes a
 checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.
@@ -12,8 +12,7 @@ from pipeline.checkpoints.checkpoint import (
     read_tokenizer,
     refuse_other_tokenizer,
 )
-from pipeline.distributed.devices import local_device
-from pipeline.distributed.world import distributed_world, leave
+from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
@@ -54,7 +53,7 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
     refuse_other_tokenizer(checkpoint, tokenizer)
     if tokenizer.fingerprint != fingerprint:
         raise ConfigError(
-            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ: make the "
+            f"The tokenizers of {checkpoint.directory} and {shards.directory} differ. Make the "
             "shards with the checkpoint's tokenizer."
         )
     spec, recipe = read_spec(checkpoint), call.recipe
@@ -67,7 +66,7 @@ def refuse_other_model(call: StageCall, *, fingerprint: str) -> None:
     if change is not None:
         raise ConfigError(
             f"Recipe {recipe.name!r} describes another model than {checkpoint.directory} holds "
-            f"({change}): use a recipe with the checkpoint's [model]."
+            f"({change}). Use a recipe with the checkpoint's [model]."
         )
 
 

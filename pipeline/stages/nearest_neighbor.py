@@ -1,7 +1,7 @@
-"""Baseline: each test line is translated by its nearest training neighbour.
+"""Translate each test line by its nearest training neighbor: the baseline stage ``retrieve``.
 
-- Nearest is the largest cosine between TF-IDF vectors of character trigrams of the source sides:
-  it needs no tokenizer, works in every script, and finds inflected forms.
+- Nearest is the largest cosine between TF-IDF vectors of character trigrams of the source sides: it
+  needs no tokenizer, works in every script, and finds inflected forms.
 - Term weights are (1 + ln count) · idf with idf = ln((1 + N) / (1 + df)) + 1 over the N training
   lines; text is case-folded, its whitespace single, with a space at either end.
 - Ties go to the lowest line number. A line that shares no trigram with the training lines, and
@@ -36,14 +36,14 @@ from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 BLOCK_LINES = 65_536
-NO_NEIGHBOUR = -1
+NO_NEIGHBOR = -1
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
 def run(call: StageCall) -> None:
-    """Translate every test line of every direction by its nearest training neighbour."""
+    """Translate every test line of every direction by its nearest training neighbor."""
     corpus = call.artifacts["corpus"]
     trained = line_counts(corpus, "train")
     lines: dict[str, int] = {}
@@ -72,28 +72,28 @@ def run(call: StageCall) -> None:
 
 
 def retrieve(corpus: Artifact, direction: Direction) -> list[str]:
-    """The target side of the nearest training neighbour of every test line of a direction."""
+    """Return the target side of every test line's nearest training neighbor in a direction."""
     queries = read_lines(corpus, "test", direction.pair, direction.source)
     if direction.pair not in line_counts(corpus, "train"):
         return queries
     source_path = corpus.file(text_name("train", direction.pair, direction.source))
-    neighbours = nearest_lines(source_path, queries)
-    wanted = {int(line) for line in neighbours if line != NO_NEIGHBOUR}
+    neighbors = nearest_lines(source_path, queries)
+    wanted = {int(line) for line in neighbors if line != NO_NEIGHBOR}
     target_path = corpus.file(text_name("train", direction.pair, direction.target))
     found = {line: text for line, text in enumerate(iterate_lines(target_path)) if line in wanted}
     if missing := wanted - found.keys():
         raise ArtifactError(
-            f"{target_path} has no line {min(missing) + 1} though {source_path} has: "
-            "run the stage that made this corpus again."
+            f"{target_path} has no line {min(missing) + 1} though {source_path} has. "
+            "Run the stage that made this corpus again."
         )
     return [
-        query if line == NO_NEIGHBOUR else found[int(line)]
-        for query, line in zip(queries, neighbours, strict=True)
+        query if line == NO_NEIGHBOR else found[int(line)]
+        for query, line in zip(queries, neighbors, strict=True)
     ]
 
 
 def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LINES) -> Integers:
-    """Line number (from 0) of the line most similar to each query.
+    """Find the line, counted from 0, that is most similar to each query.
 
     Args:
         path: text file, one line each.
@@ -101,7 +101,7 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
         block_lines: lines indexed at a time; changes memory, not the result.
 
     Returns:
-        (queries,) line numbers, NO_NEIGHBOUR where no line shares a trigram.
+        (queries,) line numbers, NO_NEIGHBOR where no line shares a trigram.
     """
     frequencies = DocumentFrequencies()
     for block in _blocks(path, block_lines):
@@ -111,7 +111,7 @@ def nearest_lines(path: Path, queries: list[str], *, block_lines: int = BLOCK_LI
     query_weights = frequencies.weights(query_grams)
     bounds = np.searchsorted(query_grams.lines, np.arange(len(queries) + 1))
     wanted = np.unique(query_ids[known])
-    best = np.full(len(queries), NO_NEIGHBOUR, dtype=np.int64)
+    best = np.full(len(queries), NO_NEIGHBOR, dtype=np.int64)
     similarity = np.zeros(len(queries))
     start = 0
     for block in _blocks(path, block_lines):
@@ -133,7 +133,7 @@ class TrigramCounts:
 
     lines: Integers
     keys: Integers
-    """Three code points in 21 bits each."""
+    """Trigrams: three code points in 21 bits each."""
     counts: Integers
     num_lines: int
 
@@ -159,10 +159,10 @@ def count_trigrams(lines: list[str]) -> TrigramCounts:
 
 @dataclass
 class DocumentFrequencies:
-    """In how many training lines each trigram is."""
+    """The number of training lines that contain each trigram."""
 
     keys: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Sorted; the place of a key is its id."""
+    """Sorted trigrams; the index of a key is its id."""
     counts: Integers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     num_lines: int = 0
 
@@ -176,14 +176,14 @@ class DocumentFrequencies:
         self.num_lines += grams.num_lines
 
     def identify(self, keys: Integers) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Id of every key, and whether the training lines have it at all."""
+        """Return the id of every key, and whether the training lines contain it."""
         ids = np.searchsorted(self.keys, keys)
         known = ids < len(self.keys)
         known[known] = self.keys[ids[known]] == keys[known]
         return ids, known
 
     def weights(self, grams: TrigramCounts) -> Floats:
-        """TF-IDF weight of every (line, trigram), before any normalisation."""
+        """Return the TF-IDF weight of every (line, trigram), before normalization."""
         ids, known = self.identify(grams.keys)
         frequency = np.zeros(len(ids))
         frequency[known] = self.counts[ids[known]]
@@ -194,7 +194,7 @@ class DocumentFrequencies:
 
 @dataclass(frozen=True)
 class InvertedIndex:
-    """Trigram id → the lines of a block that hold it, with their normalised weights."""
+    """Trigram id → the lines of a block that contain it, with their normalized weights."""
 
     ids: Integers
     """Sorted; the postings of ``ids[i]`` are ``starts[i]`` to ``starts[i + 1]``."""
@@ -217,9 +217,10 @@ class InvertedIndex:
         return cls(ids=wanted, starts=starts, lines=grams.lines[kept], weights=weights[kept])
 
     def scores(self, ids: Integers, weights: Floats, *, lines: int) -> Floats:
-        """Similarity of every line of the block to a query, up to the query's own norm.
+        """Return the similarity of every line of the block to a query, up to the query's norm.
 
-        The order of addition depends on the query alone, so equal lines score exactly the same.
+        The order of addition depends on the query alone, so that equal lines score exactly the
+        same.
         """
         scores = np.zeros(lines)
         for place, weight in zip(np.searchsorted(self.ids, ids), weights, strict=True):

@@ -1,4 +1,4 @@
-"""Stage ``pretrain``: train a dense, MoE or MoE-LGR model from scratch (paper §4.1).
+"""Train a dense, MoE or MoE-LGR model from scratch: the stage ``pretrain`` (paper §4.1).
 
 It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Each
 rank runs it once, started by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
@@ -8,8 +8,7 @@ The loop is in :mod:`pipeline.training.loop`.
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
-from pipeline.distributed.devices import local_device
-from pipeline.distributed.world import distributed_world, leave
+from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary

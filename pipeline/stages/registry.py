@@ -1,7 +1,7 @@
-"""The stages in the order data flows, then those of the installed extensions.
+"""List the stages of the core in the order data flows, then those of the installed extensions.
 
-This table is all that plans, the command line and launchers know of a stage: what it reads, what it
-makes, and the module of its code.
+Plans, the command line and launchers know stages by this table alone: inputs, output, settings, and
+the module of each.
 """
 
 from pipeline.artifacts.manifest import DECIDE_NOTHING
@@ -10,7 +10,7 @@ from pipeline.stages.stage import Input, Stage
 
 _TRAINING_SECTIONS = ("model", "batches", "optimizer", "loss", "training")
 _TRAINING_INPUTS = {
-    "shards": Input("shards", "tokenised sentences"),
+    "shards": Input("shards", "tokenized sentences"),
     "mixture": Input("mixture", "sampling probabilities per pair"),
 }
 
@@ -19,7 +19,7 @@ _CORE = (
         name="import_corpus",
         module="data_prep.import_corpus",
         makes="corpus",
-        help="raw text, or CLDR phrases, into a corpus",
+        help="import raw text, or phrases of CLDR, as a corpus",
         sections=("corpus",),
         inputs={
             "raw": Input(
@@ -35,7 +35,7 @@ _CORE = (
         name="import_tests",
         module="data_prep.import_tests",
         makes="corpus",
-        help="test sets from outside (FLORES-200, NTREX-128, pairs of files) into a corpus",
+        help="import test sets (FLORES-200, NTREX-128, pairs of files) as a corpus",
         sections=("tests",),
         inputs={"raw": Input("raw", "folder with one file per language, or pairs of files")},
         needs_recipe=False,
@@ -61,7 +61,7 @@ _CORE = (
         name="train_tokenizer",
         module="data_prep.train_tokenizer",
         makes="tokenizer",
-        help="a vocabulary from a temperature-balanced sample, and language tokens",
+        help="train a vocabulary on a temperature-balanced sample, and add language tokens",
         sections=("tokenizer",),
         inputs={"corpus": Input("corpus", "clean corpus", splits=("train",))},
     ),
@@ -69,7 +69,7 @@ _CORE = (
         name="make_shards",
         module="data_prep.make_shards",
         makes="shards",
-        help="text into memory-mapped token ids",
+        help="convert text into memory-mapped token ids",
         sections=("shards",),
         inputs={
             "corpus": Input("corpus", "clean corpus", splits=("train", "valid")),
@@ -81,15 +81,15 @@ _CORE = (
         name="mix",
         module="data_prep.mix",
         makes="mixture",
-        help="temperature sampling probabilities and expected epochs per pair",
+        help="compute sampling probabilities and expected epochs per pair, by temperature",
         sections=("mixture",),
-        inputs={"shards": Input("shards", "tokenised sentences")},
+        inputs={"shards": Input("shards", "tokenized sentences")},
     ),
     Stage(
         name="group_languages",
         module="data_prep.group_languages",
         makes="groups",
-        help="language groups by family, by family and embeddings, or the paper's table",
+        help="group languages by family, by family and embeddings, or by the paper's table",
         sections=("groups", "languages"),
         inputs={
             "shards": Input("shards", "for the corpus sizes"),
@@ -130,7 +130,7 @@ _CORE = (
         name="finetune",
         module="pipeline.stages.finetune",
         makes="checkpoint",
-        help="train an assembled model on with a fresh optimizer",
+        help="train a model further with a new optimizer",
         sections=_TRAINING_SECTIONS,
         inputs={**_TRAINING_INPUTS, "checkpoint": Input("checkpoint", "where to start")},
         parallel="ranks",
@@ -153,7 +153,7 @@ _CORE = (
         name="retrieve",
         module="pipeline.stages.nearest_neighbor",
         makes="translations",
-        help="baseline: the translation of the nearest training neighbour",
+        help="translate by the nearest training neighbor (baseline)",
         sections=(),
         inputs={"corpus": Input("corpus", "clean corpus with its test sets")},
     ),

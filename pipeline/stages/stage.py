@@ -1,7 +1,7 @@
-"""Stages: what the table declares of one, and what one is told when it runs.
+"""Define a stage, as the table of stages declares it, and the call that runs it.
 
-The code of stage ``clean`` is ``run(call)`` in the module that the table names. It opens the inputs
-of the :class:`StageCall` and writes exactly one new artifact.
+The code of stage ``clean`` is ``run(call)`` in the module that the table names; it opens the inputs
+it is given, and writes exactly one new artifact.
 """
 
 import time
@@ -35,16 +35,16 @@ class Input:
     help: str
     required: bool = True
     many: bool = False
-    """Takes several named artifacts, NAME=DIR each."""
+    """Whether it takes several named artifacts, NAME=DIR each."""
     splits: tuple[Split, ...] = ()
-    """Of a corpus, all that the stage is given, and that makes its result stale; none: all."""
+    """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
 
 
 def problem_of_name(name: str) -> str:
-    """Return why an artifact among several cannot have a name; empty where it can."""
+    """Return why an artifact among several cannot have a name; empty if it can."""
     if "/" not in name:
         return ""
-    return f"the name {name!r} has a slash, and names become folders: write {_without(name)!r}."
+    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
 
 
 def _without(name: str) -> str:
@@ -54,7 +54,7 @@ def _without(name: str) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """One verb of the command line."""
+    """A stage: one command of the command line."""
 
     name: str
     module: str
@@ -62,20 +62,21 @@ class Stage:
     help: str
     sections: tuple[str, ...]
     """Sections of the recipe that decide the result, and single settings of other sections
-    (``training.resource_thresholds``): what stands in the manifest."""
+    (``training.resource_thresholds``); the manifest records them."""
     inputs: dict[str, Input] = field(default_factory=dict)
     parallel: Literal["no", "workers", "ranks"] = "no"
-    """``workers``: the stage forks its own; ``ranks``: started once per process by a launcher."""
+    """``workers``: the stage forks its own processes; ``ranks``: a launcher starts it once per
+    process."""
     trains: bool = False
-    """Takes a ds_config."""
+    """Whether it trains, and so takes a ds_config."""
     undeciding: tuple[str, ...] = ()
-    """Settings of its sections that stand in the manifest but change nothing in the result."""
+    """Settings of its sections that the manifest records but that do not change the result."""
     needs_recipe: bool = True
-    """Where it has sections; False: their defaults serve where no recipe is named."""
+    """Whether a recipe must be named for its sections; if not, their defaults apply."""
 
     @property
     def work(self) -> Work | None:
-        """What it keeps in ``OUT.run`` of an interrupted run, where it does."""
+        """Kind of work that ``OUT.run`` keeps of an interrupted run, if any."""
         if self.name == "upcycle":
             return "assembly"
         if self.name == "make_shards":
@@ -85,21 +86,21 @@ class Stage:
         return None
 
     def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the settings in a manifest, those on which the stage's result depends."""
+        """Select the settings of a manifest on which the stage's result depends."""
         chosen = chosen_settings(config, (*self.sections, "ds_config"))
         of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
         return without_settings(chosen, (*undeciding(self.undeciding, config), *of_machine))
 
 
 def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
-    """The settings of a stage as they stand in its manifest."""
+    """Return the settings of a stage as its manifest records them."""
     config = recipe.sections(stage.sections)
     return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
 
 
 @dataclass(frozen=True)
 class StageCall:
-    """All that a stage is told: settings, opened inputs, where to write."""
+    """Everything that a stage is given: settings, opened inputs, where to write."""
 
     stage: Stage
     recipe: Recipe
@@ -110,24 +111,24 @@ class StageCall:
     out_dir: Path
     records: Mapping[str, InputRecord]
     config: Mapping[str, object]
-    """The recipe's sections (and ds_config) as they stand in the manifest."""
+    """The recipe's sections (and ds_config) as the manifest records them."""
     processes: int = 1
     mpi: bool = False
-    """Whether the workers are the ranks of a launcher, where the stage has such."""
+    """Whether the workers are the ranks of a launcher, for stages with workers."""
     overwrite: bool = False
     clock: float = field(default_factory=time.monotonic, compare=False)
-    """When the stage began, in seconds of the monotonic clock."""
+    """Time at which the stage began, in seconds of the monotonic clock."""
 
     @property
     def ds_config(self) -> Mapping[str, Any]:
-        """Of a training stage: how the machine is used, read once, when the call was made."""
+        """The parsed ds_config of a training stage."""
         ds_config = self.config["ds_config"]
         assert isinstance(ds_config, Mapping)
         return ds_config
 
     @property
     def key(self) -> str:
-        """Of the stage's output: its settings and the digests of its inputs."""
+        """Key of the stage's output: its settings and the digests of its inputs."""
         return stage_key(
             stage=self.stage.name,
             kind=self.stage.makes,
@@ -138,10 +139,10 @@ class StageCall:
     def new_artifact(
         self, *, wall_seconds: float | None = None
     ) -> AbstractContextManager[ArtifactWriter]:
-        """The stage's output, built within the block (``artifacts.artifact.new_artifact``).
+        """Build the stage's output within the block (``artifacts.artifact.new_artifact``).
 
-        Its wall time counts from the beginning of the call, unless the stage knows of earlier
-        attempts and says how long all of them took.
+        Its wall time counts from the beginning of the call, unless the stage passes the time of all
+        attempts.
         """
         return new_artifact(
             self.out_dir,
@@ -155,7 +156,7 @@ class StageCall:
         )
 
     def many(self, name: str) -> dict[str, Artifact]:
-        """The artifacts of an input that takes several, by name, in the order given."""
+        """Return the artifacts of an input that takes several, by name, in the order given."""
         prefix = f"{name}/"
         return {
             key.removeprefix(prefix): artifact

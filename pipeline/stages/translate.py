@@ -1,9 +1,10 @@
-"""translate: the test sets of a corpus, over all ranks.
+"""Translate the test sets of a corpus over all ranks: the stage ``translate``.
 
-Reads a checkpoint and a corpus; makes translations of all directions whose two languages the model
-knows, and lists the others. Batches are cut from all sentences of all directions sorted by length
-and dealt out to the ranks, which meet again when all are done; what is done is kept in ``OUT.run``
-and not done again after an interruption. (Lines of standard input: ``line_filter.py``.)
+It reads a checkpoint and a corpus, makes translations of all directions whose two languages the
+model knows, and lists the others. Batches are cut from all sentences of all directions sorted by
+length and dealt out to the ranks, which meet again when all are done. Finished batches are kept in
+``OUT.run`` and not repeated after an interruption. ``decoding/line_filter.py`` translates standard
+input.
 """
 
 import json
@@ -36,10 +37,10 @@ from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
 from pipeline.decoding.translator import Job, Translator
-from pipeline.distributed.collectives import from_rank_zero, gather_objects, wait_for_all
+from pipeline.distributed.collectives import gather_objects, on_rank_zero, wait_for_all
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
-from pipeline.errors import ArtifactError, ConfigError, Interrupted, UserError
+from pipeline.errors import ArtifactError, ConfigError, Interrupted
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
@@ -52,7 +53,7 @@ OWN_FILES = (
     *("identity.json", "seconds.json", ".seconds.json.unfinished"),
     *("rank-*.jsonl", ".rank-*.jsonl.unfinished"),
 )
-"""What this stage writes into its run folder."""
+"""Files that this stage writes into its run directory."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,9 @@ def run(call: StageCall) -> None:
 def select_directions(
     corpus: Artifact, *, checkpoint: Artifact, targets: Sequence[str] = ()
 ) -> Selection:
-    """Both directions of every pair that has test lines, by whether the model knows them.
+    """Split the directions of all pairs with test lines by whether the model knows them.
 
-    ``targets``: the only languages that are translated into, where there are any.
+    ``targets``: the only languages that are translated into, if there are any.
 
     Raises:
         ArtifactError: the corpus has no test lines.
@@ -117,7 +118,7 @@ def select_directions(
     every = directions(corpus, "test")
     if not every:
         raise ArtifactError(
-            f"{corpus.directory} has no test lines: translate a corpus that has test sets."
+            f"{corpus.directory} has no test lines. Translate a corpus that has test sets."
         )
     taken = [
         one for one in every if {one.source, one.target} <= known and tokenizer.writes(one.target)
@@ -127,19 +128,19 @@ def select_directions(
             f"The model knows none of the {len(every)} test directions of {corpus.directory} "
             f"({listed(map(str, every))}): it knows {', '.join(sorted(known))}"
             + (f", and translates into {listed(into)} alone" if into else "")
-            + "; name a corpus with two of those."
+            + ". Name a corpus with two of those."
         )
     wanted = [one for one in taken if not targets or one.target in targets]
     if not wanted:
         raise ConfigError(
             f"decoding.targets names {listed(targets)}, and none of the test directions that the "
-            f"model knows ({listed(map(str, taken))}) is into them: name a target of those."
+            f"model knows ({listed(map(str, taken))}) is into them. Name a target of those."
         )
     return Selection(tuple(wanted), tuple(sorted({*every} - {*wanted})))
 
 
 def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World) -> list[int]:
-    """Tokens of every line, of which each rank encodes its share."""
+    """Return the tokens of every line; each rank encodes its share."""
     shares = gather_objects(translator.lengths(jobs[world.rank :: world.size]))
     lengths = [0] * len(jobs)
     for rank, share in enumerate(shares):
@@ -148,7 +149,7 @@ def lengths_over_ranks(translator: Translator, jobs: Sequence[Job], world: World
 
 
 def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
-    """Every test line of the directions taken, in a fixed order."""
+    """Return every test line of the selected directions, in a fixed order."""
     return [
         Job(direction, line, text)
         for direction in selection.taken
@@ -157,19 +158,11 @@ def all_jobs(corpus: Artifact, selection: Selection) -> list[Job]:
 
 
 class DoneLines:
-    """What the ranks have translated so far, one file per rank, kept over interruptions."""
+    """The translations of all ranks so far, one file per rank, kept over interruptions."""
 
     def __init__(self, call: StageCall, world: World) -> None:
         self.directory = run_dir(call.out_dir)
-        problem: str | None = None
-        if world.rank == 0:
-            try:
-                self._begin(call)
-            except (UserError, OSError) as error:
-                problem = str(error)
-        problem = from_rank_zero(problem)
-        if problem:
-            raise ArtifactError(problem)
+        on_rank_zero(lambda: self._begin(call), path=self.directory, error=ArtifactError)
         self.time = WorkingTime(self.directory / "seconds.json", since=call.clock)
         self.records = list(self._read())
         self.keys = {(record["direction"], record["line"]) for record in self.records}
@@ -178,6 +171,7 @@ class DoneLines:
         self._lines.truncate_after(0)
 
     def write(self, jobs: Sequence[Job], hypotheses: Sequence[Hypothesis]) -> None:
+        """Append the translations of a batch to this rank's file."""
         for job, hypothesis in zip(jobs, hypotheses, strict=True):
             record = {"direction": str(job.direction), "line": job.line}
             record |= without_details(hypothesis)
@@ -186,7 +180,7 @@ class DoneLines:
             self._lines.write(record)
 
     def by_direction(self) -> dict[str, dict[int, Hypothesis]]:
-        """All that is on disk, after every rank has finished."""
+        """Return all translations on disk, after every rank has finished."""
         found: dict[str, dict[int, Hypothesis]] = {}
         for record in self._read():
             direction, line = record.pop("direction"), record.pop("line")
@@ -195,7 +189,7 @@ class DoneLines:
         return found
 
     def _begin(self, call: StageCall) -> None:
-        """Go on with what is there, if it was translated with the same settings and inputs."""
+        """Keep what is there if it was translated with the same settings and inputs."""
         digests = {name: record.digest for name, record in call.records.items()}
         text = json.dumps([call.config, digests])
         identity = _identity_of(text, sections=call.config)
@@ -207,7 +201,7 @@ class DoneLines:
             return
         if before and not call.overwrite:
             raise ArtifactError(
-                f"{self.directory} holds translations of other settings or inputs ({change}): go "
+                f"{self.directory} holds translations of other settings or inputs ({change}). Go "
                 "on with those, name another --out, or pass --overwrite to begin anew."
             )
         self.remove()
@@ -215,7 +209,7 @@ class DoneLines:
         path.write_text(text, encoding="utf-8")
 
     def remove(self) -> None:
-        """Remove what this stage wrote, and the folder if nothing else is in it."""
+        """Remove what this stage wrote, and the directory if nothing else is in it."""
         remove_files(self.directory, OWN_FILES)
 
     def _read(self) -> Iterator[dict[str, Any]]:
@@ -223,13 +217,13 @@ class DoneLines:
             for record in JsonLines(path).read():
                 if not {"direction", "line"} <= record.keys():
                     raise ArtifactError(
-                        f"{path} has a line that no translation stands in: remove {self.directory}."
+                        f"{path} has a line that no translation stands in. Remove {self.directory}."
                     )
                 yield record
 
 
 class WorkingTime:
-    """Seconds of work, those of interrupted attempts included, which a file keeps.
+    """Seconds of work, including interrupted attempts, kept in a file.
 
     ``since`` is ``time.monotonic()`` when this attempt began. What an attempt did after it last
     saved is forgotten, as are lines that it had not yet written.
@@ -241,17 +235,18 @@ class WorkingTime:
 
     @property
     def seconds(self) -> float:
-        """So far, to the millisecond."""
+        """Seconds so far, to the millisecond."""
         return round(self._earlier + time.monotonic() - self._since, 3)
 
     def save(self) -> None:
+        """Write the seconds so far to the file."""
         temporary = unfinished_path(self._path)
         temporary.write_text(json.dumps(self.seconds), encoding="utf-8")
         temporary.replace(self._path)
 
 
 def _read_seconds(path: Path) -> float:
-    """What an earlier attempt saved; 0 where there is none, or nothing that is a duration."""
+    """Read what an earlier attempt saved; 0 if there is no valid duration."""
     try:
         seconds = float(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -289,7 +284,7 @@ def publish(call: StageCall, done: DoneLines, *, selection: Selection) -> None:
 
 
 def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> dict[str, int]:
-    """Direction → sequences of bytes that were no UTF-8 and were dropped, where there were any."""
+    """Count, by direction, byte sequences that were dropped because they were no UTF-8."""
     counts = {
         str(direction): sum(hypothesis.invalid for hypothesis in hypotheses)
         for direction, hypotheses in translated.items()
@@ -298,7 +293,7 @@ def invalid_sequences(translated: Mapping[Direction, Sequence[Hypothesis]]) -> d
 
 
 def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, object]:
-    """Settings and inputs of a run as noted in its folder; empty where that was cut short."""
+    """Parse the settings and inputs that a run noted in its directory; empty if cut short."""
     try:
         settings, inputs = json.loads(noted)
     except (ValueError, TypeError, RecursionError):
@@ -309,7 +304,7 @@ def _identity_of(noted: str | bytes, *, sections: Iterable[str]) -> dict[str, ob
 
 
 def summarize(writer: ArtifactWriter, selection: Selection) -> None:
-    """Say in the summary what the statistics count."""
+    """Describe the statistics in the summary."""
     counts = writer.statistics
     writer.summary.append(
         f"{counted(counts['lines'], 'line')} in {counted(len(selection.taken), 'direction')} "

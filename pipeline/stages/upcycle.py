@@ -1,8 +1,8 @@
-"""upcycle: an MoE model assembled from the modules of trained models (paper §4.2).
+"""Assemble an MoE model from modules of trained models: the stage ``upcycle`` (paper §4.2).
 
-Reads one checkpoint for the embeddings and, unless they start fresh, one each for encoder and
-decoder; makes a checkpoint and its receipt (``receipt.json``). What is assembled is said by a
-recipe and options, as plans do; or by a file that declares it (``checkpoints/assembly``).
+It reads one checkpoint for the embeddings and, unless they start fresh, one each for encoder and
+decoder; it makes a checkpoint and its receipt (``receipt.json``). A recipe and options describe the
+assembly, as in plans, or a file declares it (``checkpoints/assembly``).
 """
 
 import sys
@@ -35,7 +35,7 @@ def run(call: StageCall) -> None:
 
 
 def plan_recipe(call: StageCall) -> Parts:
-    """Open what the options name and plan it whole; nothing is written.
+    """Open the named sources and plan the whole assembly; write nothing.
 
     Raises:
         UserError: something named cannot be used, or does not fit.
@@ -55,7 +55,7 @@ def plan_recipe(call: StageCall) -> Parts:
 
 
 def _recipe_spec(call: StageCall, sources: Sources) -> ModelSpec:
-    """The shape of the result: the recipe's model over the sources' vocabulary and groups.
+    """Return the shape of the result: the recipe's model over the sources' vocabulary and groups.
 
     Raises:
         ConfigError: the sources do not fit each other or the recipe.

@@ -1,7 +1,7 @@
 # ruff: noqa: E402
-"""DeepSpeed's engine behind a small door: set-up, one update, and the optimizer's state by name.
+"""Wrap DeepSpeed's engine: set-up, one update, and the optimizer's state by name.
 
-This is the only file that imports DeepSpeed. It gives us ZeRO 1 and 2, offload, monitors and the
+This is the only file that imports DeepSpeed. It provides ZeRO 1 and 2, offload, monitors and the
 expert-parallel process groups; model, losses, weights and training state are our own.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-# deepspeed 0.19 calls what torch 2.13 has renamed, thousands of times
+# deepspeed 0.19 calls functions that torch 2.13 deprecates, thousands of times
 warnings.filterwarnings("ignore", message=r".*_tensor` is deprecated", category=FutureWarning)
 
 # DeepSpeed reads its environment on import: what it needs is set above (so E402 is off here).
@@ -44,8 +44,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.devices import local_device
-from pipeline.distributed.world import World
+from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
 from pipeline.kernels.compiled_regions import check_compiler
@@ -53,9 +52,15 @@ from pipeline.model.labeller import Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
 from pipeline.model.sublayer import compile_regions
-from pipeline.training.gradient_order import GradientOrder, depends_on_order
 from pipeline.training.losses import LossTerms, training_loss
-from pipeline.training.optim import may_fall, prepare_scaler, read_scale, restore_scale
+from pipeline.training.optim import (
+    GradientOrder,
+    depends_on_order,
+    may_fall,
+    prepare_scaler,
+    read_scale,
+    restore_scale,
+)
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
@@ -63,7 +68,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 def merge_ds_config(
     ds_config: Mapping[str, Any], recipe: Recipe, *, world_size: int
 ) -> dict[str, Any]:
-    """The configuration DeepSpeed gets: the machine's JSON plus what the recipe owns.
+    """Merge a ds_config with the recipe's settings into the configuration for DeepSpeed.
 
     One rank has nothing to reduce, so that its gradients need not be gathered in buffers first.
 
@@ -79,7 +84,7 @@ def merge_ds_config(
     elif recipe.model.moe is not None and not zero.get("contiguous_gradients", True):
         raise ConfigError(
             "The ds_config sets zero_optimization.contiguous_gradients to false, with which "
-            "DeepSpeed reduces the gradients of experts over the wrong ranks: set it to true."
+            "DeepSpeed reduces the gradients of experts over the wrong ranks. Set it to true."
         )
     return {
         **deepspeeds_part(ds_config),
@@ -93,7 +98,7 @@ def merge_ds_config(
 
 
 def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``zero_optimization`` of a ds_config without what is left to DeepSpeed ("auto")."""
+    """Check ``zero_optimization`` and remove the values left to DeepSpeed ("auto")."""
     known = DeepSpeedZeroConfig.model_fields
     for key in zero:
         if key not in known:
@@ -104,8 +109,8 @@ def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         extra = known[key].json_schema_extra
         if isinstance(extra, dict) and extra.get("deprecated"):
             raise ConfigError(
-                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up: "
-                f"set {extra['new_param']} instead."
+                f"The ds_config's zero_optimization has {key!r}, which DeepSpeed has given up. "
+                f"Set {extra['new_param']} instead."
             )
     try:
         DeepSpeedZeroConfig(**zero)
@@ -117,23 +122,23 @@ def _checked_zero(zero: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accumulation_steps(recipe: Recipe, *, world_size: int) -> int:
-    """Micro-batches each rank takes per update: M / world."""
+    """Return the micro-batches that each rank takes per update: M / world."""
     micro_batches = recipe.batches.micro_batches
     if micro_batches % world_size:
         sizes = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
         raise ConfigError(
             f"{world_size} ranks do not divide the {micro_batches} micro-batches of an update "
-            f"(batches.micro_batches): use one of {', '.join(map(str, sizes))} ranks."
+            f"(batches.micro_batches). Use one of {', '.join(map(str, sizes))} ranks."
         )
     return micro_batches // world_size
 
 
 def connect(world: World) -> None:
-    """Hand the process group that exists already to DeepSpeed."""
+    """Hand the existing process group to DeepSpeed."""
     # deepspeed 0.19 compiles a shared-memory extension for its inference collectives at this
     # point (a C++ compiler, 25 s, and a lock file that a killed build leaves behind for ever).
-    # Training does not use them. Whoever reads this table otherwise waits until a compiler was
-    # started to see which other extensions there could be.
+    # Training does not use them. Reading DeepSpeed's own table would start a compiler to find
+    # out which other extensions could be built.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     # ZeRO loads the Muon optimizer to see whether ours is one, and Muon loads torch's compiler for
     # its kernels (two seconds), by this function, which nothing else in deepspeed 0.19 calls.
@@ -152,9 +157,9 @@ def connect(world: World) -> None:
 
 
 def expert_parallel_group(wanted: int, *, world: World) -> ExpertParallel | None:
-    """The expert-parallel group of this rank; None where every rank holds all experts.
+    """Return the expert-parallel group of this rank; None if every rank holds all experts.
 
-    A world that ``wanted`` does not divide uses their greatest common divisor, so that a run
+    If ``wanted`` does not divide the world, their greatest common divisor is used, so that a run
     fits any number of ranks; the result of training does not depend on it.
     """
     size = math.gcd(wanted, world.size)
@@ -169,14 +174,14 @@ def expert_parallel_group(wanted: int, *, world: World) -> ExpertParallel | None
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update on this rank: sums over its micro-batches, and the norm all ranks agree on.
+    """Sums of one update over this rank's micro-batches, and the gradient norm over all ranks.
 
-    An update whose gradient is not finite is not made: weights and moments are what they were.
+    An update whose gradient is not finite is not made: weights and moments stay as they were.
     """
 
     cross_entropy: Tensor
     balance: Tensor
-    """Weighted by labels."""
+    """Balance loss, weighted by labels."""
     labels: int
     source_tokens: int
     gradient_norm: float
@@ -185,10 +190,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the gradient of one micro-batch is finite.
+    """Result of checking whether the gradient of one micro-batch is finite.
 
-    Where experts are spread over ranks, their gradients on this rank come from all micro-batches
-    of the turn, and all else from this rank's alone.
+    If experts are spread over ranks, their gradients on this rank come from all micro-batches of
+    the turn, and all other gradients from this rank's micro-batch alone.
     """
 
     micro_batch: int
@@ -221,7 +226,7 @@ class Engine:
             check_compiler(next(model.parameters()).device)
             compile_regions(model)
         self.ds_config: Mapping[str, Any] = config
-        """What DeepSpeed was given: the machine's JSON and what the recipe owns."""
+        """Configuration given to DeepSpeed: the machine's JSON and the recipe's settings."""
         self.accumulation = config["gradient_accumulation_steps"]
         parameters = split_params_into_different_moe_groups_for_optimizer(
             [{"params": trainable(model), "name": "dense"}]
@@ -252,17 +257,16 @@ class Engine:
         stand_ins: Collection[int] = (),
         progress: float = 0.0,
     ) -> StepResult:
-        """One update from this rank's micro-batches; ``total_labels`` counts those of all ranks.
+        """Make one update from this rank's micro-batches.
 
-        The micro-batches are gone through once, as they arrive, and are as many as the ``seeds``.
+        The micro-batches are consumed once, as they arrive; there are as many as ``seeds``. Every
+        micro-batch starts from its own seed, so that dropout does not depend on the world.
+        DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the sum
+        over the global step divided by its labels.
 
-        Every micro-batch starts from its own seed, so that dropout does not depend on the world.
-        DeepSpeed averages gradients over ranks and micro-batches; the scale turns that into the
-        sum over the global step divided by its labels.
-
-        Batches at the turns of ``stand_ins`` take the place of ones that are left out: ranks keep
-        step, and DeepSpeed gets its gradients, all of them zero. ``progress`` is the share of the
-        training that was done before.
+        Batches at the turns of ``stand_ins`` replace those that are left out: ranks keep step, and
+        DeepSpeed gets gradients that are all zero. ``total_labels`` counts the labels of all ranks.
+        ``progress`` is the share of the training that was done before.
         """
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
@@ -297,16 +301,16 @@ class Engine:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Where fp16's dynamic loss scale stands; None without one."""
+        """State of fp16's dynamic loss scale; None without one."""
         return read_scale(self._zero.loss_scaler)
 
     def restore_loss_scale(self, saved: LossScale | None) -> None:
-        """Take up the loss scale of a training state, or of before an update."""
+        """Restore the loss scale of a training state, or of before an update."""
         restore_scale(self._zero.loss_scaler, saved)
 
     @property
     def loss_scale_may_fall(self) -> bool:
-        """Whether an update that overflows now is to be tried again at a smaller loss scale."""
+        """Whether an update that overflows now is tried again at a smaller loss scale."""
         return may_fall(self._zero.loss_scaler)
 
     def verdict(
@@ -318,7 +322,7 @@ class Engine:
         total_labels: int,
         progress: float = 0.0,
     ) -> Verdict:
-        """Whether a micro-batch's gradient is finite, as it would be in :meth:`train_step`.
+        """Check whether a micro-batch's gradient is finite, as it would be in :meth:`train_step`.
 
         Nothing is reduced or kept; all ranks that share experts call this together.
         """
@@ -336,7 +340,7 @@ class Engine:
         return Verdict(micro_batch, is_finite[True], of_experts_is_finite=is_finite[False])
 
     def rehearse(self, batch: AnyBatch) -> None:
-        """Forward and backward without an update: too large a batch fails here, at the start.
+        """Run forward and backward without an update: too large a batch fails here, at the start.
 
         Gradients are taken outside DeepSpeed's hooks, so that nothing is reduced or kept.
         """
@@ -345,7 +349,7 @@ class Engine:
         torch.autograd.grad(terms.objective, trainable(self.model))
 
     def evaluate(self, batch: AnyBatch) -> LossTerms:
-        """Loss terms of a batch without dropout and without gradients."""
+        """Return the loss terms of a batch, without dropout and gradients."""
         self.model.eval()
         with torch.no_grad():
             _, terms = self._engine.module(batch.to(self.device))
@@ -358,10 +362,10 @@ class Engine:
             self._engine.monitor.write_events(list(events))
 
     def published_weights(self) -> Iterator[tuple[NamedSlice, Tensor]]:
-        """Every tensor of this rank, in order, in float32: what the optimizer holds, unrounded.
+        """Yield every tensor of this rank, in order, in float32, as the optimizer holds it.
 
-        All ranks call this and go through all of it, each giving its share of every tensor. Where
-        parameters are in float32 they are what the optimizer holds, and nothing is exchanged.
+        All ranks call this and iterate to the end, each contributing its share of every tensor.
+        Parameters in float32 are what the optimizer holds, and nothing is exchanged.
         """
         shares: dict[str, list[tuple[int, Tensor]]] = {}
         for flat, _, entry, piece in self._fragments():
@@ -377,7 +381,7 @@ class Engine:
             yield entry, whole.view_as(entry.value)
 
     def _holders(self, entry: NamedSlice) -> dist.ProcessGroup | None:
-        """The ranks that share a tensor's optimizer state; None for all of them."""
+        """Return the ranks that share a tensor's optimizer state; None for all of them."""
         size = self.model.expert_parallel_size
         if entry.expert is None or size == 1:
             return None
@@ -385,9 +389,10 @@ class Engine:
         return group
 
     def optimizer_pieces(self, *, copied: bool = True) -> Iterator[Piece]:
-        """This rank's share of master weights and moments, cut at tensor and expert borders.
+        """Yield this rank's share of master weights and moments, cut at tensor and expert borders.
 
-        Not ``copied``, those that are on the CPU are what the next update changes.
+        Unless ``copied``, pieces on the CPU share memory with the optimizer: the next update
+        changes them.
         """
         for flat, state, entry, piece in self._fragments():
             held = {"master": flat.detach(), **state}
@@ -414,7 +419,7 @@ class Engine:
             state["step"] = torch.tensor(float(update), device=flat.device)
 
     def load_weights(self, reader: Ranges) -> None:
-        """Take weights and master weights from a state, or from the mean of some."""
+        """Load weights and master weights from a state, or from the mean of several."""
         owned: dict[str, list[tuple[Tensor, _Range]]] = {}
         for flat, _, entry, piece in self._fragments():
             owned.setdefault(entry.name, []).append((flat, piece))
@@ -426,7 +431,7 @@ class Engine:
                 flat.data[piece.flat].copy_(master[piece.start : piece.start + piece.length])
 
     def _fragments(self) -> Iterator[tuple[Tensor, dict[str, Any], NamedSlice, "_Range"]]:
-        """(flat partition, its optimizer state, tensor, range) for all this rank owns."""
+        """Yield (flat partition, its optimizer state, tensor, range) for all this rank owns."""
         slices: dict[int, list[NamedSlice]] = {}
         for entry in named_slices(self.model):
             slices.setdefault(id(entry.parameter), []).append(entry)
@@ -450,14 +455,14 @@ class Engine:
 def _check_device(config: Mapping[str, Any]) -> None:
     if precision_of(config) == "fp16" and not get_accelerator().is_fp16_supported():
         raise ConfigError(
-            "The ds_config asks for fp16, in which this machine does not compute: use "
+            "The ds_config asks for fp16, in which this machine does not compute. Use "
             "cpu_fp32 or cpu_bf16 on a CPU."
         )
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Values [start, start + length) of a flattened tensor, and where they lie in the partition."""
+    """Values [start, start + length) of a flattened tensor, and their place in the partition."""
 
     start: int
     length: int
@@ -465,7 +470,7 @@ class _Range:
 
 
 class _Objective(nn.Module):
-    """Model and loss as the one module DeepSpeed calls."""
+    """The model and its loss as the one module that DeepSpeed calls."""
 
     def __init__(self, model: Trained, recipe: Recipe, *, has_expert_groups: bool) -> None:
         super().__init__()
@@ -480,23 +485,23 @@ class _Objective(nn.Module):
 
 
 class _ExpertMarker(MoE):  # type: ignore[misc]
-    """Tells the engine that there are expert groups: it looks for instances of its own layer."""
+    """Tells DeepSpeed that there are expert groups: it looks for instances of its own layer."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
         self.num_experts = 1  # read, and used in DeepSpeed's own checkpoints alone
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """The groups exist already."""
+        """Do nothing: the groups exist already."""
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters but those that stay as they are."""
+    """Return the parameters that training changes."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _mark_experts(model: Trained, group_name: str) -> None:
-    """What ZeRO looks for on a parameter that is not replicated over all ranks."""
+    """Set the attributes that ZeRO looks for on parameters not replicated over all ranks."""
     for module in _spread_modules(model):
         for parameter in module.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -504,7 +509,7 @@ def _mark_experts(model: Trained, group_name: str) -> None:
 
 
 def _spread_modules(model: Trained) -> Iterator[nn.Module]:
-    """Whose parameters differ between the ranks of an expert-parallel group."""
+    """Yield the modules whose parameters differ within an expert-parallel group."""
     for module in model.modules():
         if isinstance(module, StackedModules) and module.is_spread:
             yield module

@@ -1,14 +1,13 @@
-"""The training loop: one update after another, in step on all ranks.
+"""Make one update after another, in step on all ranks.
 
 Read :meth:`TrainingRun.run` first. The loop owns the run's :class:`Position` and decides when
-something happens; these do it:
+something happens; its collaborators do it:
 
-- :mod:`~pipeline.training.updates`: one update, made again where its gradient is not finite
+- :mod:`~pipeline.training.updates`: one update, repeated if its gradient is not finite
 - :mod:`~pipeline.training.validation`: validation losses, the best weights so far, patience
 - :mod:`~pipeline.training.metrics`: lines of metrics, monitors
 - :mod:`~pipeline.training.saving`: training states, kept weights, the stage's artifact
-- :mod:`~pipeline.training.resuming`: going on from the newest state
-- :mod:`~pipeline.training.saving`: the mean of the last states as the result
+- :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
 
 import time
@@ -30,15 +29,13 @@ from pipeline.seeds import derive_seed
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import MeanOfLastStates
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optim import make_optimizer
-from pipeline.training.quarantine import Quarantine
-from pipeline.training.resuming import Resuming
+from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.saving import Publishing, Saving
 from pipeline.training.task import Task
-from pipeline.training.updates import Updater
+from pipeline.training.updates import Quarantine, Updater
 from pipeline.training.validation import Validation, ValidationResult, is_out_of_patience, judge
 
 
@@ -52,7 +49,7 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
     if recipe.training.updates_of != "tokens":
         raise ConfigError(
             f"training.updates_of is {recipe.training.updates_of!r}, which is for "
-            'translation models: set it to "tokens".'
+            'translation models. Set it to "tokens".'
         )
     task.data.check(max_positions=model.spec.model.max_positions)
     engine = Engine(

@@ -1,8 +1,9 @@
-"""What training minimises.
+"""Compute training losses.
 
 A loss is a function of (model, batch), so that it may run the model twice. All sums are over one
-micro-batch; the caller divides by the global count of real target tokens. A new one is a function
-in a file of its own, a name in ``config.LossConfig`` and a case of :func:`training_loss`.
+micro-batch; the caller divides by the global count of real target tokens. To add a loss, write a
+function in a file of its own, a name in ``LossConfig.objective`` and a case of
+:func:`training_loss`.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class LossTerms:
     """Terms of one micro-batch.
 
     Attributes:
-        objective: what is minimised, summed over the micro-batch's labels; differentiable.
+        objective: what is minimized, summed over the micro-batch's labels; differentiable.
         cross_entropy: summed over labels, in nats, without smoothing; detached.
         balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
         routing: one record per MoE layer.
@@ -41,7 +42,7 @@ class LossTerms:
 def training_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
-    """The loss of a micro-batch, as configured; ``progress``: share of training done so far."""
+    """Return the configured loss of a micro-batch; ``progress``: share of training done."""
     match config.objective:
         case "fuse_distillation":
             return fuse_distillation_loss(model, batch, config, progress=progress)
@@ -52,17 +53,17 @@ def training_loss(
 def translation_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float = 0.0
 ) -> LossTerms:
-    """Cross entropy over real target tokens + number of labels · weighted router losses."""
+    """Return cross entropy over real target tokens + number of labels · router losses."""
     return loss_terms(model(batch, progress=progress), batch, config)
 
 
 def fuse_distillation_loss(
     model: Trained, batch: AnyBatch, config: LossConfig, *, progress: float
 ) -> LossTerms:
-    """(CE + CE_shared) / 2 + weight · divergence of both routes (Xu et al., 2023, §3.1 and §4).
+    """Return (CE + CE_shared) / 2 + weight · divergence (Xu et al., 2023, §3.1 and §4).
 
-    Two passes of one batch, through the languages' modules and through the shared one; what is
-    reported of routing is that of the first.
+    It passes the batch twice, through the languages' modules and through the shared one. The
+    routing statistics are those of the first pass.
     """
     specific = model(batch, route="specific", progress=progress)
     shared = model(batch, route="shared", progress=progress)
@@ -81,7 +82,7 @@ def fuse_distillation_loss(
 
 
 def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
-    """Of one pass through a model.
+    """Return the loss terms of one pass through a model.
 
     The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
     after division by the global count, weighted means over micro-batches.

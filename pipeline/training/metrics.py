@@ -1,4 +1,4 @@
-"""The metrics of a training run: lines in ``metrics.jsonl``, monitors, and the console's note."""
+"""Write the metrics of a training run to ``metrics.jsonl``, monitors and the console."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class MetricsLog:
         self._interval = Interval()
 
     def resume(self, position: Position) -> None:
-        """Continue after ``position``; rank 0 takes up the sums of its interval for all ranks."""
+        """Continue after ``position``; rank 0 holds the sums of its interval for all ranks."""
         if self._world.rank == 0:
             self._interval = Interval(position.interval)
             self._file.truncate_after(position.update)

@@ -1,21 +1,30 @@
-"""The optimizer and its learning-rate schedule.
+"""Build the optimizer, its learning-rate schedule and loss scale, and check the gradient order.
 
-fp16's dynamic loss scale: what is kept of DeepSpeed's scaler in a training state.
-
-Losses are multiplied by the scale, so that small gradients do not vanish in fp16, and gradients
+With fp16, losses are multiplied by a scale so that small gradients do not vanish, and gradients are
 divided by it in float32. An update whose gradient overflows is not made; DeepSpeed's
 ``DynamicLossScaler`` (``runtime/fp16/loss_scaler.py``) then lowers the scale.
+
+ZeRO 2, and ZeRO 1 with ``overlap_comm``, fill their reduce buckets in the order in which gradients
+arrive, and add the buckets of all ranks position by position. If that order differs between ranks,
+for example because an autograd graph depends on the size of a batch, the gradient of one tensor is
+silently added to that of another. :class:`GradientOrder` compares the order of every micro-batch
+with that of the first one, and the first one with those of the other ranks.
 """
 
 import inspect
 import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.checkpoints.training_state import LossScale
+from pipeline.distributed.collectives import all_max
+from pipeline.errors import TrainingError
 from pipeline.training.settings import OptimizerConfig
 
 # torch.optim wraps these so that torch.compile leaves them alone, and loads the compiler to do so:
@@ -72,18 +81,18 @@ class AdamW(torch.optim.AdamW):
 
 
 def prepare_scaler(scaler: Any) -> None:
-    """Let the caller decide what an overflow at the smallest scale means, not DeepSpeed."""
+    """Leave the reaction to an overflow at the smallest scale to the caller, not DeepSpeed."""
     if scaler.dynamic:
         scaler.raise_error_at_min_scale = False
 
 
 def may_fall(scaler: Any) -> bool:
-    """Whether an overflow would be answered by a smaller scale."""
+    """Return whether an overflow now would lower the scale."""
     return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
 
 
 def read_scale(scaler: Any) -> LossScale | None:
-    """Where a dynamic loss scale stands; None for one that is fixed."""
+    """Return the state of a dynamic loss scale; None if the scale is fixed."""
     if not scaler.dynamic:
         return None
     return LossScale(
@@ -95,9 +104,65 @@ def read_scale(scaler: Any) -> LossScale | None:
 
 
 def restore_scale(scaler: Any, saved: LossScale | None) -> None:
-    """Take up a scale again; where there was none, or is none now, nothing changes."""
+    """Restore a dynamic loss scale; do nothing if there was none, or is none now."""
     if saved is not None and scaler.dynamic:
         scaler.cur_scale = saved.scale
         scaler.cur_iter = saved.steps
         scaler.last_overflow_iter = saved.last_overflow
         scaler.cur_hysteresis = saved.hysteresis
+
+
+FIX = (
+    "DeepSpeed would add up gradients of different tensors. Use a ds_config with "
+    "zero_optimization.stage 1 and overlap_comm false, which adds them in a fixed order"
+)
+
+
+def depends_on_order(zero: dict[str, Any]) -> bool:
+    """Return whether ``zero_optimization`` adds gradients in the order of their arrival."""
+    # overlap_comm's default differs between ZeRO stages: take the more careful one
+    return bool(zero.get("stage", 0) >= 2 or zero.get("overlap_comm", False))
+
+
+class GradientOrder:
+    """Watches the order of gradients; created before DeepSpeed's engine adds its hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: list[str] = []
+        self._first: array[int] | None = None
+        self._arrived = array("l")
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            self._names.append(name)
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, index))
+
+    def end_micro_batch(self) -> None:
+        """Compare what came since the last call; all ranks call this after a backward pass.
+
+        Raises:
+            TrainingError: on all ranks, where the first order differs between them; on this one,
+                where a gradient did not come, or came where another one did in the first
+                micro-batch (that is raised within the backward pass, before anything is added).
+        """
+        if self._first is None:
+            self._agree(self._arrived)
+            self._first = self._arrived
+        elif len(self._arrived) < len(self._first):
+            missing = self._names[self._first[len(self._arrived)]]
+            raise TrainingError(f"No gradient came for {missing} in a micro-batch. {FIX}.")
+        self._arrived = array("l")
+
+    def _arrive(self, index: int, _parameter: Tensor) -> None:
+        place = len(self._arrived)
+        self._arrived.append(index)
+        if self._first is None or (place < len(self._first) and self._first[place] == index):
+            return
+        other = self._names[self._first[place]] if place < len(self._first) else "the end"
+        raise TrainingError(
+            f"The gradient of {self._names[index]} came in the place of {other}. {FIX}."
+        )
+
+    def _agree(self, order: "array[int]") -> None:
+        digest = zlib.crc32(order.tobytes())
+        highest_and_lowest = all_max(torch.tensor([digest, -digest]))
+        if highest_and_lowest.sum() != 0:
+            raise TrainingError(f"The gradients of the ranks come in different orders. {FIX}.")

@@ -1,14 +1,14 @@
-"""The working folder of a training stage, ``OUT.run``: training states, best weights, metrics.
+"""Manage the run directory of a training stage, ``OUT.run``.
 
-``states/update-000100`` are training states, of which the last few are kept; ``best`` holds the
-weights of the best validation so far; ``mean``, at the end of a run that makes one, that of its
-last states; ``metrics.jsonl`` the curves; ``quarantine.jsonl``, where there is one, the
-micro-batches that were left out. One process group writes it at a time. A run
-resumes from the highest complete state. When it is done, the folder is removed unless the recipe
-says otherwise (``saving.keep_states``).
+``states/update-000100`` are training states, the last few of which are kept. ``best`` holds the
+weights of the best validation so far, ``mean`` the mean of the last states at the end of a run that
+makes one, ``metrics.jsonl`` the curves, and ``quarantine.jsonl`` the micro-batches that were left
+out, if any.
+
+One process group writes the directory at a time. A run resumes from the highest complete state.
+When it is done, the directory is removed unless the recipe says otherwise (``saving.keep_states``).
 """
 
-import errno
 import sys
 import threading
 import time
@@ -63,20 +63,20 @@ from pipeline.artifacts.training_states import (
     withdraw_removal,
 )
 from pipeline.checkpoints.weights import PART_FOLDERS, part_prefix
-from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects
+from pipeline.distributed.collectives import all_max, from_rank_zero, gather_objects, on_rank_zero
 from pipeline.distributed.world import World
-from pipeline.errors import ArtifactError, CheckpointError, UserError
+from pipeline.errors import ArtifactError, CheckpointError, UserError, describe_os_error
 from pipeline.training.optim import learning_rate
 from pipeline.training.settings import OptimizerConfig
 
 LOCK_PATIENCE_SECONDS = 5.0
-"""A run that was just stopped may still be ending."""
+"""Seconds to wait for the lock: a run that was just stopped may still be ending."""
 
 _WRITTEN_BY_EARLIER_VERSIONS = {
     *("optimizer", "weights", "tokenizer", "progress.json", "model.json", "routing.json"),
     "manifest.json",
 }
-"""What an unfinished state or checkpoint holds, before its folder was marked as ours."""
+"""Content of an unfinished state or checkpoint from before directories were marked as ours."""
 
 
 class RunDirectory:
@@ -105,52 +105,35 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this run; it is released when the process ends, however it ends.
+        """Hold the directory for this run; it is released however the process ends.
 
         Raises:
             ArtifactError: another run holds it, or it is not a run's folder.
         """
         with ExitStack() as stack:
-            problem: str | None = None
-            if self._world.rank == 0:
-                try:
-                    claim_run_folder(self.directory, work="training")
-                    lock = exclusive(
-                        self.directory / LOCK_NAME,
-                        what=str(self.directory),
-                        patience_seconds=LOCK_PATIENCE_SECONDS,
-                    )
-                    self._lock = stack.enter_context(lock)
-                except UserError as error:
-                    problem = str(error)
-                except OSError as error:
-                    problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
-            problem = from_rank_zero(problem)
-            if problem:
-                raise ArtifactError(problem)
+
+            def claim() -> None:
+                claim_run_folder(self.directory, work="training")
+                lock = exclusive(
+                    self.directory / LOCK_NAME,
+                    what=str(self.directory),
+                    patience_seconds=LOCK_PATIENCE_SECONDS,
+                )
+                self._lock = stack.enter_context(lock)
+
+            on_rank_zero(claim, path=self.directory, error=ArtifactError)
             yield
         if self._is_removed:
             self._remove_emptied()
 
     def resume_from(self) -> Artifact | None:
-        """The highest complete training state of this very run, or None to begin.
+        """Return the highest complete training state of this run, or None to begin.
 
-        Unfinished leftovers are removed. Other settings or inputs under which a state cannot be
-        gone on from (``artifacts/training_states.py``) are an error that names the difference:
-        states are set aside before a run begins, or never. Another number of updates is said.
+        Unfinished leftovers are removed. Settings or inputs with which the state cannot be
+        continued (``artifacts/training_states.py``) are an error that names the difference: states
+        are set aside before a run begins, or never. A changed number of updates is printed.
         """
-        name: str | None = None
-        problem: str | None = None
-        if self._world.rank == 0:
-            try:
-                name = self._newest_state()
-            except UserError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = f"{self.directory} cannot be written ({describe_os_error(error)})."
-        name, problem = from_rank_zero((name, problem))
-        if problem:
-            raise CheckpointError(problem)
+        name = on_rank_zero(self._newest_state, path=self.directory, error=CheckpointError)
         return open_artifact(self.states_dir / name, kind="training_state") if name else None
 
     def _newest_state(self) -> str | None:
@@ -168,7 +151,7 @@ class RunDirectory:
             self._say_change_of_total(state)
             return newest
         raise CheckpointError(
-            f"{self.directory} holds a run with other settings or inputs ({change}): continue "
+            f"{self.directory} holds a run with other settings or inputs ({change}). Continue "
             "with those, name another --out, or pass --overwrite, which keeps that run beside it "
             "and begins anew."
         )
@@ -180,7 +163,7 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def _say_change_of_total(self, state: Artifact) -> None:
-        """Say that a run goes on to another number of updates, and at which learning rates."""
+        """Print that a run continues to another number of updates, and its learning rates."""
         change = change_of_total(state, config=self._config)
         if change is not None:
             print(
@@ -191,10 +174,10 @@ class RunDirectory:
             )
 
     def best_after(self, update: int) -> dict[str, Any]:
-        """Where the kept weights are of a later update than that: which, and their perplexity.
+        """Return update and perplexity of the kept weights if they are newer than ``update``.
 
-        An attempt that ended before it saved a state may have kept them. Validated at other
-        updates, or trained with other learning rates, the run may not come by those weights again.
+        An attempt that ended before it saved a state may have kept them. If it validated at other
+        updates, or trained with other learning rates, the run may not reach those weights again.
         """
         manifest = read_manifest(self.best_dir)
         found = manifest.statistics if manifest else {}
@@ -203,7 +186,7 @@ class RunDirectory:
         return {"best_update": found["update"], "best_perplexity": found["perplexity"]}
 
     def _remove_leftovers(self) -> None:
-        """What a killed write left of a state or of the best weights; nothing else is touched."""
+        """Remove what a killed write left of a state or of kept weights, and nothing else."""
         states = (path for path in self.states_dir.glob(".update-*") if path.is_dir())
         names = {path.name[1:].rpartition(".")[0] for path in states}
         places = [self.states_dir / name for name in names if STATE_NAME.fullmatch(name)]
@@ -215,16 +198,16 @@ class RunDirectory:
                     print(f"{leftover}: unfinished, removed", file=sys.stderr)
 
     def state_dir(self, update: int) -> Path:
-        """Where the state after an update lies."""
+        """Return the directory of the state after an update."""
         return self.states_dir / f"update-{update:07d}"
 
     def states_after(self) -> list[int]:
-        """After which updates there are complete states; all ranks call this."""
+        """Return the updates after which there are complete states; all ranks call this."""
         found = map(updates_of_name, self.state_names() if self._world.rank == 0 else ())
         return from_rank_zero(sorted(found))
 
     def state_names(self) -> list[str]:
-        """Names of the complete states, oldest first."""
+        """Return the names of the complete states, oldest first."""
         return state_names(self.directory)
 
     def write(
@@ -253,7 +236,7 @@ class RunDirectory:
             self._publish(pending)
 
     def publish_written(self) -> None:
-        """Seal what was written in the background, if all ranks are done; all ranks call this."""
+        """Publish a background write if all ranks are done; all ranks call this."""
         if self._pending is None:
             return
         running = torch.tensor(int(self._pending.is_running()))
@@ -261,7 +244,7 @@ class RunDirectory:
             self._publish(self._pending)
 
     def wait(self) -> None:
-        """Seal what is being written in the background, waiting for it; all ranks call this."""
+        """Wait for a background write and seal it; all ranks call this."""
         if self._pending is not None:
             self._pending.join()
             self._publish(self._pending)
@@ -302,13 +285,13 @@ class RunDirectory:
         if problem:
             raise ArtifactError(
                 f"Nothing could be written to {self.directory} ({problem}): what was saved before "
-                "is kept; mend the cause and run again."
+                "is kept. Mend the cause and run again."
             )
 
     def prune(self, *, keep_last: int, updates_kept: Collection[int] = ()) -> None:
-        """Remove all but the newest states and those after some updates.
+        """Remove all states but the newest and those after the updates to be kept.
 
-        One with something of the user's in it stays.
+        A state that contains files of the user stays.
         """
         if self._world.rank == 0:
             kept = {self.state_dir(update).name for update in updates_kept}
@@ -318,21 +301,24 @@ class RunDirectory:
                         remove_artifact(self.states_dir / name)
 
     def remove_mean(self) -> None:
-        """Of a result that is there; rank 0 only. What cannot be removed stays."""
+        """Remove the mean once the artifact exists; rank 0 only.
+
+        It stays if it cannot be removed.
+        """
         with suppress(UserError, OSError):
             remove_artifact(self.mean_dir)
 
     def announce_removal(self, *, key: str) -> None:
-        """Say that nothing here is needed once the artifact of that key is there; rank 0 only.
+        """Record that nothing here is needed once the artifact with that key exists; rank 0 only.
 
-        The next start of the stage finishes the removal where this process does not come to it.
+        The next start of the stage finishes the removal if this process does not.
         """
         announce_removal(self.directory, key=key)
 
     def remove(self) -> None:
         """Remove what training wrote here; rank 0 only, at the end of the block of ``locked``.
 
-        The artifact is there already: what cannot be removed is said, and no error.
+        The artifact exists already: what cannot be removed is printed, and no error.
         """
         try:
             remove_contents(self.directory)
@@ -341,7 +327,7 @@ class RunDirectory:
             self._say_not_removed(error)
 
     def _remove_emptied(self) -> None:
-        """Once the lock's file is no longer in it."""
+        """Remove the directory once the lock's file is no longer in it."""
         try:
             problem = remove_emptied(self.directory)
         except OSError as error:
@@ -370,7 +356,7 @@ class _PendingWrite:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Rank 0 makes the folder before any rank writes."""
+        """Create the directory, on rank 0, before any rank writes."""
         make_working(self._writer.directory)
 
     def start(self) -> None:
@@ -393,12 +379,12 @@ class _PendingWrite:
             self.records = settle_files(self._writer, files)
         except OSError as error:
             self.problem = f"rank {self._rank}: {describe_os_error(error)}"
-        except Exception as error:  # a bug; the other ranks wait to hear of it
+        except Exception as error:  # a bug; the other ranks wait for this rank's result
             traceback.print_exc()
             self.problem = f"rank {self._rank}: {type(error).__name__}: {error}"
 
     def _is_mine(self, path: Path) -> bool:
-        """In a folder of parts, the files named after this rank; all other files are rank 0's."""
+        """Return whether this rank wrote a file: its parts, and on rank 0 all other files."""
         if path.parent.name in PART_FOLDERS:
             return path.name.startswith(part_prefix(self._rank))
         return self._rank == 0
@@ -437,12 +423,8 @@ def _remove_leftover(directory: Path) -> None:
     remove_working(directory)
 
 
-def describe_os_error(error: OSError) -> str:
-    return "no space is left; make room" if error.errno == errno.ENOSPC else str(error)
-
-
 def _describe_rates(config: Mapping[str, Any], change: Mapping[str, int]) -> str:
-    """What another number of updates means for the learning rate from here on."""
+    """Describe how another number of updates changes the learning rate from here on."""
     optimizer = OptimizerConfig.model_validate(config.get("optimizer", {}))
     update = max(change["after"], optimizer.warmup_updates) + 1
     before, now = (

@@ -1,13 +1,7 @@
-"""Writing what a training run makes: training states, kept weights, and the stage's artifact.
+"""Write training states, kept weights, and the stage's artifact.
 
 :class:`Saving` writes into the run directory while training goes on, and :class:`Publishing` makes
 the stage's artifact from it at the end.
-
-The mean of a run's last training states as its result (``training.average_last``).
-
-The mean is of the states after every ``checkpoint_every`` updates and of the state at the run's
-end. A stop request saves a state in between; it never counts. The mean is therefore a function of
-the settings, however often a run was stopped.
 """
 
 import time
@@ -26,11 +20,10 @@ from pipeline.model.moe.routing_statistics import ROUTING_FILE, RoutingStatistic
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import updates_kept
-from pipeline.training.quarantine import Quarantine
-from pipeline.training.resuming import Resumed
+from pipeline.training.resuming import Resumed, updates_kept
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.task import Task
+from pipeline.training.updates import Quarantine
 from pipeline.training.validation import ValidationResult, is_out_of_patience
 
 
@@ -173,7 +166,7 @@ class Publishing:
         world: World,
         ds_config: Mapping[str, object],
     ) -> None:
-        """Publish for ``call``; ``ds_config`` is the merged one, for the manifest."""
+        """Prepare to publish; ``ds_config`` is the merged one, for the manifest."""
         self._call, self._task, self._recipe = call, task, call.recipe
         self._run_directory, self._quarantine = run_directory, quarantine
         self._world, self._ds_config = world, ds_config

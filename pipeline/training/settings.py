@@ -19,25 +19,32 @@ from pipeline.config.settings import (
 
 
 class OptimizerConfig(Settings):
-    """Adam and its schedule (MMNMT, §5.1)."""
+    """Adam and its learning-rate schedule (MMNMT, §5.1)."""
 
     learning_rate: Annotated[float, number(above=0, most=10)] = 2e-4
+    """Largest learning rate, reached when the warm-up ends."""
     final_learning_rate: Annotated[float, number(least=0, most=10)] = 1e-5
-    """Where polynomial decay ends."""
+    """Learning rate at the end of polynomial decay."""
     schedule: Literal["polynomial", "inverse_sqrt"] = "polynomial"
+    """Decay after the warm-up: polynomial to final_learning_rate, or with the inverse square root
+    of the update."""
     warmup_updates: Annotated[int, whole(0, 10**9)] = 4000
+    """Updates in which the learning rate rises linearly."""
     betas: tuple[DropRate, DropRate] = (0.9, 0.98)
+    """Adam's decay rates of the first and second moment."""
     epsilon: Annotated[float, number(above=0, most=1)] = 1e-8
+    """Adam's term for numerical stability."""
     weight_decay: Annotated[float, number(least=0, most=10)] = 0.0
+    """Adam's decoupled weight decay."""
     clip_norm: Annotated[float, number(least=0, most=10**6)] = 0.5
-    """Largest norm of the gradient; 0: it is not clipped."""
+    """Largest norm of the gradient; 0 disables clipping."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.schedule == "polynomial" and self.final_learning_rate > self.learning_rate:
             raise ValueError(
                 f"final_learning_rate {self.final_learning_rate} exceeds learning_rate "
-                f"{self.learning_rate}: lower it, the rate decays"
+                f"{self.learning_rate}. Lower it, the rate decays"
             )
         return self
 
@@ -46,77 +53,89 @@ class LossConfig(Settings):
     """Token-mean cross entropy plus the load-balance term."""
 
     objective: Literal["cross_entropy", "fuse_distillation"] = "cross_entropy"
-    """What is minimised, one case each of ``training/losses.py``. ``fuse_distillation``: both
-    routes of a model with language modules and a shared one, and how far they are apart."""
+    """The training loss (``training/losses.py``). ``fuse_distillation`` trains both routes of a
+    model with language modules and a shared module, and penalizes their divergence."""
     label_smoothing: DropRate = 0.0
+    """Probability mass that label smoothing spreads over the vocabulary."""
     balance_weight: LossWeight = 0.1
     """Weight of the load-balance loss, summed over MoE layers."""
     router_z_weight: LossWeight = 0.0
     """Weight of the router z-loss (ST-MoE), summed over MoE layers."""
     distillation: Literal["symmetric", "to_shared"] = "symmetric"
-    """Of fuse distillation: half of each divergence, and both routes learn; or that of the
-    languages' route from the shared one, from which only the latter learns."""
+    """Divergence of fuse distillation. ``symmetric``: half of each direction, and both routes learn
+    from it; ``to_shared``: the divergence of the language-specific route from the shared route, and
+    the shared route alone learns from it."""
     distillation_weight: LossWeight = 1.0
+    """Weight of the divergence in fuse distillation."""
     gate_budget: Annotated[float, number(least=0, most=1)] = 0.3
-    """Of gated projections (model.language_modules, clsr): the mean of the gates, to be had."""
+    """Target of the mean gate of gated projections (model.language_modules, kind clsr)."""
     gate_weight: LossWeight = 1.0
-    """Weight of the distance of that mean from the budget."""
+    """Weight of the distance between the mean gate and ``gate_budget``."""
 
 
 class TrainingConfig(Settings):
-    """pretrain and finetune."""
+    """Training by the stages pretrain and finetune."""
 
     updates: Updates = 100_000
+    """Number of updates."""
     updates_of: Literal["tokens", "bytes"] = "tokens"
-    """What ``updates`` are counted in. ``tokens``: updates of this vocabulary. ``bytes``: updates
-    of a model of bytes. A model of longer pieces then makes fewer of its own, so that all
-    vocabularies pass over the training text equally often (equal epochs; LOBEF, §4.6)."""
+    """Unit of ``updates``. ``tokens``: updates of this vocabulary. ``bytes``: updates of a
+    byte-level model; a model with longer pieces then makes fewer updates, so that all vocabularies
+    pass over the training text equally often (equal epochs; LOBEF, §4.6)."""
     seed: Seed = 1
+    """Seed of initial values, dropout and the order of batches."""
     dropout: DropRate = 0.3
+    """Dropout of embeddings and of the output of sublayers."""
     attention_dropout: DropRate = 0.1
+    """Dropout of attention weights."""
     moe_dropout: DropRate | None = None
-    """Dropout on the output of MoE layers; None: as everywhere (NLLB raises it there)."""
+    """Dropout on the output of MoE layers; not set: ``dropout`` (NLLB raises it there)."""
     expert_output_masking: DropRate = 0.0
-    """Probability that a token loses the output of one of its experts; the rest is scaled up, so
-    that evaluation needs no correction (NLLB §6.2)."""
+    """Probability that a token loses the output of one of its experts. The remaining outputs are
+    scaled up, so that evaluation needs no correction (NLLB §6.2)."""
     router_jitter: DropRate = 0.0
-    """Router inputs are multiplied by U(1 - jitter, 1 + jitter) (Switch Transformer §2.2)."""
+    """Range of the noise on router inputs, which are multiplied by U(1 - jitter, 1 + jitter)
+    (Switch Transformer §2.2)."""
     expert_parallel_size: Annotated[int, whole(1, 2**14)] = 1
-    """Ranks that share one copy of the experts; must divide their number. A world it does not
-    divide uses the greatest common divisor. It changes memory and speed, not the result. Experts
-    of languages are shared alike; their number need not be divided."""
+    """Ranks that share one copy of the experts; must divide the number of experts. If it does not
+    divide the number of ranks, the greatest common divisor is used. It changes memory and speed,
+    not the result. Language experts are shared in the same way, but their number need not be
+    divisible."""
     recompute_layers: bool = False
-    """Keep only what goes into every layer, and compute the rest again in the backward pass: less
-    memory, about a third more work, the same result."""
+    """Keep only the inputs of layers and recompute the rest in the backward pass: less memory,
+    about a third more computation, the same result."""
     skip_nonfinite_after: Annotated[int, whole(0, 1000)] = 0
-    """An update whose gradient is not finite is tried this many times again; then its micro-batches
-    that cause it are left out, and named in the run's quarantine. 0: training ends there. With
-    fp16, overflows that a smaller loss scale mends are none of these tries."""
+    """Retries of an update whose gradient is not finite. After them, the micro-batches that cause
+    it are left out and listed in the run's quarantine. 0: training stops instead. Overflows of fp16
+    that a smaller loss scale resolves do not count as retries."""
     validate_every: Updates = 1000
+    """Updates between two validations."""
     best_by: Literal["all", "high", "medium", "low", "extremely_low"] = "all"
-    """Whose validation perplexity says which weights are kept: that of all directions, or of the
+    """Validation perplexity that selects the weights to keep: that of all directions, or of the
     pairs of one resource tier."""
     patience: Annotated[int, whole(0, 10**6)] = 0
-    """Training ends when so many validations in a row found no lower perplexity; 0: never."""
+    """Number of consecutive validations without a lower perplexity after which training stops; 0:
+    never."""
     checkpoint_every: Updates = 1000
+    """Updates between two training states."""
     keep_last: Annotated[int, whole(1, MAX_STATES)] = 1
     """Training states kept during training, besides the weights of the best validation (best_by)
-    and the states that average_last needs; what stays of them afterwards says
-    saving.keep_states."""
+    and the states that average_last needs. saving.keep_states decides which of them remain
+    afterwards."""
     average_last: Annotated[int, whole(0, MAX_STATES)] = 0
-    """The result is the mean of the weights after the last so many multiples of checkpoint_every,
-    the run's last update being one whatever its number; of all of them where there are fewer. It
-    stands in place of the weights of the best validation, which then says when training ends
-    (patience), and no more. 0: no mean."""
+    """Number of training states whose mean is the result: the last multiples of checkpoint_every
+    and the last update; if there are fewer, all of them. The mean replaces the weights of the best
+    validation, which then only decides when training stops (patience). 0: no mean."""
     best_by_route: Route = "specific"
-    """By which route's validation the weights are kept, of a model that has two."""
+    """Route whose validation selects the weights to keep, for a model with two routes."""
     resource_thresholds: Annotated[tuple[Lines, ...], Field(min_length=2, max_length=3)] = (
         200_000,
         500_000,
     )
-    """Pairs: low ≤ first, high ≥ second, medium between; of three numbers the first is the most of
-    an extremely low one. A recipe with another ``corpus.source`` than its parent's does not inherit
-    them: they are of the parent's corpus."""
+    """Training lines that separate the resource tiers of pairs: low ≤ first, high ≥ second, medium
+    between. With three numbers, pairs up to the first are extremely low. A recipe with another
+    ``corpus.source`` than its parent does not inherit them, since they describe the parent's
+    corpus."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +160,7 @@ class TrainingConfig(Settings):
         if self.best_by == "extremely_low" and len(thresholds) < 3:
             raise ValueError(
                 "best_by is extremely_low, which is a tier only where resource_thresholds has "
-                "three numbers: give them, or name another tier"
+                "three numbers. Give them, or name another tier"
             )
         chosen = [
             f"{name} is {value}"
@@ -154,26 +173,26 @@ class TrainingConfig(Settings):
         if self.average_last and not self.patience and chosen:
             raise ValueError(
                 f"{chosen[0]}, which chooses a validation's weights, and average_last is "
-                f"{self.average_last}, which takes the mean of the last ones: leave one of them "
+                f"{self.average_last}, which takes the mean of the last ones. Leave one of them "
                 "out, or set patience, for which it says when training ends"
             )
         return self
 
 
 class LoggingConfig(Settings):
-    """What is written about a run; changes nothing in its result."""
+    """Logging of a run; does not change its result."""
 
     every: Updates = 100
     """Updates between two lines of metrics."""
 
 
 class SavingConfig(Settings):
-    """How training states are written; changes nothing in the result."""
+    """Writing of training states; does not change the result."""
 
     in_background: bool = False
-    """Training goes on while a copy of the state (in host memory) is written."""
+    """Continue training while a copy of the state, in host memory, is written."""
     keep_states: Literal["none", "last", "all"] = "none"
-    """What of ``OUT.run`` stays when a training stage is done. ``none``: nothing, the folder is
-    removed; ``last``: the state of the last update, from which training goes on where
-    training.updates is raised later; ``all``: the last training.keep_last of them, for
-    ``mmnmt checkpoint average --run``, and those of training.average_last."""
+    """Content of ``OUT.run`` after a training stage is done. ``none``: nothing, the directory is
+    removed; ``last``: the state of the last update, from which training resumes if training.updates
+    is raised later; ``all``: the last training.keep_last states, for ``mmnmt checkpoint average
+    --run``, and those of training.average_last."""

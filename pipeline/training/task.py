@@ -39,11 +39,16 @@ class Data(Protocol):
     """The data of a run: updates as a function of (seed, update), and validation sentences."""
 
     @property
-    def train(self) -> Reader: ...
+    def train(self) -> Reader:
+        """The training sentences."""
+
     @property
-    def valid(self) -> Reader: ...
+    def valid(self) -> Reader:
+        """The validation sentences."""
+
     @property
-    def planner(self) -> Windows: ...
+    def planner(self) -> Windows:
+        """The plan of the updates."""
 
     def check(self, *, max_positions: int) -> None:
         """Check that a model with ``max_positions`` positions can be trained on the data.
@@ -72,10 +77,12 @@ class Summary(Protocol):
 
 
 class Task(Protocol):
-    """What a run trains for, apart from the model."""
+    """A task: everything that a run needs to know apart from the model."""
 
     @property
-    def data(self) -> Data: ...
+    def data(self) -> Data:
+        """The data of the run."""
+
     @property
     def makes(self) -> Kind:
         """The kind of the stage's artifact."""

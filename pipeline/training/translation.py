@@ -1,4 +1,4 @@
-"""Translation as a task of the training loop: its data, its checks and its validation summary.
+"""Train translation: data, checks and validation summary of the training loop's main task.
 
 Languages whose words white space does not part, where the model's front parts words by it.
 """
@@ -70,7 +70,7 @@ def check_tier(data: TrainingData, training: TrainingConfig) -> None:
     if training.best_by != "all" and training.best_by not in tiers:
         raise ConfigError(
             f"training.best_by is {training.best_by}, and no pair with validation sentences is of "
-            f"that resource tier, only of {', '.join(sorted(tiers))}: name one of them, or change "
+            f"that resource tier, only of {', '.join(sorted(tiers))}. Name one of them, or change "
             "training.resource_thresholds."
         )
 
@@ -87,7 +87,7 @@ def check_languages(data: TrainingData, spec: ModelSpec) -> None:
     if missing:
         raise ConfigError(
             f"The shards have text in {', '.join(missing)}, for which the model has no language "
-            f"module: it has those of {', '.join(own)}; make shards of these languages alone "
+            f"module: it has those of {', '.join(own)}. Make shards of these languages alone "
             "(corpus.languages), or train a model that has all modules."
         )
 
@@ -190,10 +190,10 @@ class Translation:
 def unspaced_lines(
     spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
 ) -> dict[str, int]:
-    """Language → training lines of its pairs, where word structure is of no help to it.
+    """Return language → training lines of its pairs, for languages that Byte-WSF cannot split.
 
-    Of Byte-WSF alone: to it what stands between white space is one word, the whole line where there
-    is none. ``segmented``: the languages whose words a segmenter finds.
+    Byte-WSF takes everything between two white spaces for one word: the whole line in a language
+    without spaces. ``segmented``: the languages whose words a segmenter finds.
     """
     if not spec.model.front.parts_words:
         return {}
@@ -208,7 +208,7 @@ def unspaced_lines(
 def unspaced_notes(
     spec: ModelSpec, train_lines: Mapping[str, int], *, segmented: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """One sentence about them, without a full stop; none where there are none."""
+    """Return a sentence about these languages, without a full stop; empty if there are none."""
     lines = unspaced_lines(spec, train_lines, segmented=segmented)
     if not lines:
         return ()

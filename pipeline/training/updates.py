@@ -1,37 +1,166 @@
-"""One update, made again where its gradient is not finite.
+"""Make one update, repeat it if its gradient is not finite, and record micro-batches left out.
 
-DeepSpeed makes no update of such a gradient: weights, moments and the place in the data stay. What
-becomes of it then:
+DeepSpeed makes no update with such a gradient: weights, moments and the position in the data stay.
+The reaction depends on the loss scale:
 
 - fp16 with a dynamic loss scale: the same micro-batches are tried again, with the same dropout, at
-  the smaller scale that DeepSpeed goes on with, until the gradient is finite or the scale is at its
+  the smaller scale that DeepSpeed chooses, until the gradient is finite or the scale is at its
   minimum. No sentence is passed over, and neither the number of updates nor the learning rate
-  moves, so that a run with overflows sees the data of one without.
-- Otherwise, and beyond the smallest scale, it is not the scale that the gradient is too large for.
-  Training ends, or, with ``training.skip_nonfinite_after``, the update is tried again that many
-  times, the micro-batches whose gradients are not finite are put into quarantine, and it is made of
-  the rest, from the loss scale it began with. The loss is divided by the labels that remain.
+  moves, so that a run with overflows sees the same data as one without.
+
+- Otherwise, and at the smallest scale, the cause is not the scale. Training ends, or, with
+  ``training.skip_nonfinite_after``, the update is tried again that many times; then the
+  micro-batches whose gradients are not finite go to the quarantine, and the update is made of the
+  others, from the loss scale it began with. The loss is divided by the labels that remain.
+
+``quarantine.jsonl`` in the run directory has one JSON object per line: the update, the
+micro-batch's index in it, its labels, and its lines by direction, counted from 1 in the order of
+the shards. It is on disk before the update is made without them, so that a run that is resumed
+before that update makes the same one.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated_dataclass
 
 from pipeline.batching.feed import Update
+from pipeline.batching.global_step import MicroBatch
 from pipeline.batching.labelled import AnyBatch
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import gather_objects
+from pipeline.distributed.collectives import gather_objects, on_rank_zero
+from pipeline.distributed.world import World
 from pipeline.errors import CheckpointError
 from pipeline.seeds import derive_seed
+from pipeline.terminal import JsonLines
 from pipeline.training.engine import Engine, StepResult, Verdict
 from pipeline.training.optim import learning_rate
-from pipeline.training.quarantine import Quarantine, culprits, left_out
 from pipeline.training.task import Data
+
+SHOWN_LINES = 5
+"""Most lines per direction that a message lists."""
+
+Whole = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+@validated_dataclass(frozen=True)
+class LeftOut:
+    """A micro-batch that an update leaves out."""
+
+    update: Whole
+    micro_batch: Whole
+    labels: Whole
+    lines: Mapping[str, Sequence[Whole]]
+    """Direction → lines, from 1, of the pair's shards."""
+
+    @property
+    def described(self) -> str:
+        """``micro-batch 3 (de-en lines 7, 12; ru-en line 1)``."""
+        parts = [_described(direction, lines) for direction, lines in self.lines.items()]
+        return f"micro-batch {self.micro_batch} ({'; '.join(parts)})"
+
+
+def _described(direction: str, lines: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lines[:SHOWN_LINES]))
+    more = f" and {len(lines) - SHOWN_LINES} more" if len(lines) > SHOWN_LINES else ""
+    return f"{direction} {'line' if len(lines) == 1 else 'lines'} {shown}{more}"
+
+
+def left_out(plan: MicroBatch, *, update: int, micro_batch: int, pairs: Sequence[str]) -> LeftOut:
+    """Return the record of a micro-batch; ``pairs`` are the names of its pair numbers."""
+    lines: dict[str, list[int]] = {}
+    for pair, is_reverse, line in zip(plan.pair_B, plan.reverse_B, plan.line_B, strict=True):
+        first, second = pairs[pair].split("-")
+        direction = f"{second}-{first}" if is_reverse else f"{first}-{second}"
+        lines.setdefault(direction, []).append(int(line) + 1)
+    found = {direction: sorted(numbers) for direction, numbers in sorted(lines.items())}
+    return LeftOut(update, micro_batch, plan.num_labels, found)
+
+
+def culprits(verdicts: Sequence[Sequence[Verdict]], *, sharing: int) -> set[int]:
+    """Return the micro-batches whose gradients are not finite, from every rank's verdicts by turn.
+
+    Groups of ``sharing`` consecutive ranks share experts. If only gradients of experts are not
+    finite in a turn, the ranks' sentences cannot be told apart: all of that turn are returned.
+    """
+    found: set[int] = set()
+    for turn in zip(*verdicts, strict=True):
+        for start in range(0, len(turn), sharing):
+            group = turn[start : start + sharing]
+            own = {verdict.micro_batch for verdict in group if not verdict.is_finite}
+            if not own and not all(verdict.of_experts_is_finite for verdict in group):
+                own = {verdict.micro_batch for verdict in group}
+            found |= own
+    return found
+
+
+class Quarantine:
+    """The record of one run; all ranks call its methods together."""
+
+    def __init__(self, path: Path, *, world: World) -> None:
+        self.path = path
+        self.entries: list[LeftOut] = []
+        self._world = world
+        self._file = JsonLines(path)
+
+    def read(self) -> None:
+        """Read what earlier attempts at the run recorded.
+
+        Raises:
+            CheckpointError: on all ranks, where the file cannot be read or is none of a run.
+        """
+        self.entries = on_rank_zero(self._read, path=self.path, error=CheckpointError)
+
+    def of_update(self, update: int) -> frozenset[int]:
+        """Return the indices of an update's micro-batches that are left out."""
+        return frozenset(one.micro_batch for one in self.entries if one.update == update)
+
+    def add(self, entries: Sequence[LeftOut]) -> None:
+        """Record micro-batches, on disk when this returns, and print them.
+
+        Raises:
+            CheckpointError: on all ranks, where that cannot be written.
+        """
+        on_rank_zero(lambda: self._write(entries), path=self.path, error=CheckpointError)
+        self.entries += entries
+        if self._world.rank == 0:
+            for one in entries:
+                print(
+                    f"update {one.update}: {one.described} is left out, since its gradient is not "
+                    f"finite; see {self.path}",
+                    file=sys.stderr,
+                )
+
+    def _read(self) -> list[LeftOut]:
+        if not self.path.is_file():
+            return self.entries
+        # removes a last line that a killed run left incomplete
+        self._file.truncate_after(sys.maxsize)
+        reader = TypeAdapter(LeftOut)
+        try:
+            return [reader.validate_python(record) for record in self._file.read()]
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{self.path} has a line that names no micro-batch. Restore the file, or begin the "
+                "run anew."
+            ) from error
+
+    def _write(self, entries: Sequence[LeftOut]) -> None:
+        for one in entries:
+            self._file.write(vars(one))
+        with self.path.open("rb") as stream:
+            os.fsync(stream.fileno())
 
 
 @dataclass(frozen=True)
 class Made:
-    """An update that was made, and how often the loss scale had to fall for it."""
+    """A finished update, and how often the loss scale was lowered for it."""
 
     result: StepResult
     overflows: int
@@ -60,7 +189,7 @@ class Updater:
             result = self._try(feed, batches, update=update)
             if result.was_made and math.isfinite(result.gradient_norm):
                 return Made(result, overflows)
-            if result.was_made:  # a ds_config has DeepSpeed not look: the weights are spoilt
+            if result.was_made:  # the ds_config disables DeepSpeed's check: the weights are spoilt
                 raise self._not_finite(update)
             batches = (self._batch(feed, index) for index in feed.indices)
             if may_fall:
@@ -89,12 +218,12 @@ class Updater:
         )
 
     def _taken(self, feed: Update, without: frozenset[int]) -> list[int]:
-        """This rank's micro-batches; in place of those left out the smallest of all others."""
+        """Return this rank's micro-batches; the smallest of all replaces those left out."""
         plans = feed.step.micro_batches
         kept = [index for index in range(len(plans)) if index not in without]
         if not kept:
             raise CheckpointError(
-                f"{self._quarantine.path} leaves all micro-batches of an update out: remove the "
+                f"{self._quarantine.path} leaves all micro-batches of an update out. Remove the "
                 "lines of that update."
             )
         smallest = min(kept, key=lambda index: plans[index].num_tokens)
@@ -141,7 +270,7 @@ class Updater:
         return self._data.train.batch(feed.step.micro_batches[index])
 
     def _progress(self, update: int) -> float:
-        """Share of the training that was done before an update."""
+        """Return the share of training done before an update."""
         return (update - 1) / self._recipe.training.updates
 
     def _seed(self, update: int, index: int) -> int:
@@ -156,11 +285,11 @@ class Updater:
         )
         return CheckpointError(
             f"The gradient of update {update} is not a number: the run in {run} is left at its "
-            f"last state; lower optimizer.learning_rate, or look at that update's data ({finding})."
+            f"last state. Lower optimizer.learning_rate, or look at that update's data ({finding})."
         )
 
 
 def _labels(feed: Update, without: frozenset[int]) -> int:
-    """Of all micro-batches that are not left out."""
+    """Count the labels of all micro-batches that are not left out."""
     plans = feed.step.micro_batches
     return sum(plan.num_labels for index, plan in enumerate(plans) if index not in without)

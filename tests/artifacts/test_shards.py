@@ -463,11 +463,11 @@ def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set
     assert f"{longest + 2} tokens with its tags, and the model {longest + 1} positions" in str(
         refused.value
     )
-    assert f"set shards.max_tokens to {longest - 1} or less and make the shards again" in str(
+    assert f"Set shards.max_tokens to {longest - 1} or less and make the shards again" in str(
         refused.value
     )
     fewer = BatchesConfig(tokens=longest + 1)
-    with pytest.raises(ConfigError, match=f"set shards.max_tokens to {longest - 1} or less"):
+    with pytest.raises(ConfigError, match=f"Set shards.max_tokens to {longest - 1} or less"):
         TrainingData(shards, mixture, fewer, seed=1)
     fitting = shard(*inputs, tmp_path / "fitting", max_tokens=longest - 1)
     TrainingData(fitting, mixture, fewer, seed=1).check(max_positions=longest + 1)

@@ -418,7 +418,7 @@ def test_filling_up_halves_the_first_of_the_largest_parts(sizes: list[int], mult
     bounds = [0, *np.cumsum(sizes).tolist()]
     needed = -(-len(sizes) // multiple) * multiple
     if needed > sum(sizes):
-        with pytest.raises(ConfigError, match=r"raise batches\.window_steps"):
+        with pytest.raises(ConfigError, match=r"Raise batches\.window_steps"):
             fill_up(bounds, multiple=multiple)
         return
     while len(sizes) < needed:
@@ -443,7 +443,7 @@ def test_evaluation_reads_every_line_once_within_the_budget(
 
 
 def test_a_pair_without_a_probability_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no probability for en-fr: run mix"):
+    with pytest.raises(ConfigError, match=r"no probability for en-fr. Run mix"):
         Planner(
             offsets_of(pair_lengths(SIZES)),
             Mixture.constant({"de-en": 0.5, "el-en": 0.5}),
@@ -455,7 +455,7 @@ def test_a_pair_without_a_probability_is_refused() -> None:
 def test_a_mixture_of_other_shards_is_refused() -> None:
     """Or the pairs that are there would be drawn more rarely than they should be."""
     shares = dict.fromkeys([*SIZES, "de-yi"], 1 / (len(SIZES) + 1))
-    with pytest.raises(ConfigError, match=r"no training lines of de-yi; run mix"):
+    with pytest.raises(ConfigError, match=r"no training lines of de-yi. Run mix"):
         Planner(offsets_of(pair_lengths(SIZES)), Mixture.constant(shares), BatchesConfig(), seed=1)
 
 

@@ -268,5 +268,5 @@ def test_sorting_by_some_bits_keeps_equal_ones_in_order(
 
 def test_more_than_a_key_can_hold_is_refused() -> None:
     draws = [_Draws(0, size=2**30, start=0, stop=2**30)]
-    with pytest.raises(ConfigError, match=r"lower shards\.max_tokens"):
+    with pytest.raises(ConfigError, match=r"Lower shards\.max_tokens"):
         _KeyLayout(draws, longest=2**17, one_direction=False)

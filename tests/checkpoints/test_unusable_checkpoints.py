@@ -159,7 +159,7 @@ def test_truncated_weights_are_one_line(
 def test_a_width_that_no_model_has_is_refused_with_its_range(broken: Path) -> None:
     change_model(broken, width=10**9)
     with pytest.raises(
-        CheckpointError, match=r"model\.width is 1000000000: choose a whole number from 1 to 65,536"
+        CheckpointError, match=r"model\.width is 1000000000. Choose a whole number from 1 to 65,536"
     ):
         read_spec(open_checkpoint(broken))
 

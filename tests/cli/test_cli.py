@@ -24,7 +24,7 @@ from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir,
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.training_states import announce_removal
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
 from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
@@ -206,24 +206,24 @@ def test_options_that_are_missing_or_wrong_end_with_the_usage(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trane"], "mmnmt: error: there is no command 'trane': did you mean 'train'?"),
-        (["descrbe"], "mmnmt: error: there is no command 'descrbe': did you mean 'describe'?"),
-        (["checkpoint", "flod"], "mmnmt: error: there is no command 'flod': did you mean 'fold'?"),
+        (["trane"], "mmnmt: error: there is no command 'trane'. Did you mean 'train'?"),
+        (["descrbe"], "mmnmt: error: there is no command 'descrbe'. Did you mean 'describe'?"),
+        (["checkpoint", "flod"], "mmnmt: error: there is no command 'flod'. Did you mean 'fold'?"),
         (
             ["train", "--recipie=x"],
-            "mmnmt train: error: there is no option '--recipie': did you mean '--recipe'?",
+            "mmnmt train: error: there is no option '--recipie'. Did you mean '--recipe'?",
         ),
         (
             ["describe", "--recipie", "x"],
-            "mmnmt describe: error: there is no option '--recipie': did you mean '--recipe'?",
+            "mmnmt describe: error: there is no option '--recipie'. Did you mean '--recipe'?",
         ),
         (
             ["run", "demo", "--dry"],
-            "mmnmt run: error: there is no option '--dry': did you mean '--dry-run'?",
+            "mmnmt run: error: there is no option '--dry'. Did you mean '--dry-run'?",
         ),
         (
             ["checkpoint", "fold", "x", "--ouput", "y"],
-            "mmnmt checkpoint fold: error: there is no option '--ouput': did you mean '--out'?",
+            "mmnmt checkpoint fold: error: there is no option '--ouput'. Did you mean '--out'?",
         ),
     ],
 )
@@ -441,11 +441,11 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
         (
             ["--others", "MoE/LGR=x"],
             "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become folders: "
-            "write 'MoE-LGR'.",
+            "Write 'MoE-LGR'.",
         ),
-        (["--recipe", "demo_dens"], "There is no recipe 'demo_dens': did you mean 'demo_dense'?"),
-        (["--ds-config", "cpu"], "There is no ds_config 'cpu': choose from cpu_bf16, cpu_fp32"),
-        (["--ds-config", "cpu_bf61"], "There is no ds_config 'cpu_bf61': did you mean 'cpu_bf16'?"),
+        (["--recipe", "demo_dens"], "There is no recipe 'demo_dens'. Did you mean 'demo_dense'?"),
+        (["--ds-config", "cpu"], "There is no ds_config 'cpu'. Choose from cpu_bf16, cpu_fp32"),
+        (["--ds-config", "cpu_bf61"], "There is no ds_config 'cpu_bf61'. Did you mean 'cpu_bf16'?"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_that_says_what_and_where(
@@ -823,7 +823,7 @@ def test_run_and_status_read_the_plan_its_inputs_and_its_overlay(
     assert said[4].startswith("corpus  done")
     assert "corpus: already done" in said
     assert cli.main(["run", str(plan_path)]) == EXIT_USER_ERROR
-    assert "pass --input text=PATH" in capsys.readouterr().err
+    assert "Pass --input text=PATH" in capsys.readouterr().err
 
 
 def test_an_input_of_a_plan_is_named_once_per_path_or_as_a_data_set_of_the_hub(
@@ -878,7 +878,7 @@ def test_describe_shows_the_resolved_recipe_and_counts_with_the_vocabulary_asked
     )
     bench.recipe_path.write_text('[model.moe]\ndecoder_router = "language_group"\n')
     assert cli.main(arguments) == EXIT_USER_ERROR
-    assert "pass --groups N" in capsys.readouterr().err
+    assert "Pass --groups N" in capsys.readouterr().err
     assert cli.main([*arguments, "--groups", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"]["groups"] == 4
 

@@ -298,7 +298,7 @@ def test_the_recipe_says_what_family_a_language_has(tmp_path: Path) -> None:
 
 
 def test_a_family_for_what_is_no_language_code_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*: write 'chr'"):
+    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
         group(tmp_path, GroupsConfig(method="typology"), families={"cherokee": "Iroquoian"})
 
 

@@ -113,7 +113,7 @@ def test_with_bytes_to_fall_back_on_no_text_is_unknown(
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "bytes"])
 def test_bytes_have_none_to_fall_back_on(kind: str) -> None:
-    with pytest.raises(ValidationError, match="leave it out"):
+    with pytest.raises(ValidationError, match="Leave it out"):
         TokenizerConfig.model_validate({"kind": kind, "byte_fallback": True})
 
 
@@ -259,7 +259,7 @@ def test_a_target_vocabulary_that_is_too_large_is_called_by_its_setting(
 
 @pytest.mark.parametrize("targets", [(), ("de",), ("de", "zh")])
 def test_a_recipe_trains_into_target_languages_alone(targets: tuple[str, ...]) -> None:
-    with pytest.raises(ValidationError, match=r"let mixture\.targets name them"):
+    with pytest.raises(ValidationError, match=r"Let mixture\.targets name them"):
         Recipe(name="x", tokenizer=SPLIT, mixture=MixtureConfig(targets=targets))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.distributed.devices import device_index, refuse_shared
+from pipeline.distributed.world import device_index, refuse_shared
 from pipeline.errors import ConfigError
 
 

@@ -167,7 +167,7 @@ def test_a_batch_script_without_srun_is_one_process() -> None:
 
 
 def test_without_scontrol_the_remedy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="export MASTER_ADDR"):
+    with pytest.raises(ConfigError, match="Export MASTER_ADDR"):
         discover({**SLURM, "PATH": str(tmp_path)})
 
 
@@ -181,7 +181,7 @@ def test_under_mpirun_without_libmpi_the_remedy_is_named() -> None:
     environment = {"OMPI_COMM_WORLD_RANK": "1"}
     assert is_launched(environment)
     assert rank_of(environment) == 1
-    with pytest.raises(ConfigError, match="install mmnmt"):
+    with pytest.raises(ConfigError, match="Install mmnmt"):
         discover(environment)
 
 

@@ -368,7 +368,7 @@ def test_the_estimate_is_json() -> None:
 
 
 def test_an_accumulation_type_deepspeed_does_not_know_is_refused() -> None:
-    with pytest.raises(ConfigError, match='grad_accum_dtype is "fp8": use fp32 or bf16'):
+    with pytest.raises(ConfigError, match=r'grad_accum_dtype is "fp8"\. Use fp32 or bf16'):
         estimated(
             make_recipe(ModelConfig()),
             ds_config={**FP32, "data_types": {"grad_accum_dtype": "fp8"}},

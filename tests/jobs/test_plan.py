@@ -238,26 +238,26 @@ def test_the_plans_that_ship_fit_together(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('run = "train"', 'run = "tarin"', r"no stage 'tarin': did you mean 'train'\?"),
-        ('only = "shards"', 'only = "shard"', r"no stage 'shard': did you mean 'shards'\?"),
+        ('run = "train"', 'run = "tarin"', r"no stage 'tarin'. Did you mean 'train'\?"),
+        ('only = "shards"', 'only = "shard"', r"no stage 'shard'. Did you mean 'shards'\?"),
         (
             'only = "shards"',
             'only = "corpus"',
             "'corpus' makes a corpus artifact where a shards artifact is wanted",
         ),
-        ('only = "shards"', '"a/b" = "shards"', "the name 'a/b' has a slash.*: write 'a-b'"),
+        ('only = "shards"', '"a/b" = "shards"', "the name 'a/b' has a slash.*. Write 'a-b'"),
         ('corpus = "corpus"', 'corpse = "corpus"', "needs input 'corpus'"),
         ('corpus = "corpus" }', 'corpus = "corpus", more = "corpus" }', "no input 'more'"),
         ('corpus = "corpus"', 'corpus = { a = "corpus" }', "takes one stage name"),
-        ('raw = "$text"', 'raw = "$txt"', r"'\$txt' is not declared: did you mean '\$text'\?"),
-        ('raw = "$text"', 'raw = "$memories"', r"'\$memories' is not declared: add it"),
+        ('raw = "$text"', 'raw = "$txt"', r"'\$txt' is not declared. Did you mean '\$text'\?"),
+        ('raw = "$text"', 'raw = "$memories"', r"'\$memories' is not declared. Add it"),
         ('raw = "$text"', 'raw = "shards"', "raw data comes from outside"),
-        ("threads = 2", "threads = 0", "threads is 0: choose a whole number from 1 to 1,024"),
-        ("processes = 3", "processes = 99999", "processes is 99999: choose a whole number"),
-        ("processes = 3", 'processes = "3"', "processes is 3: choose a whole number"),
-        ("threads = 2", "thread = 2", r"model\.thread': did you mean 'threads'\?"),
-        ("[stages.shards]", "[stage.shards]", r"setting 'stage': did you mean 'stages'\?"),
-        ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"did you mean 'corpus'\?"),
+        ("threads = 2", "threads = 0", "threads is 0. Choose a whole number from 1 to 1,024"),
+        ("processes = 3", "processes = 99999", "processes is 99999. Choose a whole number"),
+        ("processes = 3", 'processes = "3"', "processes is 3. Choose a whole number"),
+        ("threads = 2", "thread = 2", r"model\.thread'. Did you mean 'threads'\?"),
+        ("[stages.shards]", "[stage.shards]", r"setting 'stage'. Did you mean 'stages'\?"),
+        ('corpus = "corpus" }', 'corpus = "corpus", corpse = "x" }', r"Did you mean 'corpus'\?"),
         ("[stages.shards]", '[stages."../shards"]', "it names a folder"),
         ("processes = 3", "processes = 3 3", "not valid TOML"),
     ],
@@ -306,7 +306,7 @@ def test_an_unknown_plan_is_answered_with_those_there_are() -> None:
 
 
 def test_an_input_that_is_not_given_is_asked_for_by_what_it_means(setup: Setup) -> None:
-    with pytest.raises(ConfigError, match="wants a folder of text: pass --input text=PATH"):
+    with pytest.raises(ConfigError, match=r"wants a folder of text\. Pass --input text=PATH"):
         setup.run(given={})
     with pytest.raises(ConfigError, match="has no input 'txt'"):
         setup.placed(given={"txt": RawPaths((setup.folder,))})
@@ -538,7 +538,7 @@ def test_a_finished_model_that_a_changed_setting_makes_useless_is_kept_until_tol
     before = open_artifact(setup.out_dir / "model", kind="checkpoint").digest
     _change(setup, "dropout = 0.25")
     words = r"Stage model would throw away 10 updates \(0\.0 hours\) of training in .*/out/model "
-    words += r"\(training\.dropout: 0\.3 → 0\.25\): undo that change, or pass --rebuild model, "
+    words += r"\(training\.dropout: 0\.3 → 0\.25\). Undo that change, or pass --rebuild model, "
     words += r"which sets what is there aside as .*/model\.before-1 and trains anew\."
     with pytest.raises(ArtifactError, match=words):
         setup.run()
@@ -687,7 +687,7 @@ def test_stages_that_take_no_training_are_rebuilt_unasked(setup: Setup) -> None:
 
 def test_a_stage_to_be_rebuilt_is_one_of_the_plans(setup: Setup) -> None:
     for look in (setup.run, setup.forecast):
-        with pytest.raises(ConfigError, match=r"--rebuild modle: .* did you mean 'model'"):
+        with pytest.raises(ConfigError, match=r"--rebuild modle: .* Did you mean 'model'"):
             look(rebuild=["modle"])
 
 
@@ -878,7 +878,7 @@ def test_only_the_stages_that_are_named_are_run(setup: Setup) -> None:
 
 
 def test_only_a_stage_whose_inputs_are_not_made_is_refused_with_what_to_run(setup: Setup) -> None:
-    words = "Stage shards needs corpus, which is not made yet: pass --only corpus, too, or --until "
+    words = "Stage shards needs corpus, which is not made yet. Pass --only corpus, too, or --until "
     with pytest.raises(ArtifactError, match=words + "shards"):
         setup.run(only=["shards"])
     assert setup.forecast(only=["shards"]) == [
@@ -906,7 +906,7 @@ def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_train
     setup.run()
     _change(setup, "dropout = 0.25")
     assert setup.run(only=["shards"], given={})[0] == 0
-    with pytest.raises(ConfigError, match="pass --input text=PATH"):
+    with pytest.raises(ConfigError, match="Pass --input text=PATH"):
         setup.run(only=["corpus"], given={})
     with pytest.raises(ConfigError, match="--rebuild model: --only or --until leaves that stage"):
         setup.run(only=["shards"], rebuild=["model"])
@@ -914,7 +914,7 @@ def test_a_run_of_some_stages_wants_only_their_inputs_and_risks_only_their_train
 
 @pytest.mark.parametrize("option", ["only", "until"])
 def test_a_stage_that_is_chosen_is_one_of_the_plans(setup: Setup, option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--{option} modle: .* did you mean 'model'"):
+    with pytest.raises(ConfigError, match=rf"--{option} modle: .* Did you mean 'model'"):
         setup.run(**{option: ["modle"]})
 
 

@@ -158,7 +158,7 @@ def test_a_dry_run_lists_the_expanded_stages(
     ("old", "new", "said"),
     [
         ("processes = 2\nthreads", "proceses = 2\nthreads", "'proceses' is neither"),
-        ("[defaults.translate]", "[defaults.tranlsate]", "did you mean 'translate'?"),
+        ("[defaults.translate]", "[defaults.tranlsate]", "Did you mean 'translate'?"),
         ("[defaults.translate]", "[defaults.upcycle]", "[defaults.upcycle]: no stage runs"),
         ("ds_config =", "inputs = {}\nds_config =", "'inputs' is neither"),
         ("set = { training.updates", "sets = { training.updates", "[defaults.pretrain]: 'sets'"),

@@ -6,13 +6,11 @@ that raises is reported with its traceback. A pool of which only some ranks fail
 long, is ended, since the others may wait for it for ever; it is started anew when next used.
 """
 
-import multiprocessing
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Concatenate, ParamSpec, TypeVar
@@ -20,7 +18,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 
 from pipeline.distributed.world import LOOPBACK, World, distributed_world, free_port
-from pipeline.machine import prepare_process
+from support.forked import forking
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,17 +78,16 @@ class ProcessPool:
         self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         port = free_port()
-        with _one_thread():
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                world = World(rank, self.size, rank, self.size, LOOPBACK, port)
-                process = context.Process(target=_serve, args=(world, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            world = World(rank, self.size, rank, self.size, LOOPBACK, port)
+            process = context.Process(target=_serve, args=(world, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
 
     def _collect(self, *, timeout_seconds: float) -> list[R]:
         answers: dict[int, R] = {}
@@ -127,23 +124,8 @@ class ProcessPool:
         return [answers[rank] for rank in range(self.size)]
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One arithmetic thread for the processes started meanwhile."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
 def _serve(world: World, connection: Connection) -> None:
     """One rank: do the jobs that arrive until the connection is closed."""
-    prepare_process()
     torch.set_num_threads(1)
     os.environ.update(world.environment())
     with distributed_world(timeout_seconds=60):

@@ -1,6 +1,5 @@
 """Plans as they ship, run whole with tiny models on made-up pairs, a stage a process."""
 
-import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pipeline import cli
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, Plan, load_plan, place_plan
+from support.forked import forking
 from support.raw_trees import write
 
 TINY = """
@@ -114,22 +114,12 @@ def write_tree(root: Path, *, lines: Mapping[str, int], validated: Sequence[str]
     write(root, files)
 
 
-LOADED = [
-    *("pipeline.training.translation", "pipeline.stages.translate", "pipeline.stages.evaluate"),
-    "pipeline.stages.upcycle",
-    *("torch._refs", "deepspeed.runtime.zero.muon.muon_optimizer"),
-]
-"""What takes seconds to load, and would in each of 59 stages; the last two on first use."""
-
-
 def as_child(
     arguments: Sequence[str], *, processes: int, threads: int, requests: StopRequests
 ) -> int:
     """Run a stage in a process of its own, forked from one that has loaded its code."""
     del processes, threads, requests
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
-    child = context.Process(target=run_stage, args=(list(arguments[2:]),))
+    child = forking().Process(target=run_stage, args=(list(arguments[2:]),))
     child.start()
     child.join()
     assert child.exitcode is not None

@@ -158,10 +158,10 @@ def test_updates_that_cannot_be_counted_in_bytes_are_refused(
     data = data_of("pieces", made["pieces"], tmp_path)
     recipe = recipe_of("pieces")
     falling = OptimizerConfig(schedule="polynomial", warmup_updates=UPDATES - 1)
-    with pytest.raises(ConfigError, match="lower it, or train longer"):
+    with pytest.raises(ConfigError, match="Lower it, or train longer"):
         with_resolved_updates(recipe.model_copy(update={"optimizer": falling}), data)
     narrow = recipe.batches.model_copy(update={"tokens": 90})
     with pytest.raises(ConfigError, match=r"or lower clean\.max_bytes"):
         with_resolved_updates(recipe.model_copy(update={"batches": narrow}), data)
-    with pytest.raises(ValueError, match="leave one of them out"):
+    with pytest.raises(ValueError, match="Leave one of them out"):
         recipe_of("pieces", mixture={"phases": [{"from_update": 1}]})

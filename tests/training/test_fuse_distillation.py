@@ -97,7 +97,7 @@ def test_only_the_shared_module_learns_from_what_languages_know() -> None:
 
 
 def test_a_model_of_one_route_cannot_be_distilled() -> None:
-    with pytest.raises(ValueError, match=r"set model\.language_modules\.shared to true"):
+    with pytest.raises(ValueError, match=r"Set model\.language_modules\.shared to true"):
         Recipe.model_validate({"name": "one", "loss": {"objective": "fuse_distillation"}})
 
 

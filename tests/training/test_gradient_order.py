@@ -15,7 +15,7 @@ from pipeline.kernels.cpu import CpuKernels, using_cpu_kernels
 from pipeline.kernels.products import linear
 from pipeline.model.feed_forward import FeedForward
 from pipeline.model.tokens import Tokens
-from pipeline.training.gradient_order import GradientOrder, depends_on_order
+from pipeline.training.optim import GradientOrder, depends_on_order
 
 BIAS_FIRST_FROM = 20
 """Rows from which the feed-forward below sends a bias's gradient before its weight's."""

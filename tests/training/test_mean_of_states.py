@@ -44,7 +44,7 @@ from pipeline.distributed.world import World
 from pipeline.stages.registry import STAGES
 from pipeline.training import loop
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import averaged_updates, describe_missing, updates_kept
+from pipeline.training.resuming import averaged_updates, describe_missing, updates_kept
 from pipeline.training.saving import Publishing
 from pipeline.training.settings import TrainingConfig
 from pipeline.training.translation import training_data
@@ -241,6 +241,7 @@ def test_a_mean_of_bf16_training_is_of_the_weights_that_the_optimizer_holds(
     assert any(not torch.equal(value, value.bfloat16().float()) for value in weights)
 
 
+@pytest.mark.slow
 def test_language_modules_on_different_ranks_and_what_is_not_trained_are_in_the_mean(
     inputs: Inputs, pool2: ProcessPool, tmp_path: Path
 ) -> None:

@@ -47,9 +47,9 @@ from pipeline.training import engine as engine_module
 from pipeline.training.engine import Engine, Verdict
 from pipeline.training.losses import LossTerms, training_loss
 from pipeline.training.optim import learning_rate, make_optimizer
-from pipeline.training.quarantine import LeftOut, Quarantine, culprits, left_out
 from pipeline.training.settings import LossConfig
 from pipeline.training.translation import training_data
+from pipeline.training.updates import LeftOut, Quarantine, culprits, left_out
 
 pytestmark = pytest.mark.slow
 

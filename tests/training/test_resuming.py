@@ -21,8 +21,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import CheckpointError
 from pipeline.training.engine import Engine
-from pipeline.training.mean_of_states import MeanOfLastStates
-from pipeline.training.resuming import Resuming
+from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
 
 ALONE = World(0, 1, 0, 1, LOOPBACK, 0)

@@ -4,12 +4,10 @@ They go from raw files to translations and scores; each stage says in its summar
 them.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import run_command
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
@@ -118,14 +116,7 @@ def test_every_stage_goes_on_and_says_what_became_of_bad_lines(folder: Path) -> 
     assert "left out 1 of more than 200 tokens" in said(folder, "make_shards")
 
     train = stage(folder, "pretrain", shards="make_shards", mixture="mix")
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *train],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = run_command(train)
     assert done.returncode == 0, done.stderr
     note = "which is not written between those of zh (17 lines)"
     assert done.stderr.count(note) == 1

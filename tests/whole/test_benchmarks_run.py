@@ -3,13 +3,11 @@
 Only whether it runs is tested here; how fast it is, is never tested.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.bible_lines import BIBLE
+from support.forked import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -26,15 +24,7 @@ NEED_BIBLE = ("data", "evaluate")
 def test_a_benchmark_runs_beside_all_of_its_peers(path: Path, tmp_path: Path) -> None:
     if path.stem in NEED_BIBLE and not BIBLE.is_dir():
         pytest.skip(f"{BIBLE} is missing: {path.name} measures on its lines.")
-    done = subprocess.run(
-        [sys.executable, str(path), "--quick"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = run_script(path, ["--quick"], folder=tmp_path, timeout=400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "left out" not in done.stdout + done.stderr
     assert done.stdout.strip(), "it prints what it measured"

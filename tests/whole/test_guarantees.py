@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +17,7 @@ def promises() -> list[tuple[str, list[str]]]:
     ]
 
 
+@cache
 def functions_of(name: str) -> set[str]:
     """Return the test functions of a module, or of all modules of a folder, of ``tests/``."""
     place = ROOT / "tests" / name

@@ -1,13 +1,10 @@
 """A plan that is killed at every stage completes, with the result of one that was not."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from support.forked import run_command, start_command
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest
 
@@ -101,15 +98,6 @@ STAGES = [
 ]
 
 
-def start(plan: Path, out_dir: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "run", str(plan), "--out", str(out_dir)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
 def write_plan(folder: Path) -> Path:
     dense, moe, plan = folder / "dense.toml", folder / "moe.toml", folder / "plan.toml"
     dense.write_text(RECIPE, encoding="utf-8")
@@ -126,14 +114,14 @@ def begun(out_dir: Path, stage: str) -> bool:
 
 def kill_at(plan: Path, out_dir: Path, stage: str) -> bool:
     """Run until the stage shows a first sign, then kill -9; False if the plan ended before."""
-    process = start(plan, out_dir)
+    process = start_command(["run", str(plan), "--out", str(out_dir)])
     deadline = time.monotonic() + 90
-    while process.poll() is None and not begun(out_dir, stage):
+    while process.is_alive() and not begun(out_dir, stage):
         assert time.monotonic() < deadline, f"{stage} never began"
         time.sleep(0.005)
-    killed = process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
+    killed = process.is_alive()
+    process.kill()
+    process.join(timeout=30)
     return killed
 
 
@@ -144,7 +132,8 @@ def test_a_plan_killed_at_every_stage_completes_with_the_same_result(tmp_path: P
     killed = [stage for stage in STAGES if kill_at(plan, interrupted, stage)]
     assert {"dense", "tuned"} <= set(killed)
     for out_dir in (interrupted, straight):
-        assert start(plan, out_dir).wait(timeout=240) == 0
+        done = run_command(["run", str(plan), "--out", str(out_dir)])
+        assert done.returncode == 0, done.stderr
     for stage in STAGES:
         ours, reference = read_manifest(interrupted / stage), read_manifest(straight / stage)
         assert ours is not None

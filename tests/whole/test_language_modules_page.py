@@ -4,12 +4,11 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
+from support.forked import run_command
 
 from pipeline import cli
 from pipeline.artifacts.artifact import Artifact, open_artifact
@@ -54,8 +53,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command in commands("demo"):
             words = [re.sub("demo_dense(_whole)?\\b", "few.toml", word) for word in command]
             if words[0] == "pretrain":  # DeepSpeed keeps a process's first process group
-                training = [sys.executable, "-m", "pipeline", *words]
-                assert subprocess.run(training, timeout=300, check=False).returncode == 0
+                assert run_command(words).returncode == 0
             else:
                 assert cli.main(words) == 0, words
     return folder

@@ -5,12 +5,11 @@ Its recipe and its plan as they stand there, made shorter, on memories that are 
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 import pytest
+from support.forked import run_command
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import iterate_lines, line_counts
@@ -82,20 +81,12 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for line in blocks("bash")["walk"].splitlines():
         program, *arguments = shlex.split(line)
         assert program == "mmnmt"
-        given, written = None, None
+        given, written = "", None
         if "<" in arguments:
             given = (folder / arguments[arguments.index("<") + 1]).read_text(encoding="utf-8")
             written = folder / arguments[arguments.index(">") + 1]
             arguments = arguments[: arguments.index("<")]
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", *arguments],
-            cwd=folder,
-            input=given,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
+        done = run_command(arguments, folder=folder, given=given, timeout=500)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
         if written is not None:
             written.write_text(done.stdout, encoding="utf-8")

@@ -4,23 +4,21 @@ A command is run as it stands there except for its size: a plan is run dry; an o
 small, which runs in one process on a CPU without the launcher that the page names.
 """
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.page_commands import PAGES, ROOT, blocks, without_launcher
+from support.forked import run_command
+from support.page_commands import PAGES, blocks, without_launcher
 from support.raw_trees import write
 from support.small_plans import TINY, as_child, placed_small, write_tree
 from support.tiny_xlmr import write_entities, write_questions, write_xlmr
 
 from pipeline import cli
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.recipe import load_recipe
 from pipeline.jobs.runner import run_plan
 from pipeline.stages.registry import STAGES
@@ -107,7 +105,7 @@ def test_every_block_with_commands_says_how_it_is_run() -> None:
 def test_commands_marked_run_succeed_in_a_new_folder(
     page: str, command: str, tmp_path: Path
 ) -> None:
-    done = in_a_process(without_launcher(command), tmp_path)
+    done = run_command(without_launcher(command), folder=tmp_path)
     assert done.returncode == 0, f"{page}: {done.stderr}"
     assert done.stdout.strip()
 
@@ -204,21 +202,6 @@ def small_run(
 # Run
 
 
-def in_a_process(
-    arguments: list[str], folder: Path, *, given: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def small(command: str, folder: Path) -> list[str]:
     """The arguments of a command as it is run here."""
     words = without_launcher(command)
@@ -257,8 +240,8 @@ def run_small(command: str, folder: Path) -> None:
         assert load_recipe(arguments[arguments.index("--recipe") + 1].rpartition("+")[0])
     elif (arguments[0] in STAGES and STAGES[arguments[0]].trains) or "|" in command:
         # DeepSpeed keeps a process's first process group
-        given = shlex.split(command.partition("|")[0])[1] if "|" in command else None
-        done = in_a_process(arguments, folder, given=given)
+        given = shlex.split(command.partition("|")[0])[1] if "|" in command else ""
+        done = run_command(arguments, folder=folder, given=given)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
     else:
         assert cli.main(arguments) == 0, command

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.page_commands import PAGES, ROOT, Block, blocks, without_launcher
 
-from pipeline.cli.stage_options import stage_parser
+from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.recipe import recipe_names
 from pipeline.stages.registry import STAGES
 

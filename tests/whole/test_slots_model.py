@@ -399,4 +399,4 @@ def test_an_unknown_kind_is_one_sentence(house: Path, stored: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "model.front" in done.stderr
-    assert "did you mean 'smooth'?" in done.stderr
+    assert "Did you mean 'smooth'?" in done.stderr

@@ -6,8 +6,6 @@ They run on the stored run instead of the demo's, and train for a few updates.
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tarfile
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import transformers
+from support.forked import run_command
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.checkpoints.opening import open_model
@@ -64,8 +63,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
             command, _, output = line.replace("demo_moe", "few.toml").partition(" > ")
             words = shlex.split(command)[1:]
             if words[0] == "finetune":  # DeepSpeed keeps a process's first process group
-                training = [sys.executable, "-m", "pipeline", *words]
-                assert subprocess.run(training, timeout=300, check=False).returncode == 0, line
+                assert run_command(words).returncode == 0, line
             elif output:
                 with Path(output).open("w", encoding="utf-8") as stream, redirect_stdout(stream):
                     assert main(words) == 0, line

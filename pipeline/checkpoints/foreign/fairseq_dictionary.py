@@ -106,14 +106,14 @@ class FairseqVocabulary:
             self.dictionary,
             limit=_MAX_BYTES,
             error=CheckpointError,
-            remedy="name the dictionary of this model (dict.txt)",
+            fix="name the dictionary of this model (dict.txt)",
         )
         ids = read_dictionary(content, self.dictionary)
         model = read_bytes(
             self.sentencepiece,
             limit=_MAX_BYTES,
             error=CheckpointError,
-            remedy="name the SentencePiece model whose pieces the dictionary numbers",
+            fix="name the SentencePiece model whose pieces the dictionary numbers",
         )
         folder, name = self.sentencepiece.parent, self.sentencepiece.name
         pieces = [ids.symbols.get(piece) for piece in pieces_of(model, folder, name=name)]

@@ -58,7 +58,7 @@ class ModelFolder:
             self.read_bytes(name),
             what=str(self.origin / name),
             error=CheckpointError,
-            remedy=RESTORE,
+            fix=RESTORE,
         )
         if not isinstance(document, dict):
             raise CheckpointError(f"{self.origin / name} holds no JSON object: {RESTORE}.")
@@ -82,9 +82,7 @@ class ModelFolder:
 
     def read_bytes(self, name: str) -> bytes:
         """A whole small file."""
-        return read_bytes(
-            self.origin / name, limit=_MAX_BYTES, error=CheckpointError, remedy=RESTORE
-        )
+        return read_bytes(self.origin / name, limit=_MAX_BYTES, error=CheckpointError, fix=RESTORE)
 
     # ------------------------------------------------------------ weights
 

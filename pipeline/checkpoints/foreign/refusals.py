@@ -56,8 +56,8 @@ def refuse_beyond(origin: Path, limits: Iterable[Limit], *, to: str) -> None:
     for limit in limits:
         if limit.found not in limit.possible:
             possible = " or ".join(repr(value) for value in limit.possible)
-            remedy = f"export it --to {limit.instead}" if limit.instead else "no format has it"
+            fix = f"export it --to {limit.instead}" if limit.instead else "no format has it"
             raise CheckpointError(
                 f"{origin} has {limit.setting} = {limit.found!r}, and {to} can have {possible} "
-                f"alone: {remedy}."
+                f"alone: {fix}."
             )

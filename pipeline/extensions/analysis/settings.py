@@ -4,9 +4,9 @@ from pipeline.config.settings import Settings
 
 
 class AnalysisConfig(Settings):
-    """analyze_vectors: what is translated with wrong source-language vectors."""
+    """Translation with wrong source-language vectors by the stage analyze_vectors."""
 
     directions: tuple[str, ...] = ()
-    """``ro-en``; empty: all test directions."""
+    """Directions to translate, for example ``ro-en``; empty: all test directions."""
     router_languages: tuple[str, ...] = ()
-    """Languages whose vectors the router is shown; empty: all that the model knows."""
+    """Languages whose vectors the router is given; empty: all that the model knows."""

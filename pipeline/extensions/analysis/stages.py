@@ -1,4 +1,4 @@
-"""Stages of the analyses: entries of the table of stages."""
+"""Declare the stages of the analyses."""
 
 from pipeline.stages.stage import Input, Stage
 
@@ -7,7 +7,7 @@ STAGES = (
         name="analyze_scales",
         module="pipeline.extensions.analysis.analyze_scales",
         makes="analysis",
-        help="shares of the scales that an Ada-MSHA model chooses, by language and direction",
+        help="count the scales that an Ada-MSHA model chooses, by language and direction",
         sections=(),
         inputs={
             "checkpoint": Input("checkpoint", "model with an Ada-MSHA front"),
@@ -18,7 +18,7 @@ STAGES = (
         name="analyze_vectors",
         module="pipeline.extensions.analysis.analyze_vectors",
         makes="analysis",
-        help="scores of an Ada-MSHA model whose router sees the vector of a wrong language",
+        help="score an Ada-MSHA model whose router sees the vector of a wrong language",
         sections=("analysis", "decoding", "evaluation.bleu_tokenizer"),
         inputs={
             "checkpoint": Input("checkpoint", "model with language vectors"),
@@ -31,7 +31,7 @@ STAGES = (
         name="analyze_lengths",
         module="pipeline.extensions.analysis.analyze_lengths",
         makes="analysis",
-        help="bytes that languages need for the same test lines",
+        help="count the bytes that languages need for the same test lines",
         sections=(),
         inputs={
             "corpus": Input("corpus", "test sets, of one text in all languages"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.config.settings import Route
-from pipeline.distributed.devices import local_device
+from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.extensions.tasks.examination import Examination, examination
 from pipeline.extensions.tasks.report import RUN_MARK, describe_systems, markdown, scores_document

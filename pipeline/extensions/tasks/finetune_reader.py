@@ -4,8 +4,7 @@ Reads a folder of Hugging Face's with an XLM-R, and files of questions by langua
 model. Trained as translation models are: the same loop, states, resuming and ranks.
 """
 
-from pipeline.distributed.devices import local_device
-from pipeline.distributed.world import distributed_world, leave
+from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.extensions.tasks.files import question_files
 from pipeline.extensions.tasks.question_answering import reading_data
 from pipeline.extensions.tasks.settings import TasksConfig

@@ -4,8 +4,7 @@ Reads a folder of Hugging Face's with an XLM-R, and files of tagged text by lang
 model. Trained as translation models are: the same loop, states, resuming and ranks.
 """
 
-from pipeline.distributed.devices import local_device
-from pipeline.distributed.world import distributed_world, leave
+from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.extensions.tasks.files import entity_files
 from pipeline.extensions.tasks.named_entities import read_training, tagging_data
 from pipeline.extensions.tasks.settings import TasksConfig

@@ -15,7 +15,7 @@ from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.files import read_text
 
-REMEDY = "restore the file from where it was published"
+FIX = "restore the file from where it was published"
 
 
 class _Answer(Described):
@@ -71,14 +71,14 @@ def read_questions(path: Path) -> list[Question]:
         ArtifactError: the file is none of the format, or an answer is not in its context.
     """
     content = read_text(path).encode()
-    values = parse_json(content, what=str(path), error=ArtifactError, remedy=REMEDY)
+    values = parse_json(content, what=str(path), error=ArtifactError, fix=FIX)
     try:
         document = _Document.model_validate(values, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(
-            f"{path} is no file of questions as SQuAD has them ({where}: {first['msg']}): {REMEDY}."
+            f"{path} is no file of questions as SQuAD has them ({where}: {first['msg']}): {FIX}."
         ) from error
     found = [
         Question(

@@ -8,22 +8,23 @@ from pipeline.config.settings import Settings, whole
 
 
 class TasksConfig(Settings):
-    """finetune_tagger and finetune_reader: tasks other than translation, on an XLM-R."""
+    """Tasks on an XLM-R by the stages finetune_tagger and finetune_reader."""
 
     languages: tuple[str, ...] = ()
-    """Train on these; empty: on all that have training text."""
+    """Languages of the training text; empty: all that have any."""
     max_tokens: Annotated[int, whole(16, 2**20)] = 384
-    """Longer sentences are cut between words, longer passages into windows; specials included."""
+    """Tokens of an input, specials included: longer sentences are cut between words, longer
+    passages into windows."""
     stride: Annotated[int, whole(0, 2**20)] = 128
-    """Tokens that two neighbouring windows of a passage have in common."""
+    """Tokens that neighboring windows of a passage share."""
     max_question_tokens: Annotated[int, whole(1, 2**20)] = 64
-    """Of a longer question the beginning is read."""
+    """Tokens that are read of a question, from its beginning."""
     max_answer_tokens: Annotated[int, whole(1, 2**20)] = 30
-    """A longer answer is never given."""
+    """Tokens of the longest answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         twice = [code for code in self.languages if self.languages.count(code) > 1]
         if twice:
-            raise ValueError(f"languages names {twice[0]!r} more than once: name it once")
+            raise ValueError(f"languages names {twice[0]!r} more than once. Name it once")
         return self

@@ -1,4 +1,4 @@
-"""Stages of the tasks on an XLM-R: entries of the table of stages."""
+"""Declare the stages of the tasks on an XLM-R."""
 
 from pipeline.artifacts.manifest import DECIDE_NOTHING
 from pipeline.stages.stage import Input, Stage

@@ -99,7 +99,7 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path, raw: Path) -> None:
     ("files", "said"),
     [
         ([], r"corpus\.files is empty"),
-        ([entry("a.english", pair="de")], "names the pair 'de': write two language codes"),
+        ([entry("a.english", pair="de")], "names the pair 'de'. Write two language codes"),
         ([entry("a.english", pair="de-de")], "names the pair 'de-de'"),
         ([entry("a.english", "b.english")], "b.english, which corpus.files names, is no file"),
         ([entry("../raw2/a.tsv")], "lies outside of"),

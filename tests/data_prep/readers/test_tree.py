@@ -111,7 +111,7 @@ def test_a_wanted_language_that_is_not_there_is_refused_with_the_nearest(tmp_pat
     root = tree(tmp_path, *pair_files("chr-en"), *pair_files("de-en"))
     with pytest.raises(ConfigError, match=r"asks for chs, which no pair .*that are there: chr\)"):
         found(root, "chs", "de", "en")
-    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*: write 'chr'"):
+    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
         found(root, "cherokee", "en")
     with pytest.raises(
         ConfigError, match=r"asks for chr, de, which .* correct corpus\.languages, or add"

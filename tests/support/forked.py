@@ -1,0 +1,182 @@
+"""Processes that are forked from one that has loaded the project's code and its libraries.
+
+A process that is spawned takes four seconds of processor time to import torch and DeepSpeed, and
+each rank of each pool would; one that is forked starts in milliseconds.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import runpy
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
+from unittest import mock
+
+import torch
+
+from pipeline import cli
+from pipeline.distributed.world import leave
+from pipeline.jobs import launch
+
+TESTS = Path(__file__).parents[1]
+EXIT_BROKEN = 70
+MOST_FILES = 256
+"""More than a process has open."""
+
+
+def forking() -> ForkServerContext:
+    """Return the context whose processes are forked; its server loads the code at first use."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.loaded"])
+    with mock.patch.dict(os.environ, PYTHONPATH=str(TESTS), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+def start_command(arguments: Sequence[str]) -> ForkServerProcess:
+    """Start ``mmnmt ARGUMENTS`` in a forked process; what it launches is forked, too."""
+    return _start(_command, arguments, folder=Path.cwd(), streams=None)
+
+
+def run_command(
+    arguments: Sequence[str], *, folder: Path | None = None, given: str = "", timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mmnmt ARGUMENTS`` in a forked process, as ``subprocess.run`` would in a new one."""
+    return _run(_command, arguments, folder=folder or Path.cwd(), given=given, timeout=timeout)
+
+
+def run_script(
+    path: Path, arguments: Sequence[str], *, folder: Path, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python PATH ARGUMENTS`` in a forked process."""
+    return _run(_script, [str(path), *arguments], folder=folder, given="", timeout=timeout)
+
+
+Program = Callable[[list[str]], None]
+
+
+def _run(
+    program: Program, arguments: Sequence[str], *, folder: Path, given: str, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as name:
+        streams = Path(name)
+        (streams / "stdin").write_text(given, encoding="utf-8")
+        process = _start(program, arguments, folder=folder, streams=streams)
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            raise subprocess.TimeoutExpired(list(arguments), timeout)
+        out, err = ((streams / name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
+
+
+def _start(
+    program: Program, arguments: Sequence[str], *, folder: Path, streams: Path | None
+) -> ForkServerProcess:
+    given = (program, list(arguments), folder, streams, dict(os.environ))
+    process = forking().Process(target=_become, args=given)
+    process.start()
+    return process
+
+
+def _become(
+    program: Program,
+    arguments: list[str],
+    folder: Path,
+    streams: Path | None,
+    environment: dict[str, str],
+) -> None:
+    """Run a program with the working directory, the environment and the streams given."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if streams is not None:
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY
+            os.dup2(os.open(streams / name, flags), number)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    program(arguments)
+
+
+def _command(arguments: list[str]) -> None:
+    with mock.patch.object(launch, "subprocess", SimpleNamespace(Popen=_Launched)):
+        leave(cli.main(arguments))
+
+
+def _script(arguments: list[str]) -> None:
+    sys.argv[:] = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+class _Launched:
+    """What ``launch`` needs of ``subprocess.Popen``, of a process forked from this one."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        start_new_session: bool,
+        preexec_fn: Callable[[], None],
+    ) -> None:
+        assert command[1:3] == ["-m", "pipeline"]
+        assert start_new_session
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            preexec_fn()
+            self._run(command[3:], env)
+
+    def _run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+        """Drop what a new program would not have, and run the command."""
+        code = EXIT_BROKEN
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for descriptor in range(3, MOST_FILES):  # the locks of a plan are files that are open
+                with contextlib.suppress(OSError):
+                    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                        os.close(descriptor)
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+            code = cli.main(arguments)
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        return self._collect(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._collect(0)
+
+    def _collect(self, options: int) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, options)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)

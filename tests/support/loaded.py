@@ -1,0 +1,26 @@
+"""Loads what takes seconds to load, for processes that are forked from one that has it."""
+
+# ruff: noqa: E402, F401, I001 — the engine says how DeepSpeed is imported, and so comes first
+from pipeline.machine import prepare_process
+
+prepare_process()
+
+import pipeline.stages.evaluate
+import pipeline.extensions.tasks.training
+import pipeline.training.translation
+import pipeline.stages.translate
+import pipeline.stages.upcycle
+
+# Loaded on first use, by torch.optim, DeepSpeed and numba's compiler.
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.runtime.zero.muon.muon_optimizer
+import numba
+import torch._refs
+
+
+@numba.njit
+def _nothing() -> int:
+    return 0
+
+
+_nothing()  # type: ignore[call-arg]
