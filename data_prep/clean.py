@@ -45,7 +45,7 @@ from pipeline.artifacts.settings import CleanConfig
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
 from pipeline.languages import letters_of, usual_script
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 LEAKS_NAME = "held_out_leaks.json"

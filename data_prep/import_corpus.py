@@ -34,7 +34,7 @@ from pipeline.config.settings import shown
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import DataError
 from pipeline.languages import count_scripts
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, tallied, track
 
 QUARANTINE_NAME = "quarantine.jsonl"

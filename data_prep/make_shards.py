@@ -43,7 +43,7 @@ from pipeline.artifacts.shards import TOKENIZER_FOLDER
 from pipeline.artifacts.tokenizer import Tokenizer, copy_tokenizer, load_tokenizer, tokenizer_folder
 from pipeline.distributed.workers import WorkerPool
 from pipeline.errors import ConfigError, DataError
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …"

@@ -23,7 +23,7 @@ from pipeline.artifacts.mixture import (
 from pipeline.artifacts.settings import MixtureConfig, PhaseConfig
 from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError, ConfigError
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed
 
 

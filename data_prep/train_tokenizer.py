@@ -45,7 +45,7 @@ from pipeline.artifacts.vocabularies import BYTE_LINE, write_bytes
 from pipeline.errors import ConfigError, DataError
 from pipeline.machine import peak_memory
 from pipeline.seeds import derive_seed
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 MAX_LINE_BYTES = 2**20

@@ -37,7 +37,8 @@ from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis import analyze_lengths
 from pipeline.stages import evaluate
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 from pipeline.training.settings import TrainingConfig
 
 TEST_LINES: Mapping[str, Mapping[str, list[str]]] = {

@@ -15,7 +15,8 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ArtifactError
 from pipeline.stages import nearest_neighbor as retrieve
 from pipeline.stages.nearest_neighbor import NO_NEIGHBOR, nearest_lines
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 
 
 def trigrams(line: str) -> Counter[str]:

@@ -7,9 +7,9 @@ recipe (see ``jobs/plan.py``, ``ds_configs/``, ``slurm/``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError, create_model, model_validator
 
 from pipeline.artifacts.settings import (
     CleanConfig,
@@ -29,8 +29,7 @@ from pipeline.config.settings import EXTRA_TOKENS, Settings, describe_validation
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.settings import EvaluationConfig
-from pipeline.extensions.analysis.settings import AnalysisConfig
-from pipeline.extensions.tasks.settings import TasksConfig
+from pipeline.extensions.installed import INSTALLED
 from pipeline.model.settings import ModelConfig
 from pipeline.training.settings import (
     LoggingConfig,
@@ -40,8 +39,10 @@ from pipeline.training.settings import (
     TrainingConfig,
 )
 
+_Section = TypeVar("_Section", bound=Settings)
 
-class Recipe(Settings):
+
+class CoreRecipe(Settings):
     """All settings, one section per concern; a stage reads only the sections it declares."""
 
     name: str
@@ -62,8 +63,6 @@ class Recipe(Settings):
     upcycling: UpcyclingConfig = UpcyclingConfig()
     decoding: DecodingConfig = DecodingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    analysis: AnalysisConfig = AnalysisConfig()
-    tasks: TasksConfig = TasksConfig()
     logging: LoggingConfig = LoggingConfig()
     saving: SavingConfig = SavingConfig()
 
@@ -150,6 +149,11 @@ class Recipe(Settings):
             return self.shards.max_tokens
         return max(1, min(self.model.max_positions, self.batches.tokens) - EXTRA_TOKENS)
 
+    def section_of(self, settings: type[_Section]) -> _Section:
+        """Return the section of an extension, told by the type of its settings."""
+        (section,) = (value for _, value in self if isinstance(value, settings))
+        return section
+
     def sections(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Return the named sections, and settings of others (``training.seed``), as plain JSON.
 
@@ -158,6 +162,19 @@ class Recipe(Settings):
         shards = self.shards.model_copy(update={"max_tokens": self.max_tokens})
         resolved = self.model_copy(update={"shards": shards})
         return chosen_settings(resolved.model_dump(mode="json"), names)
+
+
+if TYPE_CHECKING:
+    Recipe = CoreRecipe
+else:
+    Recipe = create_model(
+        "Recipe",
+        __base__=CoreRecipe,
+        __module__=__name__,
+        __doc__=CoreRecipe.__doc__,
+        **{name: (kind, kind()) for one in INSTALLED for name, kind in one.sections.items()},
+    )
+    """The sections of the core and those of the installed extensions."""
 
 
 def chosen_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

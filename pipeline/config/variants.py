@@ -5,7 +5,7 @@ the model's shape and of the tokenizer, and what the model can then do. Extensio
 (:mod:`pipeline.extensions`) subclass these; :mod:`pipeline.config.recipe` composes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -112,18 +112,33 @@ class LanguageModuleSettings(VariantSettings):
         )
 
 
-class InstalledExtension(Protocol):
-    """An extension's package, as :mod:`pipeline.extensions.installed` lists it.
+class InstalledExtension:
+    """What the package of an extension declares; by default nothing.
 
-    Its settings are there at once. ``load`` imports its part of the model, which imports the
-    settings of recipes and PyTorch.
+    Recipes are made of its settings. Everything else is imported when a method asks for it, since
+    stages, reports and the model import recipes, and the model and reports import large packages.
     """
 
-    FRONT_ENDS: tuple[type[FrontSettings], ...]
-    LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...]
+    front_ends: ClassVar[tuple[type[FrontSettings], ...]] = ()
+    language_modules: ClassVar[tuple[type[LanguageModuleSettings], ...]] = ()
+    sections: ClassVar[Mapping[str, type[Settings]]] = {}
+    """Sections of recipes by name. Each has a type of its own, and all its settings a default."""
 
-    def load(self) -> Any:
-        """Return its :class:`~pipeline.model.extension.Extension`."""
+    def load_model(self) -> Any:
+        """Return the :class:`~pipeline.model.extension.Extension`; None: the model is unchanged."""
+        return None
+
+    def load_stages(self) -> Any:
+        """Return a sequence of :class:`~pipeline.stages.stage.Stage`."""
+        return ()
+
+    def report_sections(self, analyses: Mapping[str, Any]) -> Any:  # noqa: ARG002 (one signature)
+        """Return each :class:`~pipeline.evaluation.tables.ReportSection` about analyses.
+
+        Args:
+            analyses: name → artifact of kind ``analysis``, as the stage ``evaluate`` is given them.
+        """
+        return ()
 
 
 def one_of(kinds: Sequence[type[VariantSettings]]) -> Any:

@@ -68,7 +68,7 @@ from pipeline.evaluation.significance import (
 from pipeline.evaluation.word_accuracy import join_words, word_tasks, words_of_language
 from pipeline.languages import language
 from pipeline.seeds import derive_seed
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import track
 
 WORD_LINES = 100_000

@@ -4,6 +4,11 @@ To remove an extension, delete its package and its name here.
 """
 
 from pipeline.config.variants import InstalledExtension
-from pipeline.extensions import byte_front_ends, language_modules
+from pipeline.extensions import analysis, byte_front_ends, language_modules, tasks
 
-INSTALLED: tuple[InstalledExtension, ...] = (byte_front_ends, language_modules)
+INSTALLED: tuple[InstalledExtension, ...] = (
+    analysis.EXTENSION,
+    byte_front_ends.EXTENSION,
+    language_modules.EXTENSION,
+    tasks.EXTENSION,
+)

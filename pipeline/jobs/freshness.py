@@ -25,7 +25,7 @@ from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
 from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
-from pipeline.stages.registry import Stage
+from pipeline.stages.stage import Stage
 from pipeline.terminal import JsonLines, counted, with_article
 
 _SHOWN_CHANGES = 3

@@ -100,5 +100,6 @@ class Extension(Protocol):
 
 @cache
 def extensions() -> tuple[Extension, ...]:
-    """Return the installed extensions, loaded on the first call."""
-    return tuple(one.load() for one in INSTALLED)
+    """Return the extensions that change the model, loaded on the first call."""
+    loaded = (one.load_model() for one in INSTALLED)
+    return tuple(one for one in loaded if one is not None)

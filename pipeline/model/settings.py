@@ -102,8 +102,8 @@ if TYPE_CHECKING:
     FrontConfig = FrontSettings
     LanguageModulesConfig = LanguageModuleSettings
 else:
-    FrontConfig = one_of((SubwordsConfig, *(kind for one in INSTALLED for kind in one.FRONT_ENDS)))
-    LanguageModulesConfig = one_of([kind for one in INSTALLED for kind in one.LANGUAGE_MODULES])
+    FrontConfig = one_of((SubwordsConfig, *(kind for one in INSTALLED for kind in one.front_ends)))
+    LanguageModulesConfig = one_of([kind for one in INSTALLED for kind in one.language_modules])
 
 
 class ModelConfig(Settings):

@@ -30,8 +30,9 @@ from pipeline.evaluation.report import Imprint, choose_samples, evaluation_repor
 from pipeline.evaluation.score_tables import directions_by_family, family_title
 from pipeline.evaluation.scores import Evaluation, scores_document
 from pipeline.evaluation.scoring import score_systems
-from pipeline.extensions.analysis.report import analysis_sections
-from pipeline.stages.registry import StageCall
+from pipeline.evaluation.tables import ReportSection
+from pipeline.extensions.installed import INSTALLED
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
 
 
@@ -45,7 +46,9 @@ def run(call: StageCall) -> None:
         training=call.artifacts.get("training"),
     )
     profiles = shared_directions(systems, corpus=corpus, profiles=every)
-    further = analysis_sections(call.many("analyses"))
+    further: list[ReportSection] = [
+        section for one in INSTALLED for section in one.report_sections(call.many("analyses"))
+    ]
     with call.new_artifact() as writer, TemporaryDirectory(prefix="mmnmt-evaluate-") as work:
         evaluation = score_systems(
             call,

@@ -15,7 +15,7 @@ from pipeline.checkpoints.checkpoint import (
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
 from pipeline.model.regularization import Regularization
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
 

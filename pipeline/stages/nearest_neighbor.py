@@ -32,7 +32,7 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.errors import ArtifactError
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 BLOCK_LINES = 65_536

@@ -41,7 +41,7 @@ from pipeline.distributed.collectives import gather_objects, on_rank_zero, wait_
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import ArtifactError, ConfigError, Interrupted
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pipeline.checkpoints.assembly.rules import PARTS, Blueprint
 from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
 from pipeline.checkpoints.opening import open_model
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 
 if __name__ == "__main__":
     from pipeline.machine import prepare_process

@@ -52,7 +52,8 @@ from pipeline.model.labeller import Trained
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.stacked import StackedModules
 from pipeline.model.sublayer import compile_regions
-from pipeline.training.losses import LossTerms, training_loss
+from pipeline.training.loss_terms import LossTerms
+from pipeline.training.losses import training_loss
 from pipeline.training.optim import (
     GradientOrder,
     depends_on_order,

@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, Interrupted
 from pipeline.kernels.cpu import by_processor, using_cpu_kernels
 from pipeline.model.labeller import Trained
 from pipeline.seeds import derive_seed
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine
 from pipeline.training.metrics import MetricsLog

@@ -44,7 +44,8 @@ from pipeline.artifacts.raw_input import RawPaths
 from pipeline.artifacts.settings import TokenizerConfig
 from pipeline.config.recipe import Recipe
 from pipeline.machine import peak_memory
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 
 BIBLE = Path(__file__).parents[3] / "shared" / "data" / "bible"
 PAIR = ("de", "en")

@@ -29,7 +29,8 @@ from pipeline.config.recipe import Recipe, load_recipe
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import EXIT_RUN_AGAIN, EXIT_USER_ERROR, ConfigError, DataError, Interrupted
 from pipeline.model.settings import ModelConfig
-from pipeline.stages.registry import STAGES, Input, Stage, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import Input, Stage, StageCall
 
 READ = Stage(
     name="read",

@@ -44,7 +44,8 @@ from pipeline.evaluation.tables import Figure
 from pipeline.model.parameters import count_multiplied
 from pipeline.model.settings import MoEConfig
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 
 MOE = tiny_spec(moe=MoEConfig(num_experts=4, every=1, top_k=2))
 PLACES = {"dense": 0, "experts": 1}

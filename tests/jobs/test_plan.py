@@ -34,7 +34,7 @@ from pipeline.jobs.freshness import reason_to_run
 from pipeline.jobs.launch import StopRequests
 from pipeline.jobs.plan import PlacedPlan, load_plan, place_plan, plan_names, stage_order
 from pipeline.jobs.runner import MAX_RERUNS, dry_run, run_plan, show_status, stage_arguments
-from pipeline.stages.registry import Input, Stage, stage_config
+from pipeline.stages.stage import Input, Stage, stage_config
 
 TABLE = {
     "read": Stage(
@@ -1183,7 +1183,7 @@ DRIVER = """
 import sys
 from pipeline import cli
 from pipeline.stages import registry
-from pipeline.stages.registry import Input, Stage
+from pipeline.stages.stage import Input, Stage
 
 registry.STAGES.clear()
 registry.STAGES["read"] = Stage(

@@ -47,7 +47,8 @@ from pipeline.model.spec import ModelSpec, groups_of_languages
 from pipeline.stages import evaluate, upcycle
 from pipeline.stages import nearest_neighbor as retrieve
 from pipeline.stages.finetune import refuse_other_model
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines
 from support.stored_checkpoints import make_state, weights_of
 from support.tiny_models import tiny_model

@@ -14,7 +14,8 @@ from pipeline.artifacts.settings import CleanConfig, TokenizerConfig
 from pipeline.artifacts.tokenizer import load_tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.errors import EXIT_USER_ERROR
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 from pipeline.survey.page import survey_page
 from pipeline.survey.survey import survey_corpus
 

@@ -23,7 +23,8 @@ from pipeline.extensions.tasks.examination import answer_questions, tag_sentence
 from pipeline.extensions.tasks.named_entities import read_entities
 from pipeline.extensions.tasks.questions import read_questions
 from pipeline.extensions.tasks.task_model import TaskModel, load_task_model
-from pipeline.stages.registry import STAGES, StageCall, stage_config
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall, stage_config
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "seeds", "terminal", "languages", "machine", "kernels", "config", "settings"),
     ("distributed",),
     ("artifacts",),
-    ("stages.registry",),
+    ("stages.stage", "stages.registry"),
     ("batching", "jobs"),
     ("model",),
     ("checkpoints",),
@@ -45,9 +45,6 @@ EXTENSIONS = {
 }
 """Extension → the layer of its modules. Its settings and its list of them lie below everything,
 since recipes are made of them."""
-
-DEPENDENTS = {"pipeline.config.recipe", "pipeline.stages.evaluate"}
-"""Modules that name the sections of settings and the report of tasks and analyses."""
 
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TRAINING = LAYER_OF["training"]
@@ -139,7 +136,8 @@ def key_of(name: str) -> str:
         return EXTENSIONS[name.rpartition(".")[0]]
     if name.endswith(".settings"):
         return "settings"
-    return "stages.registry" if name == "pipeline.stages.registry" else name.split(".")[1]
+    below = name.removeprefix("pipeline.")
+    return below if below in LAYER_OF else below.split(".")[0]
 
 
 LANGUAGE_DETECTOR = {"pipeline.evaluation.language_detector"}
@@ -218,7 +216,7 @@ def test_the_core_names_no_extension_but_in_the_list_of_them() -> None:
     outside = {name for name in PACKAGES if not name.startswith("pipeline.extensions")}
     importers = {
         (name, target)
-        for name in outside - DEPENDENTS
+        for name in outside
         for target in own_imports(name)
         if target.startswith("pipeline.extensions") and target != "pipeline.extensions.installed"
     }

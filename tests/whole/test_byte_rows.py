@@ -15,6 +15,7 @@ from pipeline.artifacts.vocabularies import ByteVocabulary
 from pipeline.checkpoints.checkpoint import read_spec
 from pipeline.config.overrides import parse_overrides
 from pipeline.config.recipe import Recipe, load_recipe
+from pipeline.extensions.analysis.settings import AnalysisConfig
 from pipeline.extensions.byte_front_ends.settings import (
     AdaMshaConfig,
     MscConfig,
@@ -365,9 +366,8 @@ def test_figures_3_to_7_of_moce_are_stages() -> None:
     shown = {stages[stage].run: stages[stage].inputs for stage in analyses.values()}
     assert shown["analyze_lengths"] == {"corpus": "flores"}
     assert shown["analyze_vectors"]["without"] == "moce_5"
-    assert load_recipe(stages["vectors"].recipe, stages["vectors"].set).analysis.directions == (
-        "ro-en",
-    )
+    recipe = load_recipe(stages["vectors"].recipe, stages["vectors"].set)
+    assert recipe.section_of(AnalysisConfig).directions == ("ro-en",)
     checkpoints = [stages[stage].inputs["checkpoint"] for stage in ("scales_5", "scales_6")]
     assert checkpoints == ["moce_5_lid", "moce_6_lid"]
 

@@ -46,20 +46,23 @@ class Removal:
     edits: dict[str, list[tuple[str, str]]]
 
 
-def listing(*left: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the edits of the list of extensions; ``left`` are the others."""
-    names = ("byte_front_ends", "language_modules")
+def without(name: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the edits that take an extension off the list of them."""
+    names = ["analysis", "byte_front_ends", "language_modules", "tasks"]
+    left = [other for other in names if other != name]
     return {
         INSTALLED: [
             (f"import {', '.join(names)}\n", f"import {', '.join(left)}\n"),
-            (f"({', '.join(names)})", f"({', '.join(left)},)"),
+            (f"    {name}.EXTENSION,\n", ""),
         ]
     }
 
 
 REMOVALS = {
+    "analysis": Removal(("pipeline/extensions/analysis",), without("analysis")),
+    "tasks": Removal(("pipeline/extensions/tasks",), without("tasks")),
     "language modules": Removal(
-        ("pipeline/extensions/language_modules",), listing("byte_front_ends")
+        ("pipeline/extensions/language_modules",), without("language_modules")
     ),
     "byte front ends": Removal(
         (
@@ -68,7 +71,7 @@ REMOVALS = {
             "pipeline/extensions/analysis/scales.py",
             "pipeline/extensions/analysis/analyze_scales.py",
         ),
-        listing("language_modules"),
+        without("byte_front_ends"),
     ),
 }
 

@@ -18,6 +18,7 @@ from pipeline.extensions.language_modules.settings import (
     LanguageExpertsConfig,
     LowRankConfig,
 )
+from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.jobs.plan import load_plan, stage_order
 from pipeline.jobs.runner import run_plan
 from pipeline.languages import PAPER_GROUPS
@@ -217,7 +218,7 @@ def task_millions(task: str, system: str) -> tuple[float, float]:
             model=model,
             vocabulary_size=250_002,
             pad_id=1,
-            languages=tuple(recipe.tasks.languages),
+            languages=tuple(recipe.section_of(TasksConfig).languages),
         )
         with torch.device("meta"):
             head: Literal["tagger", "reader"] = "tagger" if task == "ner" else "reader"
@@ -435,7 +436,7 @@ def test_the_tasks_are_trained_three_times_each_and_scored_by_task(
         recipes = {name: load_recipe(stage.recipe, stage.set) for name, stage in trained.items()}
         for name, recipe in recipes.items():
             assert recipe.training.seed == int(name.partition("@")[2])
-            assert len(recipe.tasks.languages) == languages
+            assert len(recipe.section_of(TasksConfig).languages) == languages
             modules = recipe.model.language_modules
             assert (modules is None) == name.startswith("plain")
             assert (recipe.loss.objective == "fuse_distillation") == name.startswith("LMS+FD")

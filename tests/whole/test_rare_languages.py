@@ -13,7 +13,8 @@ from pipeline.artifacts.settings import GroupsConfig, LanguagesConfig, Tokenizer
 from pipeline.config.recipe import Recipe
 from pipeline.evaluation.directions import describe_directions
 from pipeline.languages import language
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 
 STAGE_CODE = {
     "import_corpus": import_corpus,

@@ -91,7 +91,7 @@ TWO_ROUTES = '''"""The mean over both routes of a model."""
 from pipeline.batching.batch import Batch
 from pipeline.training.settings import LossConfig
 from pipeline.model.transformer import Transformer
-from pipeline.training.losses import LossTerms, loss_terms
+from pipeline.training.loss_terms import LossTerms, loss_terms
 
 
 def two_routes_loss(model: Transformer, batch: Batch, config: LossConfig) -> LossTerms:
@@ -264,12 +264,16 @@ VARIANTS = {
             ],
             "pipeline/training/losses.py": [
                 (
+                    "from pipeline.training.settings import LossConfig\n",
+                    "from pipeline.training.settings import LossConfig\n"
+                    "from pipeline.training.two_routes import two_routes_loss\n",
+                ),
+                (
                     '        case "cross_entropy":\n',
                     '        case "two_routes":\n'
-                    "            from pipeline.training.two_routes import two_routes_loss\n"
                     "            return two_routes_loss(model, batch, config)\n"
                     '        case "cross_entropy":\n',
-                )
+                ),
             ],
         },
     ),

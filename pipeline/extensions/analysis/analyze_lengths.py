@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pipeline.artifacts.tokenizer import load_tokenizer, tokenizer_folder
 from pipeline.extensions.analysis.conciseness import measure_conciseness, measure_segmentation
 from pipeline.extensions.analysis.report import lengths_picture
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed
 
 

@@ -11,7 +11,7 @@ from pipeline.decoding.translator import Translator
 from pipeline.errors import ArtifactError
 from pipeline.extensions.analysis.report import scale_picture
 from pipeline.extensions.analysis.scales import count_scales, mean_scale, scales_document
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import counted
 

@@ -20,7 +20,8 @@ from pipeline.evaluation.chrf import Chrf
 from pipeline.evaluation.score_slot import TranslatedLines
 from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.report import vectors_picture
-from pipeline.stages.registry import StageCall
+from pipeline.extensions.analysis.settings import AnalysisConfig
+from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
 
@@ -54,7 +55,7 @@ def run(call: StageCall) -> None:
     plain = call.artifacts.get("without")
     segmenters = recipe.tokenizer.segmenters
     without = Translator(plain, recipe.decoding, segmenters=segmenters) if plain else None
-    every = recipe.analysis.router_languages or translator.tokenizer.languages
+    every = recipe.section_of(AnalysisConfig).router_languages or translator.tokenizer.languages
     codes = list(dict.fromkeys(map(translator.code_of, every)))
     found: dict[Direction, dict[str, VectorScores]] = {}
     beside: dict[Direction, VectorScores] = {}
@@ -98,7 +99,7 @@ def chosen_directions(call: StageCall) -> list[Direction]:
     taken = select_directions(
         call.artifacts["corpus"], checkpoint=call.artifacts["checkpoint"]
     ).taken
-    named = call.recipe.analysis.directions
+    named = call.recipe.section_of(AnalysisConfig).directions
     unknown = [name for name in named if name not in {*map(str, taken)}]
     if unknown:
         raise ConfigError(

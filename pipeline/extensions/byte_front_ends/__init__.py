@@ -7,17 +7,17 @@ attention within words (WSF). Its parameters are named ``front.…``.
 
 from typing import Any
 
-from pipeline.config.variants import LanguageModuleSettings
+from pipeline.config.variants import InstalledExtension
 from pipeline.extensions.byte_front_ends.settings import FRONT_ENDS
 
-__all__ = ["FRONT_ENDS", "LANGUAGE_MODULES", "load"]
 
-LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = ()
+class _ByteFrontEnds(InstalledExtension):
+    front_ends = FRONT_ENDS
+
+    def load_model(self) -> Any:
+        from pipeline.extensions.byte_front_ends.extension import ByteFrontEnds
+
+        return ByteFrontEnds()
 
 
-def load() -> Any:
-    """Return the extension's :class:`~pipeline.model.extension.Extension`."""
-    # Later than the settings: recipes are read without PyTorch, and the model imports recipes.
-    from pipeline.extensions.byte_front_ends.extension import ByteFrontEnds
-
-    return ByteFrontEnds()
+EXTENSION = _ByteFrontEnds()

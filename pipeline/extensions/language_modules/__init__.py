@@ -5,17 +5,17 @@ Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module o
 
 from typing import Any
 
-from pipeline.config.variants import FrontSettings
+from pipeline.config.variants import InstalledExtension
 from pipeline.extensions.language_modules.settings import LANGUAGE_MODULES
 
-__all__ = ["FRONT_ENDS", "LANGUAGE_MODULES", "load"]
 
-FRONT_ENDS: tuple[type[FrontSettings], ...] = ()
+class _LanguageModules(InstalledExtension):
+    language_modules = LANGUAGE_MODULES
+
+    def load_model(self) -> Any:
+        from pipeline.extensions.language_modules.extension import LanguageModules
+
+        return LanguageModules()
 
 
-def load() -> Any:
-    """Return the extension's :class:`~pipeline.model.extension.Extension`."""
-    # Later than the settings: recipes are read without PyTorch, and the model imports recipes.
-    from pipeline.extensions.language_modules.extension import LanguageModules
-
-    return LanguageModules()
+EXTENSION = _LanguageModules()

@@ -3,3 +3,20 @@
 ``finetune_tagger`` and ``finetune_reader`` train a head on the encoder, ``evaluate_task`` compares
 systems. Read ``named_entities`` or ``question_answering`` first: files to examples of a model.
 """
+
+from typing import Any, ClassVar
+
+from pipeline.config.variants import InstalledExtension
+from pipeline.extensions.tasks.settings import TasksConfig
+
+
+class _Tasks(InstalledExtension):
+    sections: ClassVar = {"tasks": TasksConfig}
+
+    def load_stages(self) -> Any:
+        from pipeline.extensions.tasks.stages import STAGES
+
+        return STAGES
+
+
+EXTENSION = _Tasks()

@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.extensions.tasks.examination import Examination, examination
 from pipeline.extensions.tasks.report import RUN_MARK, describe_systems, markdown, scores_document
 from pipeline.extensions.tasks.task_model import Head, TaskSpec, load_task_model, read_task_spec
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, track
 
 

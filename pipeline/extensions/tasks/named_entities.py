@@ -26,6 +26,7 @@ from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.data import Integers, LabelledData
 from pipeline.extensions.tasks.files import Found, chosen_files, read_text
+from pipeline.extensions.tasks.settings import TasksConfig
 from pipeline.extensions.tasks.xlmr import BOS, EOS, UNKNOWN, Pieces
 
 OUTSIDE = "O"
@@ -83,7 +84,7 @@ def tagging_data(
             )
 
     def labelled(groups: Mapping[str, Sequence[Sentence]]) -> dict[str, list[Labelled]]:
-        limit = recipe.tasks.max_tokens
+        limit = recipe.section_of(TasksConfig).max_tokens
         return {
             code: [part for one in group for part in label(one, tags, pieces, max_tokens=limit)]
             for code, group in groups.items()

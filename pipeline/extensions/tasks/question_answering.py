@@ -51,7 +51,8 @@ def reading_data(
         ConfigError: the settings leave no room for windows, or have label smoothing.
         ArtifactError: a file is broken.
     """
-    check_windows(recipe.tasks)
+    tasks = recipe.section_of(TasksConfig)
+    check_windows(tasks)
     if recipe.loss.label_smoothing:
         raise ConfigError(
             f"loss.label_smoothing is {recipe.loss.label_smoothing}, which has no meaning for a "
@@ -63,7 +64,7 @@ def reading_data(
 
     def labelled(groups: Mapping[str, Sequence[Question]]) -> dict[str, list[Labelled]]:
         return {
-            code: [window.labelled for _, window in windows_of(group, pieces, recipe.tasks)]
+            code: [window.labelled for _, window in windows_of(group, pieces, tasks)]
             for code, group in groups.items()
         }
 

@@ -13,7 +13,7 @@ from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller, descr
 from pipeline.extensions.tasks.xlmr import Pieces, Pretrained
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
-from pipeline.stages.registry import StageCall
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
 from pipeline.training.loop import train_task
 

@@ -27,7 +27,8 @@ from pipeline.model.settings import ModelConfig, MoEConfig
 from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import Transformer
 from pipeline.stages import upcycle
-from pipeline.stages.registry import STAGES, StageCall
+from pipeline.stages.registry import STAGES
+from pipeline.stages.stage import StageCall
 
 MOE = MoEConfig(num_experts=4, every=2)
 DENSE = byte_spec()

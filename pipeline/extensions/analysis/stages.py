@@ -1,0 +1,43 @@
+"""Declare the stages of the analyses."""
+
+from pipeline.stages.stage import Input, Stage
+
+STAGES = (
+    Stage(
+        name="analyze_scales",
+        module="pipeline.extensions.analysis.analyze_scales",
+        makes="analysis",
+        help="count the scales that an Ada-MSHA model chooses, by language and direction",
+        sections=(),
+        inputs={
+            "checkpoint": Input("checkpoint", "model with an Ada-MSHA front"),
+            "corpus": Input("corpus", "test sets"),
+        },
+    ),
+    Stage(
+        name="analyze_vectors",
+        module="pipeline.extensions.analysis.analyze_vectors",
+        makes="analysis",
+        help="score an Ada-MSHA model whose router sees the vector of a wrong language",
+        sections=("analysis", "decoding", "evaluation.bleu_tokenizer"),
+        inputs={
+            "checkpoint": Input("checkpoint", "model with language vectors"),
+            "without": Input("checkpoint", "model without, to be scored too", required=False),
+            "corpus": Input("corpus", "test sets"),
+        },
+        needs_recipe=False,
+    ),
+    Stage(
+        name="analyze_lengths",
+        module="pipeline.extensions.analysis.analyze_lengths",
+        makes="analysis",
+        help="count the bytes that languages need for the same test lines",
+        sections=(),
+        inputs={
+            "corpus": Input("corpus", "test sets, of one text in all languages"),
+            "tokenizer": Input(
+                "tokenizer", "for pieces a word and the share of unknown ones", required=False
+            ),
+        },
+    ),
+)

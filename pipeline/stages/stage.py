@@ -1,0 +1,165 @@
+"""Define a stage, as the table of stages declares it, and the call that runs it.
+
+The code of stage ``clean`` is ``run(call)`` in the module that the table names; it opens the inputs
+it is given, and writes exactly one new artifact.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.artifacts.artifact import (
+    Artifact,
+    ArtifactWriter,
+    InputRecord,
+    Kind,
+    new_artifact,
+    stage_key,
+)
+from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.manifest import undeciding, without_settings
+from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.run_folders import Work
+from pipeline.config.ds_config import UNDECIDING_KEYS, load_ds_config
+from pipeline.config.recipe import Recipe, chosen_settings
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a stage: an artifact of a kind, or raw text."""
+
+    kind: Kind | Literal["raw"]
+    help: str
+    required: bool = True
+    many: bool = False
+    """Whether it takes several named artifacts, NAME=DIR each."""
+    splits: tuple[Split, ...] = ()
+    """Splits of a corpus that the stage reads and that make its result stale; empty: all."""
+
+
+def problem_of_name(name: str) -> str:
+    """Return why an artifact among several cannot have a name; empty if it can."""
+    if "/" not in name:
+        return ""
+    return f"the name {name!r} has a slash, and names become directories. Write {_without(name)!r}."
+
+
+def _without(name: str) -> str:
+    """Return the name with dashes in place of slashes."""
+    return "-".join(part for part in name.split("/") if part) or "name"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: one command of the command line."""
+
+    name: str
+    module: str
+    makes: Kind
+    help: str
+    sections: tuple[str, ...]
+    """Sections of the recipe that decide the result, and single settings of other sections
+    (``training.resource_thresholds``); the manifest records them."""
+    inputs: dict[str, Input] = field(default_factory=dict)
+    parallel: Literal["no", "workers", "ranks"] = "no"
+    """``workers``: the stage forks its own processes; ``ranks``: a launcher starts it once per
+    process."""
+    trains: bool = False
+    """Whether it trains, and so takes a ds_config."""
+    undeciding: tuple[str, ...] = ()
+    """Settings of its sections that the manifest records but that do not change the result."""
+    needs_recipe: bool = True
+    """Whether a recipe must be named for its sections; if not, their defaults apply."""
+
+    @property
+    def work(self) -> Work | None:
+        """Kind of work that ``OUT.run`` keeps of an interrupted run, if any."""
+        if self.name == "upcycle":
+            return "assembly"
+        if self.name == "make_shards":
+            return "sharding"
+        if self.parallel == "ranks":
+            return "training" if self.trains else "translation"
+        return None
+
+    def deciding(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Select the settings of a manifest on which the stage's result depends."""
+        chosen = chosen_settings(config, (*self.sections, "ds_config"))
+        of_machine = (f"ds_config.{key}" for key in UNDECIDING_KEYS)
+        return without_settings(chosen, (*undeciding(self.undeciding, config), *of_machine))
+
+
+def stage_config(stage: Stage, *, recipe: Recipe, ds_config: str) -> dict[str, Any]:
+    """Return the settings of a stage as its manifest records them."""
+    config = recipe.sections(stage.sections)
+    return {**config, "ds_config": load_ds_config(ds_config)} if stage.trains else config
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """Everything that a stage is given: settings, opened inputs, where to write."""
+
+    stage: Stage
+    recipe: Recipe
+    artifacts: Mapping[str, Artifact]
+    """Input name → artifact; for inputs that take many, ``input/name`` → artifact."""
+    raw: Mapping[str, RawInput]
+    """Input name → raw text."""
+    out_dir: Path
+    records: Mapping[str, InputRecord]
+    config: Mapping[str, object]
+    """The recipe's sections (and ds_config) as the manifest records them."""
+    processes: int = 1
+    mpi: bool = False
+    """Whether the workers are the ranks of a launcher, for stages with workers."""
+    overwrite: bool = False
+    clock: float = field(default_factory=time.monotonic, compare=False)
+    """Time at which the stage began, in seconds of the monotonic clock."""
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        """The parsed ds_config of a training stage."""
+        ds_config = self.config["ds_config"]
+        assert isinstance(ds_config, Mapping)
+        return ds_config
+
+    @property
+    def key(self) -> str:
+        """Key of the stage's output: its settings and the digests of its inputs."""
+        return stage_key(
+            stage=self.stage.name,
+            kind=self.stage.makes,
+            config=self.config,
+            inputs={name: record.digest for name, record in self.records.items()},
+        )
+
+    def new_artifact(
+        self, *, wall_seconds: float | None = None
+    ) -> AbstractContextManager[ArtifactWriter]:
+        """Build the stage's output within the block (``artifacts.artifact.new_artifact``).
+
+        Its wall time counts from the beginning of the call, unless the stage passes the time of all
+        attempts.
+        """
+        return new_artifact(
+            self.out_dir,
+            kind=self.stage.makes,
+            stage=self.stage.name,
+            config=self.config,
+            inputs=self.records,
+            overwrite=self.overwrite,
+            clock=self.clock,
+            wall_seconds=wall_seconds,
+        )
+
+    def many(self, name: str) -> dict[str, Artifact]:
+        """Return the artifacts of an input that takes several, by name, in the order given."""
+        prefix = f"{name}/"
+        return {
+            key.removeprefix(prefix): artifact
+            for key, artifact in self.artifacts.items()
+            if key.startswith(prefix)
+        }

@@ -1,0 +1,59 @@
+"""Compute the terms that all training losses are made of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.batching.labelled import AnyBatch
+from pipeline.kernels.logits import summed_cross_entropy
+from pipeline.model.moe.routing import RoutingRecord, z_loss
+from pipeline.model.transformer import Output
+from pipeline.training.settings import LossConfig
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Terms of one micro-batch.
+
+    Attributes:
+        objective: what is minimized, summed over the micro-batch's labels; differentiable.
+        cross_entropy: summed over labels, in nats, without smoothing; detached.
+        balance: load-balance loss, summed over MoE layers (1 per layer when balanced); detached.
+        routing: one record per MoE layer.
+        shared_cross_entropy: of the shared route, where both are trained; the other is then that
+            of the languages' route.
+    """
+
+    objective: Tensor
+    cross_entropy: Tensor
+    balance: Tensor
+    routing: tuple[RoutingRecord, ...]
+    shared_cross_entropy: Tensor | None = None
+
+
+def loss_terms(output: Output, batch: AnyBatch, config: LossConfig) -> LossTerms:
+    """Return the loss terms of one pass through a model.
+
+    The router losses are means over tokens; weighting them by the micro-batch's labels makes them,
+    after division by the global count, weighted means over micro-batches.
+    """
+    smoothed, cross_entropy = summed_cross_entropy(
+        output.logits_LV, batch.labels_L, smoothing=config.label_smoothing
+    )
+    balance = smoothed.new_zeros(())
+    router_z = smoothed.new_zeros(())
+    for record in output.routing:
+        balance = balance + record.balance_loss
+        if config.router_z_weight:
+            router_z = router_z + z_loss(record.logits_NE)
+    per_token = config.balance_weight * balance + config.router_z_weight * router_z
+    if output.gates:
+        mean_gate = torch.cat(output.gates).mean()
+        per_token = per_token + config.gate_weight * (mean_gate - config.gate_budget).abs()
+    return LossTerms(
+        objective=smoothed + batch.num_labels * per_token,
+        cross_entropy=cross_entropy,
+        balance=balance.detach(),
+        routing=output.routing,
+    )
