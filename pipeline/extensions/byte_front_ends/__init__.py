@@ -1,8 +1,8 @@
 """Encoder front ends of byte-level models: MSC, MSHA, Ada-MSHA, Byte-nCF and Byte-WSF.
 
-Read ``settings.py`` first, then ``extension.py`` and the module of a front end. A front end lets
-queries, keys and values see their neighbors (MSC, MSHA, Ada-MSHA), fuses n-grams (nCF), or keeps
-attention within words (WSF). Its parameters are named ``front.…``.
+Read ``settings.py`` first, then ``extension.py`` and the module of a front end. A front end makes
+queries, keys and values depend on neighboring tokens (MSC, MSHA, Ada-MSHA), fuses n-grams (nCF), or
+restricts attention to words (WSF). Its parameters are named ``front.…``.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ LANGUAGE_MODULES: tuple[type[LanguageModuleSettings], ...] = ()
 
 def load() -> Any:
     """Return the extension's :class:`~pipeline.model.extension.Extension`."""
-    # Later than the settings: recipes are read without PyTorch, and the model imports recipes.
+    # Imported late: reading a recipe must not import PyTorch, and the model imports recipes.
     from pipeline.extensions.byte_front_ends.extension import ByteFrontEnds
 
     return ByteFrontEnds()

@@ -1,6 +1,6 @@
-"""Weights of single languages: low-rank (LMS), whole feed-forwards, or gated projections (CLSR).
+"""Language-specific modules: low-rank matrices (LMS), feed-forwards, gated projections (CLSR).
 
-Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module of a kind.
+Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module of one kind.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ FRONT_ENDS: tuple[type[FrontSettings], ...] = ()
 
 def load() -> Any:
     """Return the extension's :class:`~pipeline.model.extension.Extension`."""
-    # Later than the settings: recipes are read without PyTorch, and the model imports recipes.
+    # Imported late: reading a recipe must not import PyTorch, and the model imports recipes.
     from pipeline.extensions.language_modules.extension import LanguageModules
 
     return LanguageModules()
