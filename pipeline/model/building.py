@@ -162,8 +162,8 @@ def build_model(
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ConfigError(
-            f"There is no memory for the {count:,} parameters of this rank: make [model] smaller, "
-            "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
+            f"There is no memory for the {count:,} parameters of this rank. Make [model] smaller, "
+            "or spread the experts over more ranks (`mmnmt memory` estimates the need)."
         ) from error
     for module in model.modules():
         if isinstance(module, StackedModules):

@@ -155,25 +155,25 @@ def groups_of_languages(
     if groups is None:
         raise ConfigError(
             "The recipe routes by language group (model.moe.decoder_router), but no groups "
-            "artifact was given: pass --groups."
+            "artifact is given. Name one with --groups."
         )
     missing = [code for code in languages if code not in groups]
     if missing:
         raise ConfigError(
-            f"The groups artifact has no group for {', '.join(missing)}: run group_languages on "
+            f"The groups artifact has no group for {', '.join(missing)}. Run group_languages on "
             "this corpus, or add them to groups.extend."
         )
     found = {groups[code] for code in languages}
     if len(found) < 2 or sorted(found) != list(range(max(groups.values()) + 1)):
         raise ConfigError(
             f"A language-group router needs two or more groups, all of them used by the corpus's "
-            f"languages; the groups artifact gives {len(found)}: change groups.max_group_share."
+            f"languages, but these belong to {len(found)}. Change groups.max_group_share."
         )
     expected = model.moe.num_groups
     if expected is not None and expected != len(found):
         raise ConfigError(
             f"The recipe expects {expected} language groups (model.moe.num_groups) and the groups "
-            f"artifact has {len(found)}: change one of them."
+            f"artifact has {len(found)}. Change one of them."
         )
     return tuple(groups[code] for code in languages)
 
@@ -188,7 +188,7 @@ def refuse_languages_without_modules(spec: ModelSpec, codes: Iterable[str]) -> N
     missing = sorted(set(codes) - set(own))
     if missing:
         raise ConfigError(
-            f"The model has no language module for {', '.join(missing)}: it has those of "
-            f"{', '.join(own)}; name one of these"
-            + (", or take the shared route." if spec.model.has_shared_route else ".")
+            f"The model has no language module for {', '.join(missing)}. Choose among "
+            f"{', '.join(own)}"
+            + (", or use the shared route." if spec.model.has_shared_route else ".")
         )

@@ -134,7 +134,7 @@ def build_mixture_of_experts(
     size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
     if moe.num_experts % size:
         raise ConfigError(
-            f"{moe.num_experts} experts cannot be spread over {size} ranks: choose a "
+            f"{moe.num_experts} experts cannot be spread over {size} ranks. Choose a "
             "training.expert_parallel_size that divides model.moe.num_experts."
         )
     local_experts = moe.num_experts // size
