@@ -1,0 +1,1 @@
+"""DeepSpeed configurations that ship with the package."""

@@ -1,4 +1,4 @@
-"""What settings of a variant declare: the base classes of extensions' settings.
+"""Declarations of variants in their settings: the base classes of extensions' settings.
 
 A variant is an encoder front end or a kind of language modules. Its settings say what it asks of
 the model's shape and of the tokenizer, and what the model can then do. Extensions
@@ -23,22 +23,34 @@ class ModelShape(Protocol):
     """The settings of a model that a variant may depend on."""
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Width of the model's states."""
+
     @property
-    def num_heads(self) -> int: ...
+    def num_heads(self) -> int:
+        """Heads of an attention."""
+
     @property
-    def encoder_layers(self) -> int: ...
+    def encoder_layers(self) -> int:
+        """Number of encoder layers."""
+
     @property
-    def decoder_layers(self) -> int: ...
+    def decoder_layers(self) -> int:
+        """Number of decoder layers."""
 
 
 class Vocabulary(Protocol):
     """The tokenizer, as far as a variant may ask."""
 
     @property
-    def languages(self) -> tuple[str, ...]: ...
-    def language_token_id(self, language: str, /) -> int: ...
-    def white_space_ids(self) -> tuple[int, ...]: ...
+    def languages(self) -> tuple[str, ...]:
+        """Codes of the languages, in the order of their tokens."""
+
+    def language_token_id(self, language: str, /) -> int:
+        """Return the id of a language's token."""
+
+    def white_space_ids(self) -> tuple[int, ...]:
+        """Return the ids of pieces that are white space."""
 
 
 class VariantSettings(Settings):
@@ -113,7 +125,7 @@ class LanguageModuleSettings(VariantSettings):
 
 
 class InstalledExtension:
-    """What the package of an extension declares; by default nothing.
+    """Declarations of an extension package; by default nothing.
 
     Recipes are made of its settings. Everything else is imported when a method asks for it, since
     stages, reports and the model import recipes, and the model and reports import large packages.

@@ -1,7 +1,7 @@
-"""Estimates of what a run costs, without running it.
+"""Estimates of a run's memory, operators and step time, without running it.
 
-``memory`` estimates the memory of a training rank, from ``activations`` and from what ZeRO
-allocates. ``operators`` counts the operators of a step on the meta device. ``step_time`` turns the
-counts into the least time on a GPU, and counts what expert parallelism sends. Read ``memory``
-first.
+``memory`` estimates the memory of a training rank, from ``activations`` and the allocations of
+ZeRO. ``operators`` counts the operators of a step on the meta device. ``step_time`` turns the
+counts into a lower bound of the time on a GPU, and counts the exchanges of expert parallelism. Read
+``memory`` first.
 """

@@ -1,8 +1,8 @@
-"""Estimate what a forward pass keeps for its gradients, part by part, by walking the model.
+"""Estimate the activation memory that a forward pass keeps for its gradients, by part.
 
-Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Any
-other feed-forward, and an encoder with and without its front, is run on the meta device, and what
-autograd saves is counted.
+Attention, feed-forwards and experts have closed forms, which follow the kernels of a device. Other
+feed-forwards and front ends run on the meta device, and the tensors that autograd saves are counted
+(for a front end, as the difference of an encoder with and without it).
 
 Legend of closed forms: N tokens of a side, L length, D width, F hidden width, H heads, E experts,
 R routes; e bytes of a value in the model's dtype.
@@ -39,26 +39,26 @@ INT64 = 8
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch filled to the token budget, and how its attention is computed."""
+    """A micro-batch filled to the token budget, and properties that decide what is kept."""
 
     tokens: int
-    """N, of the source and of the target."""
+    """N: number of tokens of the source, and of the target."""
     length: int
-    """L, of every sentence."""
+    """L: length of every sentence."""
     value: int
-    """e."""
+    """e: bytes of a value in the model's dtype."""
     device: Device
     regularization: Regularization
     is_spread: bool = False
-    """Whether experts are on several ranks."""
+    """Whether experts are spread over several ranks."""
     recomputes: bool = False
-    """Whether only inputs of layers are kept, and one layer at a time is computed again."""
+    """Whether only the inputs of layers are kept, and layers are recomputed one at a time."""
 
     def score_bytes(self, *, head_width: int) -> int:
         """Return the bytes kept per query, key and head: probabilities, dropout's factors, output.
 
-        Fused kernels keep none. CUDA's are always taken; the CPU's without dropout, where they are
-        those of this processor.
+        Fused kernels keep none. CUDA always uses one; the CPU does without dropout, if this
+        processor's kernels include it.
         """
         if self.device == "cuda":
             return 0
@@ -75,13 +75,14 @@ class MicroBatchShape:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the model's dtype."""
         return torch.float32 if self.value == FLOAT32 else torch.bfloat16
 
 
 def activation_bytes(model: Transformer, batch: MicroBatchShape) -> dict[str, int]:
     """Return the bytes that a forward pass keeps for its gradients, by part, without the logits.
 
-    The model may be one of the meta device.
+    The model may be on the meta device.
     """
     hidden = batch.tokens * _width(model)
     layers = [_layer_bytes(layer, batch, width=_width(model)) for layer in _layers(model)]
@@ -142,9 +143,10 @@ def _feed_forward_part(module: nn.Module, batch: MicroBatchShape, *, width: int)
 
 
 def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
-    """Sublayer input, its norm, query, key, value, context; dropout; scores.
+    """Return (6 e + dropout) N D + scores · H N L.
 
-    (6 e + dropout) N D + scores · H N L, cross-attention being to as many tokens.
+    The terms are the sublayer's input, its norm, query, key, value and context; dropout; and
+    scores. Cross-attention has as many keys as queries.
     """
     width, num_heads = attention.query.in_features, attention.num_heads
     hidden = batch.tokens * width
@@ -157,7 +159,7 @@ def _attention_bytes(attention: Attention, batch: MicroBatchShape) -> int:
 
 
 def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:
-    """(2 e + dropout) N D + e N F, twice the latter for GELU, which needs its input, too."""
+    """Return (2 e + dropout) N D + e N F; 2 e N F for GELU, which also needs its input."""
     kept = 2 if module.activation == "gelu" else 1
     rate = batch.regularization.dropout
     return batch.tokens * (
@@ -167,11 +169,12 @@ def _feed_forward_bytes(module: FeedForward, batch: MicroBatchShape) -> int:
 
 
 def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
-    """Sublayer input and norm, routes in and out (R D each), hidden (R F), and the router's.
+    """Return the bytes of an MoE sublayer.
 
-    The router computes in float32: in bfloat16 it keeps a copy of the norm and of its weights in
-    place of the norm. On CPU, unless they are spread over ranks, experts keep the norm itself
-    instead of the routes made from it.
+    It keeps its input and norm, the routes before and after the experts (R D each), hidden states
+    (R F), and the router's tensors. The router computes in float32: in a bfloat16 model, it keeps
+    float32 copies of the norm and of its weights instead of the norm. On CPU without expert
+    parallelism, experts keep the norm instead of the gathered routes.
     """
     moe, tokens, value, rates = module.config, batch.tokens, batch.value, batch.regularization
     _, hidden_width, width = module.experts.up.weight.shape
@@ -193,7 +196,7 @@ def _moe_bytes(module: MixtureOfExperts, batch: MicroBatchShape) -> int:
 
 
 def _routes(moe: MoEConfig, tokens: int) -> int:
-    """Return R: top_k per token, or as many as the experts' capacity takes."""
+    """Return R, the number of routes: top_k per token, limited by the experts' capacity."""
     if moe.dispatch == "dropless":
         return moe.top_k * tokens
     capacity = expert_capacity(
@@ -202,11 +205,11 @@ def _routes(moe: MoEConfig, tokens: int) -> int:
     return min(moe.top_k * tokens, capacity * moe.num_experts)
 
 
-# ---------------------------------------------------------------- what has no closed form
+# Parts without a closed form
 
 
 def _saved_by_front(spec: ModelSpec, batch: MicroBatchShape) -> int:
-    """Return what the encoder keeps with its front beyond what it keeps without."""
+    """Return the additional bytes that the encoder keeps because of its front end."""
     if isinstance(spec.model.front, SubwordsConfig):
         return 0
     dense = spec.model.model_copy(update={"moe": None, "feed_forward": DenseConfig()})
@@ -239,7 +242,7 @@ def _saved_bytes(
     *,
     width: int,
 ) -> int:
-    """Return the memory of tensors that autograd saves, without weights and input."""
+    """Return the bytes of the tensors that autograd saves, without weights and input."""
     meta = torch.device("meta")
     module = copy.deepcopy(module).to(batch.dtype).to(meta)
     packing = Packing.from_lengths([batch.length] * max(batch.tokens // batch.length, 1)).to(meta)

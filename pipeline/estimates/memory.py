@@ -1,15 +1,15 @@
 """Estimate the memory of a training rank, by part, without running it.
 
-:func:`estimate` follows what the model's layers keep for their gradients and what DeepSpeed 0.19's
-ZeRO 1 and 2 allocate. Not everything lives at once, so it goes through the phases of an update:
+:func:`estimate` adds the activations of the model's layers and the allocations of DeepSpeed 0.19's
+ZeRO 1 and 2. Not all of them exist at the same time, so each phase of an update has its own sum:
 
-- ``start``: the model as built, then flattened into DeepSpeed's buffers
-- ``backward``: the last micro-batch, everything kept for its gradients, the logits at their peak
-- ``reduce``: nothing kept any more, all gradients there and being reduced
-- ``step``: gradients flattened for the optimizer
+- ``start``: the model is built, then flattened into DeepSpeed's buffers
+- ``backward``: the last micro-batch, with all activations, when the logits are at their peak
+- ``reduce``: activations are freed, all gradients exist and are being reduced
+- ``step``: gradients are flattened for the optimizer
 
-The peak is the largest phase. Micro-batches are taken as full as the recipe allows and routes as
-spread evenly over experts, so that a run stays below the estimate unless its routing is skewed.
+The peak is the largest phase. The estimate assumes full micro-batches and routes spread evenly over
+experts, so that a run stays below it unless its routing is skewed.
 """
 
 import math
@@ -40,24 +40,24 @@ FLOAT64 = 8
 MAX_EXPERT_GROUP = 178_956_971
 """Parameters at which DeepSpeed starts another optimizer group of experts."""
 ALIGNMENT = 2
-"""ZeRO pads a group to a multiple of this many values per rank."""
+"""Number of values per rank to a multiple of which ZeRO pads a group."""
 DEFAULT_BUCKET = 500_000_000
 CPU_RUNTIME = 160 * 2**20
-"""Code and scratch memory of the kernels training is the first to use; measured, torch 2.13."""
+"""Code and scratch memory of kernels that are first used in training (measured, torch 2.13)."""
 
 CPU_KEPT_FREE_ALONE, CPU_KEPT_FREE_AMONG_RANKS = 0.22, 0.4
-"""Share that the C library adds by keeping freed memory: as measured 0.05 to 0.33 on one rank, and
-0.42 to 0.49 where buckets of gradients are sent as well (tests/bench/memory.py, glibc 2.36)."""
+"""Share of memory that glibc keeps after it is freed. Measured: 0.05 to 0.33 on one rank, and 0.42
+to 0.49 with several ranks, which send buckets of gradients (tests/bench/memory.py, glibc 2.36)."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the rank that needs the most.
+    """Memory of the rank that needs the most, in bytes.
 
     Attributes:
         phases: bytes on the device in each phase of training, by part.
-        host: bytes that offload keeps in the memory of the machine instead, by part.
-        device: where the model is; on ``cpu`` both are the same memory.
+        host: bytes that offload keeps in host memory, by part.
+        device: device of the model; on ``cpu``, both are the same memory.
     """
 
     phases: Mapping[Phase, Parts]
@@ -76,11 +76,12 @@ class MemoryEstimate:
 
     @property
     def host_bytes(self) -> int:
+        """Return the sum of the host's parts."""
         return sum(self.host.values())
 
     @property
     def total_bytes(self) -> int:
-        """Return device and host together, which is what a rank on CPU needs."""
+        """Return the sum of device and host, which is the memory of a rank on CPU."""
         return self.device_bytes + self.host_bytes
 
     def table(self) -> list[tuple[str, int]]:
@@ -94,6 +95,7 @@ class MemoryEstimate:
         return rows
 
     def to_json(self) -> dict[str, Any]:
+        """Return the estimate as a JSON object."""
         return {
             "device": self.device,
             "phases": {phase: dict(parts) for phase, parts in self.phases.items()},
@@ -118,13 +120,16 @@ def estimate(
     """Estimate the memory of a training run per rank.
 
     Args:
-        vocabulary_size: tokens of the tokenizer, language tokens included.
-        num_groups: language groups; 0 where decoders route by token.
-        processes: ranks of the run.
-        sentence_length: tokens per sentence, tags included, where attention keeps its scores (on
-            CPU, unless its kernel is fused); None: of all that the recipe allows, the length at
-            which it keeps the most.
-        num_languages: languages that have modules, in a model that has some.
+        recipe: settings of model and training.
+        ds_config: DeepSpeed's configuration.
+        vocabulary_size: number of ids, language tokens included.
+        num_groups: number of language groups; 0 if decoders route by token.
+        processes: number of ranks.
+        device: device of the model.
+        sentence_length: tokens per sentence, tags included. It matters if attention keeps its
+            scores (on CPU, unless its kernel is fused). None: the worst length that the recipe
+            allows.
+        num_languages: number of languages that have modules, in a model with language modules.
 
     Raises:
         ConfigError: recipe, ds_config and number of ranks do not fit together.
@@ -167,7 +172,7 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Zero:
-    """The settings of recipe and ds_config that decide memory; sizes of values in bytes."""
+    """Settings of recipe and ds_config that determine memory; sizes of values in bytes."""
 
     stage: int
     value: int
@@ -178,7 +183,7 @@ class _Zero:
     """Values per reduce bucket."""
     buckets: int
     accumulates: bool
-    """More than one micro-batch per rank and update."""
+    """Whether a rank has more than one micro-batch per update."""
     offloads: bool
 
     @classmethod
@@ -201,14 +206,14 @@ class _Zero:
 
     @property
     def accumulates_wider(self) -> bool:
-        """Return whether gradients are accumulated in float32 beside parameters in 16 bits."""
+        """Return whether gradients of 16-bit parameters are accumulated in float32."""
         return self.accumulated > self.value
 
 
 def _micro_batch(
     recipe: Recipe, zero: "_Zero", *, device: Device, processes: int, sentence_length: int | None
 ) -> MicroBatchShape:
-    """Return a full micro-batch; without a length, of the length at which most is kept."""
+    """Return a full micro-batch; without a length, of the length that keeps the most memory."""
     longest = recipe.max_tokens + max(SOURCE_EXTRA, TARGET_EXTRA)
     batch = MicroBatchShape(
         tokens=recipe.batches.tokens,
@@ -236,25 +241,25 @@ def _head_width(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class _Group:
-    """An optimizer group on a rank: sizes of its tensors in values, and the ranks that share it."""
+    """An optimizer group of a rank: sizes of its tensors in values, and ranks that share it."""
 
     sizes: tuple[int, ...]
     ranks: int
 
     @property
     def values(self) -> int:
-        """Return the number of values, with the padding that makes all ranks' shares equal."""
+        """Return the number of values, including padding to equal shares of all ranks."""
         unit = ALIGNMENT * self.ranks
         return math.ceil(sum(self.sizes) / unit) * unit
 
     @property
     def share(self) -> int:
-        """Return the number of values whose optimizer state a rank has."""
+        """Return the number of values whose optimizer state a rank holds."""
         return self.values // self.ranks
 
     @property
     def covering(self) -> int:
-        """Return the values of all tensors a share touches, on the rank where they are most."""
+        """Return the values of all tensors that overlap a share, on the rank with the most."""
         spans = list(pairwise(accumulate(self.sizes, initial=0)))
         return max(
             sum(stop - start for start, stop in spans if start < low + self.share and stop > low)
@@ -269,7 +274,7 @@ def _largest_embedding(model: Transformer) -> int:
 
 
 def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> list[_Group]:
-    """One group of all replicated tensors and, where experts are spread over ranks, theirs.
+    """Return a group of all replicated tensors and, with expert parallelism, those of experts.
 
     Raises:
         ConfigError: the experts cannot be spread over the expert-parallel ranks.
@@ -278,7 +283,7 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
     moe = recipe.model.moe
     if moe is not None and moe.num_experts % spread:
         raise ConfigError(
-            f"{moe.num_experts} experts cannot be spread over {spread} ranks: choose a "
+            f"{moe.num_experts} experts cannot be spread over {spread} ranks. Choose a "
             "training.expert_parallel_size that divides model.moe.num_experts."
         )
     replicated, experts = [], []
@@ -290,7 +295,7 @@ def _optimizer_groups(model: Transformer, recipe: Recipe, *, processes: int) -> 
     }
     for parameter in trainable(model):
         if spread > 1 and id(parameter) in of_experts:
-            count = len(parameter)  # of languages, a rank may hold padding
+            count = len(parameter)  # slots of this rank; language modules may be padded
             experts.append(parameter.numel() // count * -(-count // spread))
         else:
             replicated.append(parameter.numel())
@@ -309,7 +314,7 @@ def _split(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 class _HeldByZero:
-    """The memory of parameters, gradients and optimizer in each phase."""
+    """Memory of parameters, gradients and optimizer states in each phase."""
 
     def __init__(
         self,
@@ -330,7 +335,7 @@ class _HeldByZero:
     def start(self) -> dict[str, int]:
         """Return the parts at the start.
 
-        The model is built in float32; then one group after the other is copied into a flat buffer.
+        The model is built in float32; then each group is copied into a flat buffer, one by one.
         """
         value = self.zero.value
         copied = value * max(group.values for group in self.groups) + self._state(FLOAT32)
@@ -340,7 +345,8 @@ class _HeldByZero:
     def backward(self) -> dict[str, int]:
         """Return the parts in the last backward pass.
 
-        Gradients are those of earlier micro-batches; ZeRO's buckets exist after the first new one.
+        Gradients of earlier micro-batches exist; ZeRO's buckets exist from the first new gradient
+        on.
         """
         return {
             **self._always(),
@@ -358,7 +364,7 @@ class _HeldByZero:
     def step(self) -> dict[str, int]:
         """Return the parts in the optimizer's step.
 
-        The norm takes a tensor in float64; then each group's gradients become one tensor.
+        The norm needs one tensor in float64; then each group's gradients become one tensor.
         """
         zero = self.zero
         norm = FLOAT64 * self.largest
@@ -408,7 +414,7 @@ class _HeldByZero:
         return 0 if self.zero.offloads else size * self.share
 
     def _accumulated(self) -> int:
-        """Return the gradients held between two micro-batches of an update."""
+        """Return the bytes of gradients between two micro-batches of an update."""
         zero = self.zero
         if not zero.accumulates:
             return 0
@@ -419,7 +425,7 @@ class _HeldByZero:
         return zero.accumulated * (self.share if zero.accumulates_wider else self.covering)
 
     def _reduced(self) -> int:
-        """Return the gradients at the end of the last backward pass of an update."""
+        """Return the bytes of gradients at the end of the last backward pass of an update."""
         zero = self.zero
         if zero.stage == 1:
             whole = zero.accumulated * self.values
@@ -435,9 +441,9 @@ class _HeldByZero:
         return self._accumulated() + new
 
     def _buckets(self) -> int:
-        """Return the reduce buckets, and the copy of one that is sent to ranks that share it.
+        """Return the bytes of the reduce buckets, and of the copy of one that is being sent.
 
-        On CPU only what is written of a buffer becomes resident. A tensor larger than a bucket is
+        On CPU, only the written part of a buffer becomes resident. A tensor larger than a bucket is
         reduced in place.
         """
         zero = self.zero
@@ -450,7 +456,7 @@ class _HeldByZero:
         return size * (zero.buckets * reserved + (filled if copied else 0))
 
     def _gathered(self) -> int:
-        """Return the buffer into which gloo gathers new parameters."""
+        """Return the bytes of the buffer into which gloo gathers new parameters."""
         shared = [group.values for group in self.groups if group.ranks > 1]
         return self.zero.value * max(shared, default=0) if self.device == "cpu" else 0
 
@@ -458,8 +464,9 @@ class _HeldByZero:
 def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: int) -> int:
     """Return the working memory of the backward pass while nearly all activations are kept.
 
-    First the loss; then the logits' gradient and, from it, that of the tied embedding; then the
-    latter, which waits for the look-up's, beside the gradients inside a layer.
+    It is the maximum over three moments: the loss; the gradient of the logits together with that of
+    the tied embedding; and the latter, kept until the look-up's gradient is added, together with
+    the gradients inside a layer.
     """
     outputs = recipe.tokenizer.output_ids or vocabulary_size
     logits = batch.tokens * outputs
@@ -473,14 +480,14 @@ def _working_bytes(recipe: Recipe, batch: MicroBatchShape, *, vocabulary_size: i
 
 
 def _passes(recipe: Recipe) -> int:
-    """Return the forward passes of a micro-batch before its backward pass."""
+    """Return the number of forward passes of a micro-batch before its backward pass."""
     return 2 if recipe.loss.objective == "fuse_distillation" else 1
 
 
 def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
     """Return the peak of the loss: N V logits, as many gradients, and some rows in float32.
 
-    On CPU there are a few rows of those, on CUDA the largest of a few chunks.
+    The float32 rows are a few on CPU, and the largest of a few chunks on CUDA.
     """
     copies = 3 if batch.value < FLOAT32 else 2
     rows = rows_at_a_time(batch.tokens, is_cpu=batch.device == "cpu")
@@ -488,7 +495,7 @@ def _loss_bytes(batch: MicroBatchShape, *, outputs: int) -> int:
 
 
 def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -> int:
-    """Return the gradients of the logits of both passes that fuse distillation makes."""
+    """Return the bytes of the logits' gradients of both passes of fuse distillation."""
     if recipe.loss.objective != "fuse_distillation":
         return 0
     gradients = 2 if recipe.loss.distillation == "symmetric" else 1
@@ -496,7 +503,7 @@ def _divergence_bytes(recipe: Recipe, batch: MicroBatchShape, *, outputs: int) -
 
 
 def _layer_temporaries(model: ModelConfig, batch: MicroBatchShape) -> int:
-    """Return the gradients inside one layer, of hidden values or of scores, at the peak."""
+    """Return the peak bytes of gradients inside one layer, of hidden values or of scores."""
     routes = 1 if model.moe is None else model.moe.top_k
     hidden = batch.tokens * (4 * model.width + 2 * routes * model.feed_forward_width) * batch.value
     scores = model.num_heads * batch.tokens * batch.length * 3 * batch.value

@@ -1,12 +1,12 @@
-"""Count what a step launches on a GPU, without one.
+"""Count the operators that a step launches on a GPU, without a GPU.
 
-PyTorch's meta device has shapes and no values, and kernels take the same branches there as on CUDA.
-A training micro-batch or a decoding step runs on it, and every operator is recorded.
+A training micro-batch or a decoding step runs on PyTorch's meta device, which has shapes but no
+values, and every operator is recorded. Our kernels take the same branches there as on CUDA.
 
 A *launch* is one call of an operator, as PyTorch dispatches it below autograd, that has work on the
-device: all but views and :data:`LAUNCHES_NOTHING`. Operators that CUDA has fused (attention,
-dropout, norms, grouped products) are one launch, even where several kernels follow each other
-inside. The work of DeepSpeed and the optimizer on gradients, and collectives, are not counted.
+device: all operators except views and :data:`LAUNCHES_NOTHING`. Operators that CUDA fuses
+(attention, dropout, norms, grouped products) count as one launch, even if they run several kernels.
+Collectives, and the work of DeepSpeed and the optimizer on gradients, are not counted.
 """
 
 import sys
@@ -47,7 +47,7 @@ from pipeline.training.losses import training_loss
 
 META = torch.device("meta")
 SENTENCE_LENGTH = 32
-"""Tokens of a sentence with its tags, about the mean of OPUS-100."""
+"""Assumed tokens per sentence, tags included: about the mean of OPUS-100."""
 
 LAUNCHES_NOTHING = {
     "empty": "allocates",
@@ -92,7 +92,7 @@ KINDS = {
 """Kinds of operators; all others are elementwise."""
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 READ_BY_INDEX = {"index_select", "index", "embedding", "gather"}
-"""Operators that read as much of their first tensor as they write."""
+"""Operators that read only as much of their first tensor as they write."""
 
 PARTS: tuple[tuple[type, str], ...] = (
     (Attention, "attention"),
@@ -117,11 +117,11 @@ class Launch:
     """One call of an operator.
 
     Attributes:
-        part: the part of the model, the loss or the search that calls it.
-        place: the name of the module in the model; the part where there is none.
-        bytes: size of what it reads and writes.
-        multiply_adds: arithmetic of products and attention; 0 of anything else.
-        dtype: the type in which it multiplies.
+        part: part of the model, loss or search that calls it.
+        place: name of the calling module in the model; outside of modules, the part.
+        bytes: bytes that it reads and writes.
+        multiply_adds: multiply-adds of products and attention; 0 for other operators.
+        dtype: dtype in which it multiplies.
     """
 
     operator: str
@@ -134,6 +134,7 @@ class Launch:
 
     @property
     def kind(self) -> str:
+        """Return the kind of the operator."""
         return KIND_OF.get(self.operator, "elementwise")
 
 
@@ -163,7 +164,7 @@ class Counted:
 
     @property
     def places(self) -> dict[str, list[Launch]]:
-        """Return the launches of every place, in the order in which places come."""
+        """Return the launches of every place, in order of first appearance."""
         found: dict[str, list[Launch]] = {}
         for launch in self.launches:
             found.setdefault(launch.place, []).append(launch)
@@ -171,6 +172,7 @@ class Counted:
 
     @property
     def kinds(self) -> dict[str, int]:
+        """Return the number of launches by kind, most frequent first."""
         return dict(Counter(launch.kind for launch in self.launches).most_common())
 
 
@@ -204,9 +206,9 @@ def count_training(
 def count_decoding_step(
     recipe: Recipe, *, vocabulary_size: int, num_groups: int, num_languages: int = 1
 ) -> Counted:
-    """Count a step from the decoder's states to those of the next token, as the recipe decodes.
+    """Count one step of decoding, with the recipe's search.
 
-    The batch is full, no sentence ends, and the cache need not grow.
+    The batch is full, no sentence ends, and the cache does not grow.
     """
     model = _model(
         recipe,
@@ -222,7 +224,7 @@ def count_decoding_step(
     ]
     rows = sentences * beams
     even = _routes_per_expert(recipe.model, rows)
-    with torch.no_grad():  # inference mode would show operators before they are taken apart
+    with torch.no_grad():  # inference mode would record composite operators, not their parts
         with OperatorCounter(host_number=even):  # what comes before the step
             search = Search(model, sources, recipe.decoding, eos_id=1)
             first_R = search.advance(model.project(search.states.begin()), 1)
@@ -252,13 +254,13 @@ def _model(
 
 
 def micro_batch(tokens: int) -> Batch:
-    """Return as many sentences as the budget takes, of two lengths, all of ids 0."""
+    """Return a batch that fills the budget with sentences of two lengths, with ids 0."""
     length = min(SENTENCE_LENGTH, tokens)
     packing = Packing.from_lengths(
         [length - index % 2 for index in range(max(tokens // length, 1))]
     )
     id_N = torch.zeros_like(packing.index_N)
-    label_rows_L = packing.position_N.nonzero().flatten()  # but for the prompt's first token
+    label_rows_L = packing.position_N.nonzero().flatten()  # all tokens but the first of each prompt
     language_B = torch.zeros(packing.batch, dtype=torch.int64)
     return Batch(
         source_N=id_N,
@@ -275,17 +277,17 @@ def micro_batch(tokens: int) -> Batch:
 
 
 def _routes_per_expert(model: ModelConfig, tokens: int) -> int:
-    """Return the routes per expert if they are spread evenly."""
+    """Return the routes per expert with even routing."""
     return 0 if model.moe is None else tokens * model.moe.top_k // model.moe.num_experts
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Count what runs on the meta device inside the context.
+    """Context that counts the operators that run on the meta device.
 
     Args:
-        host_number: the value of every integer that is copied to the host. Other numbers are 0,
-            conditions are false, and Boolean indices take all.
-        model: its modules are the places.
+        host_number: value of every integer that is copied to the host. Other numbers are 0,
+            conditions are false, and Boolean indices select all.
+        model: model whose module names are the places.
     """
 
     def __init__(self, *, host_number: int = 0, model: nn.Module | None = None) -> None:
@@ -298,6 +300,7 @@ class OperatorCounter(TorchDispatchMode):
 
     @property
     def counted(self) -> Counted:
+        """Return the launches and host copies so far."""
         return Counted(tuple(self._launches), tuple(self._host_copies))
 
     def __enter__(self) -> "OperatorCounter":
@@ -346,7 +349,7 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
     def _from_host(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return made-up values for a copy to the host; None for any other operator."""
+        """Return placeholder values for a copy to the host; None for any other operator."""
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is None or first.device != META:
             is_to_host = name == "copy_" and first is not None and args[1].device == META
@@ -368,7 +371,7 @@ class OperatorCounter(TorchDispatchMode):
 
 
 class _FusedAsOnCuda(TorchFunctionMode):
-    """Call CUDA's operators for attention and dropout, which the meta device would take apart."""
+    """Use CUDA's operators for attention and dropout, which the meta device would decompose."""
 
     def __torch_function__(
         self,
@@ -393,9 +396,9 @@ def _fused_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> Tensor:
-    """Call flash attention in half precision without a mask, else the memory-efficient one.
+    """Call flash attention in half precision without a mask, else memory-efficient attention.
 
-    The latter takes masks as numbers to add.
+    The latter takes additive masks.
     """
     aten = torch.ops.aten
     if attn_mask is None and query.dtype == torch.bfloat16:
@@ -426,10 +429,10 @@ def _fused_dropout(
 
 
 class _PartsOfNodes:
-    """Tell which part runs: forward by the calling module, backward by the node of autograd.
+    """Find the running part: by the calling module forward, by the autograd node backward.
 
-    Nodes are numbered as they are made, just before their operator runs: the first operator after a
-    new number belongs to the part that made the node.
+    Nodes are numbered when they are created, just before their operator runs: the first operator
+    after a new number belongs to the part that created the node.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -440,7 +443,7 @@ class _PartsOfNodes:
         self._parts: list[tuple[str, str]] = []
 
     def part(self) -> tuple[tuple[str, str], bool]:
-        """Return the part and its place, and whether it goes backward."""
+        """Return the part and its place, and whether it is in the backward pass."""
         node = torch._C._current_autograd_node()
         if node is not None:
             place = bisect_right(self._first_numbers, node._sequence_nr()) - 1
@@ -454,7 +457,7 @@ class _PartsOfNodes:
         return part, False
 
     def _part_of_caller(self, frame: FrameType | None) -> tuple[str, str]:
-        """Return the part of the innermost module in :data:`PARTS` or loss function that runs."""
+        """Return the part of the innermost running module in :data:`PARTS`, or of the loss."""
         while frame is not None:
             caller = frame.f_locals.get("self")
             for kind, part in PARTS:
@@ -475,7 +478,7 @@ def _is_boolean(index: Tensor | None) -> bool:
 
 
 def _all_of(index: Tensor | None) -> Tensor | None:
-    """Replace a Boolean index, whose length only the host would learn, by one that takes all."""
+    """Replace a Boolean index, whose length depends on values, by one that selects all."""
     if index is None or not _is_boolean(index):
         return index
     return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
@@ -490,8 +493,8 @@ def _size(tensor: Tensor) -> int:
 def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     """Return the bytes that an operator reads and writes.
 
-    A gather reads as much of a table as it writes; a fill reads nothing. A scatter into an existing
-    tensor reads and writes as much of it as it brings.
+    A gather reads as much of a table as it writes; a fill reads nothing. A scatter reads and writes
+    as much of the existing tensor as it adds.
     """
     written = sum(map(_size, made))
     if name in READ_BY_INDEX:
@@ -507,11 +510,12 @@ def _bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def _multiply_adds(func: OpOverload, name: str, args: Sequence[Any]) -> int:
-    """Return the multiply-adds of a product or of attention; 0 of any other operator.
+    """Return the multiply-adds of a product or of attention; 0 for any other operator.
 
-    PyTorch's formulas count plain products, a multiply-add being two operations. It has none for
-    grouped products. Those for attention count what a causal mask leaves out, and packed sentences
-    with padding; here a causal mask leaves half, and keys are as many as the longest sentence has.
+    PyTorch's formulas serve plain products; they count a multiply-add as two operations. There is
+    no formula for grouped products. Those for attention ignore causal masks and pad packed
+    sentences; here a causal mask halves the count, and every query has as many keys as the longest
+    sentence.
     """
     kind = KIND_OF.get(name)
     if name == "_grouped_mm":

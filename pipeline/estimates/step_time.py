@@ -1,13 +1,13 @@
-"""The least time of a step on a GPU, from counted operators and the vendor's data sheet.
+"""Lower bound of the time of a step on a GPU, from counted operators and the GPU's data sheet.
 
 Every part of a step has launches, bytes and arithmetic. It takes at least as long as the slowest of
 the three. Real kernels reach neither the full bandwidth nor the peak, so this is a lower bound, not
 a forecast. It has not yet been compared with a GPU.
 
-:func:`expert_exchanges` counts what expert parallelism sends: rows of tokens go to the ranks of
-their experts and back, and so do their gradients. These are four exchanges per MoE layer
-(:mod:`pipeline.model.moe.expert_parallel`), and four per layer of language experts, to which a row
-goes once. The numbers of rows, as many as there are experts, are not counted.
+:func:`expert_exchanges` counts the exchanges of expert parallelism: rows of tokens go to the ranks
+of their experts and back, and so do their gradients. These are four exchanges per MoE layer
+(:mod:`pipeline.model.moe.expert_parallel`), and four per layer of language experts, where each row
+goes to one expert. The exchange of counts, one number per expert, is left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,10 @@ class Device:
     """A GPU as its data sheet describes it, without sparsity.
 
     Attributes:
-        bandwidth: bytes per second of its memory.
-        bfloat16, float32: operations per second, a multiply-add being two.
-        source: where the numbers are from.
+        bandwidth: memory bandwidth in bytes per second.
+        bfloat16: operations per second in bfloat16; a multiply-add counts as two.
+        float32: operations per second in float32.
+        source: source of the numbers.
     """
 
     bandwidth: float
@@ -54,7 +55,7 @@ DEVICES: dict[DeviceName, Device] = {
 
 @dataclass(frozen=True)
 class PartTime:
-    """The work of a part of a step, and the seconds that each kind of work takes alone."""
+    """Work of a part of a step, and the least seconds of each kind of work."""
 
     launches: int
     bytes: int
@@ -65,6 +66,7 @@ class PartTime:
 
     @property
     def seconds(self) -> float:
+        """Return the least seconds of the part."""
         return max(self.launch_seconds, self.byte_seconds, self.arithmetic_seconds)
 
     @property
@@ -80,10 +82,10 @@ class PartTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The least time of a step by part, most launches first, and by place, in order.
+    """Least time of a step, by part (most launches first) and by place (in order).
 
-    The sum over places is larger: a place with little to compute is bound by launches even where
-    its part is not.
+    The sum over places is larger: a place with little to compute is bound by launches even if its
+    part is not.
     """
 
     counted: Counted
@@ -92,6 +94,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Return the least seconds of the step."""
         return sum(part.seconds for part in self.parts.values())
 
     def table(self) -> list[list[str]]:
@@ -110,6 +113,7 @@ class StepTime:
         return _rows(self.places)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the times as a JSON object."""
         return {
             "launches": len(self.counted.launches),
             "seconds_at_least": self.seconds,
@@ -172,7 +176,7 @@ def _numbers(launches: int, transferred: int, multiply_adds: int, seconds: float
 
 
 ROW_EXCHANGES = 4
-"""To the experts and back, in the forward and in the backward pass."""
+"""Exchanges of rows per layer: to the experts and back, in forward and backward pass."""
 BYTES_PER_VALUE = 2
 """Size of a bfloat16."""
 
@@ -182,10 +186,10 @@ class Exchanges:
     """The exchanges of one rank in a micro-batch.
 
     Attributes:
-        size: ranks that share the experts.
-        layers: MoE layers and layers of language experts.
-        bytes: size of the exchanged rows if no route is dropped. Rows for the rank itself count
-            too: with even routing, one in ``size`` stays.
+        size: number of ranks that share the experts.
+        layers: number of MoE layers and layers of language experts.
+        bytes: bytes of the exchanged rows if no route is dropped, including rows that stay on the
+            rank: one in ``size`` with even routing.
         host_copies: number of times that the host waits for numbers of rows.
     """
 
@@ -201,7 +205,7 @@ class Exchanges:
 
 
 def expert_exchanges(recipe: Recipe) -> Exchanges:
-    """Count the exchanges of a recipe with its expert-parallel size; none where that is 1."""
+    """Count the exchanges of a recipe; none if its expert-parallel size is 1."""
     model, size = recipe.model, recipe.training.expert_parallel_size
     batch = micro_batch(recipe.batches.tokens)
     tokens = {"encoder": len(batch.source_N), "decoder": len(batch.target_N)}
@@ -223,7 +227,7 @@ def expert_exchanges(recipe: Recipe) -> Exchanges:
 
 
 def _routes_per_token(model: ModelConfig, layer: int) -> int:
-    """Return how many experts a token is sent to in a layer; 0 where it stays."""
+    """Return the number of experts that a token is sent to in a layer; 0 without exchange."""
     if model.moe is not None and has_experts(model, layer):
         return model.moe.top_k
     return int(any(extension.exchanges_rows(model, layer) for extension in extensions()))

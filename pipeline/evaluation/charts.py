@@ -15,8 +15,8 @@ from importlib import resources
 
 WIDTH, HEIGHT = 360, 260
 LEFT, RIGHT, TOP, FLOOR = 46.0, 332.0, 10.0, 212.0
-"""Size of a chart and edges of its plot area, in SVG units. There is room for half a tick label to
-the right of the area and for a short one to the left."""
+"""Size of a chart and edges of its plot area, in SVG units. Half a tick label fits to the right of
+the area, and a short one to the left."""
 CHARACTER = 8.4
 """Width of a digit in the widest font of the page; other letters are no wider on average."""
 Y_LABEL = 12.0
@@ -76,7 +76,7 @@ class Series:
     place: int
     """Number that chooses color, dashes and marker."""
     begin: float = 0.0
-    """Where the line begins on the axis; a dotted line leads there from 0."""
+    """Position on the horizontal axis where the line begins; a dotted line leads there from 0."""
     upright: float | None = None
     """Position of a vertical line in the color of the series, such as its mean."""
 
@@ -124,7 +124,7 @@ class Frame:
 def line_chart(
     series: Sequence[Series], *, title: str, x_label: str, y_label: str, mark_lowest: bool = False
 ) -> str:
-    """Return an SVG chart with axes, ticks and grid, but without its :func:`legend`.
+    """Return an SVG line chart with axes, ticks and grid; :func:`legend` is separate.
 
     Args:
         series: lines, at least one of them with points; lines without points are left out.
@@ -178,7 +178,7 @@ def bar_chart(bars: Sequence[Bar], *, title: str, x_label: str, low: float = 0.0
 
 
 def _left_edge(texts: Iterable[str], *, before: float = 0.0) -> float:
-    """Return the left edge of the drawn area, with room for the longest of the texts beside it."""
+    """Return the left edge of the drawn area, so that the longest of the texts fits beside it."""
     return max(LEFT, before + CHARACTER * max(map(len, texts)) + 7.0)
 
 

@@ -1,4 +1,4 @@
-"""Checks of an evaluation's inputs: what is refused, and what the report warns of."""
+"""Checks of an evaluation's inputs: errors that stop it, and warnings for the report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +27,8 @@ def check_inputs(call: StageCall) -> None:
     """Check that settings and inputs of the stage belong together.
 
     Raises:
-        ConfigError: there is a model or a tokenizer that no setting asks for, or the reverse; or a
-            set of languages names something that is no language.
+        ConfigError: a model or tokenizer is given but not used, or needed but not given; or a set
+            of languages contains an unknown language.
     """
     settings = call.recipe.evaluation
     if "comet" in call.raw and "comet" not in settings.computed_scores:

@@ -20,7 +20,7 @@ from pipeline.evaluation.settings import EvaluationConfig, ScoreName
 
 @dataclass(frozen=True)
 class Scored:
-    """Properties of the data to score that scores depend on."""
+    """Properties of the data on which the choice of scores depends."""
 
     targets: Sequence[str]
     """Target languages of the directions, sorted."""

@@ -1,4 +1,4 @@
-"""chrF++ from sufficient statistics per line, and the counts of shared n-grams that BLEU uses, too.
+"""chrF++ from sufficient statistics per line, and counts of shared n-grams, also used by BLEU.
 
 The statistics are sacreBLEU's, counted as integers for many lines at once; sacreBLEU computes the
 score of a corpus from their sum.

@@ -1,8 +1,8 @@
-"""Directions of an evaluation: how each was trained, and the amount of its training data.
+"""Directions of an evaluation, with their training family and amount of training data.
 
-The family of a direction says how it was trained: towards the pivot, away from it, without it, or
-not at all. It follows from the corpus that the systems were trained on, which need not be the
-corpus whose test lines are scored.
+The family of a direction states how it was trained: into the pivot, out of the pivot, without it,
+or not at all. It follows from the corpus that the systems were trained on, which may differ from
+the corpus whose test lines are scored.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ from pipeline.artifacts.corpus import (
 )
 
 Family = Literal["into_pivot", "out_of_pivot", "other", "zero_shot", "emptied", "unknown"]
-"""Trained towards the pivot, away from it, or without it; not trained at all: zero-shot, or because
-cleaning left no line of the pair; unknown if no given corpus has training lines."""
+"""Trained into the pivot, out of it, or without it; not trained (zero-shot, or emptied: cleaning
+left no line of the pair); unknown if no given corpus has training lines."""
 Group = Literal["all", Resource]
 
 FAMILIES: tuple[Family, ...] = get_args(Family)

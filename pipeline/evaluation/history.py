@@ -28,8 +28,8 @@ from pipeline.model.parameters import PerToken, count_multiplied, count_paramete
 from pipeline.model.spec import ModelSpec
 
 OPERATIONS_PER_PARAMETER = 6
-"""Floating-point operations of one token and one parameter that multiplies it: a multiplication
-and an addition going forward, twice as many going back (Kaplan et al. 2020, §2.1)."""
+"""Floating-point operations per token and parameter that multiplies it: a multiplication and an
+addition in the forward pass, twice as many in the backward pass (Kaplan et al. 2020, §2.1)."""
 
 TRAINING_STAGES = ("pretrain", "finetune")
 TokenSide = Literal["source", "target"]
@@ -62,7 +62,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Number of parameters of a model, and of those that one token meets."""
+    """Number of parameters of a model, in total and active per token."""
 
     total: int
     active: int
@@ -70,7 +70,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class SystemTraining:
-    """Training runs that a system rests on."""
+    """Training runs that a system's weights come from."""
 
     system: str
     parameters: Parameters | None
@@ -322,7 +322,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class StageRun:
-    """A stage that systems rest on."""
+    """A run of a stage that a system was made by."""
 
     stage: str
     folder: str

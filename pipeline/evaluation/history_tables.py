@@ -1,7 +1,7 @@
 """Sections of the report about the runs behind the systems: budgets, loss curves and stages.
 
-The horizontal axis of a loss curve counts all that a system's weights rest on. The curve of a model
-that was assembled or trained further begins where the earlier trainings ended; a dotted line leads
+The horizontal axis of a loss curve counts all training behind a system's weights. The curve of a
+model that was assembled or trained further begins where the earlier runs ended; a dotted line leads
 there.
 """
 

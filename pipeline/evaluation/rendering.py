@@ -1,8 +1,8 @@
 """Reports as Markdown and as one self-contained HTML page, by the templates of this package.
 
-Text from outside (names of systems, folders and languages, translations, warnings) is escaped in
-both, so that it reads as it stands. The page runs no script and loads nothing: style sheet and
-charts are part of it.
+Both escape text from outside (names of systems, directories and languages, translations, warnings),
+so that it appears literally. The page runs no script and loads nothing: it contains its style sheet
+and charts.
 """
 
 import re

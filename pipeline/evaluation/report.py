@@ -1,4 +1,4 @@
-"""The report of an evaluation: which sections it has, and those that fit nowhere else."""
+"""The report of an evaluation: order of its sections, overview, samples and notes."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,9 @@
 """The interface of a score: sufficient statistics per line, and scores from their sums.
 
-A score gives every line its sufficient statistics and scores any set of lines by the sum of them:
-a whole test set, or a thousand resamples at once. Its ``Column`` says how it is named and shown;
-tables, averages, intervals and reports use nothing else. ``chosen_scores`` turns the recipe's
-choice into scores.
+A score computes sufficient statistics of every line, and scores any set of lines from their sum: a
+whole test set, or a thousand resamples at once. Its ``Column`` defines its name and format; tables,
+averages, intervals and reports use nothing else. ``chosen_scores`` turns the recipe's choice into
+scores.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class Section:
 
     title: str
     lead: str
-    """One paragraph that says what the section shows."""
+    """Introduction of the section, one paragraph."""
     note: str
     """Definition of the scores."""
 

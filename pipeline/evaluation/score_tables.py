@@ -332,7 +332,7 @@ def baseline_section(evaluation: Evaluation) -> ReportSection | None:
 
 
 def _description_of_tests(evaluation: Evaluation) -> str:
-    """Return how differences were tested, or why they were not."""
+    """Return a description of the tests, or the reason why there were none."""
     tested, drawn = evaluation.baseline_tests, evaluation.significance
     if tested is None or drawn is None:
         return ""

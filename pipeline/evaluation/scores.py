@@ -135,7 +135,7 @@ class BaselineTests:
     tests: int
     """Number of tests that the p-values of a column are corrected for."""
     resamples: int
-    """Number of resamples of the tests whose p-values the first resamples left small."""
+    """Number of resamples of the tests that the first resamples did not settle."""
     undecided: tuple[str, ...] = ()
     """Directions that are not tested because the baseline does not translate in them."""
 

@@ -72,7 +72,7 @@ from pipeline.stages.stage import StageCall
 from pipeline.terminal import track
 
 WORD_LINES = 100_000
-"""Training lines of a pair that word accuracy reads at most, the first ones."""
+"""Maximum number of training lines of a pair that word accuracy reads, from the first on."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -174,7 +174,7 @@ def _score_systems(
 
 
 def _bleu_of_verdicts(scores: Sequence[Score], targets: Sequence[str]) -> Bleu:
-    """Return the BLEU that verdicts rest on: the chosen one, else one whose tokenizers load."""
+    """Return the BLEU that decides verdicts: the chosen one, else one whose tokenizers load."""
     chosen = next((one for one in scores if isinstance(one, Bleu)), None)
     return chosen or Bleu.into(targets, option="per-language")
 

@@ -18,40 +18,40 @@ ScoreName = Literal[
     "invalid",
     "loops",
 ]
-"""As the line statistics of a direction are named."""
+"""Name of a score, which is also its key in the line statistics of a direction."""
 LANGUAGE_ACCURACIES: tuple[ScoreName, ...] = ("language", "language_restricted")
 
 
 class EvaluationConfig(Settings):
-    """evaluate."""
+    """Settings of the stage evaluate."""
 
     scores: tuple[ScoreName, ...] = ("bleu", "chrf", *LANGUAGE_ACCURACIES)
-    """What is computed, in the order of the reports."""
+    """Scores to compute, in the order of the reports."""
     bleu_tokenizer: Literal["per-language", "13a", "flores101", "flores200"] = "per-language"
+    """Tokenizer of BLEU: sacreBLEU's for each target language, or the same for all."""
     language_accuracy: bool = True
-    """False: without the language accuracies among the scores."""
+    """Whether to compute the language accuracies among ``scores``."""
     baseline: str = ""
-    """The system that the others are held against, direction by direction; empty: the first."""
+    """System that the others are compared with in every direction. Empty: the first system."""
     language_sets: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Languages whose directions are averaged under a name of their own, ``Long = ["my", "ta"]``:
-    the language that is not the pivot decides, and it may be in several."""
+    """Named sets of languages to average over, for example ``Long = ["my", "ta"]``. A direction
+    belongs to the sets of its language that is not the pivot."""
     word_accuracy: bool = False
-    """Whether words are scored by how often they were trained on (in the first 100,000 lines of a
-    pair), by their length and, where evaluate is given a tokenizer, by the number of their
-    subwords."""
+    """Whether to score words by their frequency in training (first 100,000 lines of a pair), by
+    their length and, if evaluate has a tokenizer, by their number of subwords."""
     word_side: Literal["target", "source"] = "target"
-    """Which words are grouped: those of references and translations, or the source words that these
-    are aligned to (LOBEF, Figures 3 and 4)."""
+    """Side of the words that are grouped: words of references and translations, or the source words
+    aligned to them (LOBEF, Figures 3 and 4)."""
     resamples: Annotated[int, whole(100, 10**6)] = 1000
-    """Resamples of the test lines, for intervals and for the two tests against the baseline.
-    Corrected for their number, m tests need 20 m resamples: where these leave a difference open, it
-    is tested again with as many."""
+    """Resamples of the test lines, for confidence intervals and for the two tests against the
+    baseline. Holm's correction for m tests needs 20 m resamples: differences that remain open are
+    tested again with that number."""
     seed: Seed = 1
     """Seed of langdetect and of the resamples."""
 
     @property
     def computed_scores(self) -> tuple[ScoreName, ...]:
-        """The scores, without language accuracies where those are not wanted."""
+        """Return the scores to compute; without language accuracies if these are off."""
         if self.language_accuracy:
             return self.scores
         return tuple(name for name in self.scores if name not in LANGUAGE_ACCURACIES)

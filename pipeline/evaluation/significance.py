@@ -125,7 +125,7 @@ def read_statistics(path: Path, scores: Sequence[Score]) -> dict[str, Floats]:
 
 
 def middle_95(scores: Floats) -> tuple[float, float]:
-    """Return the range of scores without a fortieth of them at either end."""
+    """Return the range between the 2.5 % and 97.5 % quantiles of scores."""
     ordered, beyond = np.sort(scores), len(scores) // 40
     return float(ordered[beyond]), float(ordered[len(ordered) - beyond - 1])
 
@@ -213,8 +213,8 @@ def compare_all(
 
 LEVEL = 0.05
 SETTLED = 10
-"""Number of trials as far apart as the systems that settles a p-value: it is large, and known to a
-third."""
+"""Number of trials at least as far apart as the systems that settles a p-value: the p-value is then
+large, and its relative standard error is about a third."""
 MOST_RESAMPLES = 50_000
 """Limit of the second round: 15 minutes of one core for 188 directions of 2,000 lines and four
 systems."""

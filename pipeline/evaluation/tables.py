@@ -46,7 +46,7 @@ class Row:
     group: str = ""
     """Rows of one group stand together under its title."""
     is_ceiling: bool = False
-    """Whether the row shows what is attainable, not a system."""
+    """Whether the row shows an upper bound instead of a system."""
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -178,7 +178,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class PanelBar:
-    """A labelled bar of the overview, 0 to 100."""
+    """A labeled bar of the overview, 0 to 100."""
 
     name: str
     note: str
@@ -203,7 +203,7 @@ class ReportSection:
 
     title: str
     lead: str = ""
-    """One paragraph that says what the section shows."""
+    """Introduction of the section, one paragraph."""
     panels: tuple[Panel, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()

@@ -1,6 +1,7 @@
-"""Kernels: the same arithmetic as plain PyTorch, faster on the device at hand.
+"""Kernels: the arithmetic of plain PyTorch, in the form that is fastest on the device.
 
-Modules are named by what they compute. On CPU some kernels are loops that numba compiles
-(``compiled_loops``, ``sentence_loops``); other modules import these only where they run. Tests
-compare every kernel with its plain form. Skip the package on a first reading, or read ``products``.
+Modules are named by the operation that they compute. On CPU, some kernels are loops compiled by
+numba (``compiled_loops``, ``sentence_loops``), which other modules import only where they run.
+Tests compare every kernel with its plain form. Skip the package on a first reading, or read
+``products``.
 """

@@ -1,9 +1,9 @@
-"""Tell the C library to keep the memory that this process frees, on Linux.
+"""Configure glibc to keep memory that this process frees, on Linux.
 
-glibc gives freed memory back to the system as soon as it can, and a training step frees as much as
-it takes: the system then maps, and zeroes, the same pages at every update (``GLIBC_TUNABLES= python
-tests/bench/moe_step.py`` shows the time without this module). So memory is kept once it was used,
-except for large blocks, which rarely fit where a block of another size was.
+By default, glibc returns freed memory to the system as soon as it can. A training step frees as
+much as it allocates, so that the system would map and zero the same pages at every update
+(``GLIBC_TUNABLES= python tests/bench/moe_step.py`` measures the time without this module). Memory
+is therefore kept, except for large blocks, which rarely fit into the gap of another block.
 """
 
 import ctypes
@@ -13,10 +13,10 @@ import sys
 from functools import cache
 
 OWN_MAPPING = 2**26
-"""Bytes from which a block has a mapping of its own and is returned when freed, by default."""
+"""Default size in bytes from which a block has its own mapping and is returned when freed."""
 
 LARGEST_KEPT = 2**28
-"""Bytes from which no block is kept: too much memory would be left in pieces."""
+"""Size in bytes from which no block is kept: fragmentation would waste too much memory."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 _TRIM_AT = 2**31 - 1  # free bytes at the end of the heap: the largest number mallopt takes
@@ -38,7 +38,7 @@ def keep_freed_memory(*, block: int = 0) -> None:
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Map a block that has a mapping of its own in large pages, where the system has them."""
+    """Use large pages for a block that has its own mapping, if the system supports them."""
     if size >= OWN_MAPPING and sys.platform == "linux":
         start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         length = ctypes.c_size_t(address + size - start)

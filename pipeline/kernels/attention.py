@@ -27,7 +27,8 @@ FLASH_CAPABILITY = (8, 0)
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 WIDTH_MULTIPLE = 8
 MAX_HEAD_WIDTH = 128
-"""Up to here all cards can go backward with dropout; beyond 192 some cannot."""
+"""Largest head width of packed attention: every GPU has a backward pass with dropout up to this
+width; beyond 192, some have none."""
 
 
 def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
@@ -43,9 +44,9 @@ def fused_attention_pays(query_BHTK: Tensor, *, dropout: float = 0.0) -> bool:
 
 
 def attention_mask(is_allowed: Tensor, *, beside: Tensor) -> Tensor:
-    """Return a mask in the form that :func:`attend` takes at the least cost on a device.
+    """Return a mask in the cheapest form for :func:`attend` on a device.
 
-    Devices other than the CPU add numbers to the scores: 0 where allowed, else -inf.
+    Except on CPU, it is a tensor to add to the scores: 0 where allowed, else -inf.
     """
     if beside.device.type == "cpu":
         return is_allowed
@@ -64,8 +65,8 @@ def attend(
 ) -> Tensor:
     """Return the context of every query, (B, H, T, K).
 
-    ``mask`` broadcasts to (B, H, T, S) and is True where allowed, or has the form that
-    :func:`attention_mask` gives it on the device.
+    ``mask`` broadcasts to (B, H, T, S). It is True where attention is allowed, or a result of
+    :func:`attention_mask`.
     """
     if fused_attention_pays(query_BHTK, dropout=dropout):
         return F.scaled_dot_product_attention(
@@ -94,7 +95,7 @@ class Spans(NamedTuple):
 
     Attributes:
         bound_B: (B + 1,) int32: where each sentence starts, and where the last one ends.
-        longest: tokens of the longest one, known to the host.
+        longest: number of tokens of the longest sentence, on the host.
     """
 
     bound_B: Tensor
@@ -104,7 +105,7 @@ class Spans(NamedTuple):
 def can_attend_packed(
     x: Tensor, *, head_width: int, capability: tuple[int, int] | None = None
 ) -> bool:
-    """Return whether flash attention takes heads of this width, of states like ``x``.
+    """Return whether flash attention supports this head width, for states like ``x``.
 
     ``capability`` is by default that of the device; the meta device, on which operators are
     counted, has it.
@@ -131,25 +132,25 @@ def attend_packed(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Return the context of every query, (N, H, K); sentence i attends to the keys of i."""
+    """Return the context of every query, (N, H, K); queries see the keys of their sentence."""
     bounds = queries.bound_B, keys.bound_B, queries.longest, keys.longest
     return _flash_attention(query_NHK, key_MHK, value_MHK, *bounds, dropout, is_causal)[0]
 
 
 def _flash_attention(*arguments: Any) -> tuple[Tensor, ...]:
-    """Call the operator, without the weights that it could return for debugging."""
+    """Call PyTorch's flash attention without its debugging output."""
     results: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(*arguments, False)
     return results
 
 
 @dataclass(frozen=True)
 class RowEntries:
-    """The entries that every row attends to: from start to stop, of its list if there is one."""
+    """Cache entries that every row attends to: a range, or a range of the row's list of entries."""
 
     start_R: Tensor
     stop_R: Tensor
     most: int
-    """The most entries of a row."""
+    """Largest number of entries of a row."""
     entry_RT: Tensor | None = None
 
     def select(self, row_R: Tensor) -> "RowEntries":
@@ -161,7 +162,7 @@ class RowEntries:
 def attend_entries(
     query_RD: Tensor, key_PD: Tensor, value_PD: Tensor, entries: RowEntries, *, num_heads: int
 ) -> Tensor:
-    """Return the context of every row, (R, D), from the entries that it attends to; on CPU."""
+    """Return the context of every row, (R, D), over the entries that it attends to; CPU only."""
     from pipeline.kernels import compiled_loops as loops
 
     rows, width = query_RD.shape

@@ -1,11 +1,11 @@
 """Loops over tokens, routes and rows on CPU, compiled by numba: routing and steps of a search.
 
-Both are many operators on few numbers, each of which takes longer to call than to carry out, the
-more so after matrix products that leave nothing else in the cache. Other devices take the same
-steps in operators, which stand beside the call of each loop.
+In PyTorch, both are many operators on few numbers, and calling an operator takes longer than its
+work, even more so after matrix products have evicted everything from the cache. Other devices run
+the same steps as operators, next to the call of each loop.
 
-numba has no bfloat16: states in it come as the 16-bit integers they are stored in
-(:func:`~pipeline.kernels.cpu.numbers`), and loops compute with them in float32.
+numba has no bfloat16: loops receive such states as 16-bit integers
+(:func:`~pipeline.kernels.cpu.numbers`) and compute in float32.
 
 Legend: N tokens, E experts, C choices per token (top-k), R rows of experts, D model width; of a
 search R rows, H heads, K head width, P entries, T entries of a row, V vocabulary, C candidates.
@@ -28,7 +28,7 @@ States = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
 def compiled(**options: Any) -> Callable[[Loop], Loop]:
-    """Compile at the first call, and cache the code on disk where a directory is writable."""
+    """Compile a loop at its first call, and cache the code on disk if a directory is writable."""
 
     def decorate(loop: Loop) -> Loop:
         try:
@@ -52,8 +52,8 @@ def choose_experts(
 ) -> None:
     """Fill in the softmax, the best experts of every token, their weights and the balance loss.
 
-    ``first_E`` is the share of tokens that choose an expert first. Of equal logits the first is
-    chosen. Experts exist even where logits are NaN.
+    ``first_E`` is the share of tokens whose first choice is an expert. The first of equal logits
+    is chosen. Chosen indices are valid even if logits are NaN.
     """
     num_tokens, num_experts = logits_NE.shape
     top_k = expert_NC.shape[1]
@@ -105,7 +105,8 @@ def choose_experts_backward(
 ) -> None:
     """Fill in the gradient of the logits from those of the weights and of the balance loss.
 
-    Renormalized weights are a softmax over the chosen logits, other weights one over all.
+    Renormalized weights are a softmax over the chosen logits; other weights are entries of the
+    softmax over all logits.
     """
     num_tokens, num_experts = probability_NE.shape
     d_probability_E = first_E * (d_balance_loss * num_experts / max(num_tokens, 1))
@@ -127,7 +128,7 @@ def choose_experts_backward(
 
 @compiled()
 def count_routes(expert_NC: Integers, routed_E: Integers) -> None:
-    """Count routes per expert; refuse experts that do not exist, since later loops rely on it."""
+    """Count routes per expert; raise on invalid experts, as later loops do not check indices."""
     routed_E[:] = 0
     for expert_C in expert_NC:
         for expert in expert_C:
@@ -146,10 +147,10 @@ def place_routes(
     token_R: Integers,
     row_NC: Integers,
 ) -> None:
-    """Give the routes of a queue, numbers token · C + choice, the next free rows of their experts.
+    """Assign the routes of a queue (numbers token · C + choice) to the next rows of their experts.
 
-    Without a queue they come by number. Experts have ``rows_E`` rows, of which they give away
-    ``capacity``. The last three arguments are filled in where a route has a row.
+    Without a queue, routes come by number. An expert has ``rows_E`` rows and assigns at most
+    ``capacity`` of them. The last three arguments are filled in for routes that get a row.
     """
     num_tokens, top_k = expert_NC.shape
     next_E = np.zeros_like(rows_E)
@@ -166,7 +167,7 @@ def place_routes(
 
 
 def widened(stored: Any) -> Any:
-    """Return a stored number as one to compute with."""
+    """Return a stored number as float32."""
     raise TypeError(f"only compiled loops can widen {stored!r}")
 
 
@@ -201,9 +202,9 @@ def _narrowed(number: Any, like: Any) -> Callable[[Any, Any], Any]:  # noqa: ARG
 def sum_over_routes(
     y_RD: States, row_NC: Integers, weight_NC: Floats | None, first: int, last: int, sum_ND: States
 ) -> None:
-    """Sum the rows of each token from ``first`` up to ``last``, weighted if there are weights.
+    """Sum the rows of tokens ``first`` to ``last`` (exclusive), weighted if there are weights.
 
-    A row beyond the last of ``y_RD`` is 0.
+    A row index beyond the end of ``y_RD`` stands for a row of zeros.
     """
     num_rows, width = y_RD.shape
     total_D = np.empty(width, np.float32)
@@ -232,9 +233,9 @@ def sum_over_routes_backward(
     d_weight_Q: Floats,
     total_D: States,
 ) -> None:
-    """Fill in gradients of rows from ``first`` up to ``last``, their sum, and those of weights.
+    """Fill in the gradients of rows ``first`` to ``last`` (exclusive), their sum, and of weights.
 
-    Weights are numbered like routes; a row without one among them gets a gradient of 0.
+    Weights are numbered like routes; a row without a route gets a gradient of 0.
     """
     num_routes, width = len(weight_Q), y_RD.shape[1]
     sum_D = np.zeros(width, np.float32)
@@ -269,12 +270,12 @@ def relu_backward(hidden_RF: States, d_hidden_RF: States, total_F: States) -> No
 
 
 BLOCK = 32
-"""Logits whose maximum is taken together: most blocks have no candidate."""
+"""Number of logits whose common maximum decides whether they are searched; most blocks are not."""
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 LOWEST = np.float32(-87.0)
-"""Smaller exponents count as this one."""
+"""Lower bound of exponents: e^x of anything smaller is not a normal float32 number."""
 
 
 @numba.njit(inline="always")
@@ -308,11 +309,11 @@ def attend_entries(
     last: int,
     context_RHK: States,
 ) -> None:
-    """Compute softmax(q kᵀ / sqrt(K)) v of rows from ``first`` up to ``last``, head by head.
+    """Compute softmax(q kᵀ / sqrt(K)) v of rows ``first`` to ``last`` (exclusive), head by head.
 
-    A row attends to the entries that a table lists from ``start_R`` up to ``stop_R`` or, without a
-    table, to entries ``start_R`` up to ``stop_R``. Queries may have keys and values behind them:
-    only their first H heads are read.
+    A row attends to positions ``start_R`` to ``stop_R`` of its list in a table or, without a table,
+    to entries ``start_R`` to ``stop_R``. Query rows may contain keys and values after the queries:
+    only the first H heads are read.
     """
     num_heads, width = key_PHK.shape[1:]
     scale = np.float32(1) / np.sqrt(np.float32(width))
@@ -361,7 +362,7 @@ def attend_entries(
 def normalize(
     logits_RV: Floats, peak_R: Floats, first: int, last: int, normalizer_R: Floats
 ) -> None:
-    """Compute log Σ e^x of rows from ``first`` up to ``last``, given the largest logit of each."""
+    """Compute log Σ e^x of rows ``first`` to ``last`` (exclusive), given their largest logits."""
     size = logits_RV.shape[1]
     for row in range(first, last):
         logit_V, peak, total = logits_RV[row], peak_R[row], np.float32(0)
@@ -384,10 +385,11 @@ def insert(value: Any, token: int, best_C: Floats, token_C: Integers) -> None:
 def best_tokens(
     logits_RV: Floats, first: int, last: int, best_RC: Floats, token_RC: Integers
 ) -> None:
-    """Fill in the largest logits of rows from ``first`` up to ``last``, and their tokens.
+    """Fill in the C largest logits of rows ``first`` to ``last`` (exclusive), and their tokens.
 
-    The best comes first, and of equal ones the first token. NaN is left out; where no more logits
-    are above -inf, the rest is -inf and token 0. All are in the blocks of the C largest maxima.
+    They are in descending order; of equal logits, the first token comes first. NaN is skipped; if
+    fewer than C logits are above -inf, the rest is -inf and token 0. Only the blocks with the C
+    largest maxima are searched, which contain all results.
     """
     size, lowest = logits_RV.shape[1], np.float32(-np.inf)
     peak_B = np.empty(-(-size // BLOCK), np.float32)

@@ -1,10 +1,10 @@
-"""Residual, dropout and norm in one kernel each way, compiled by torch.compile.
+"""Residual sum, dropout and norm as one kernel per direction, compiled by torch.compile.
 
-Off by default: a compiler has to be loaded and run, and results differ. Sums are not rounded
-between the operators of a region, and dropout draws other masks (at the same rate, seeded by the
-process). On CPU it takes a C++ compiler, on a GPU Triton; tested on CPU, not yet run on a GPU.
+Off by default: compiling takes time, and results differ. Sums are not rounded between the operators
+of a region, and dropout draws other masks (at the same rate, seeded by the process). It needs a C++
+compiler on CPU and Triton on a GPU. Tests run on CPU; it has not yet run on a GPU.
 
-A region is compiled once per rate of dropout for any number of tokens, and once for a single one.
+A region is compiled once per dropout rate for any number of tokens, and once for a single token.
 
 Legend: N tokens, D model width.
 """
@@ -42,7 +42,7 @@ def sum_and_norm(
 
 
 def check_compiler(device: torch.device) -> None:
-    """Refuse a device for which nothing can be compiled here.
+    """Check that regions can be compiled for a device.
 
     Raises:
         ConfigError: there is no compiler.
@@ -55,21 +55,22 @@ def check_compiler(device: torch.device) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler as error:
             raise ConfigError(
-                "The ds_config sets compiled_regions, for which this machine has no C++ compiler: "
-                "install g++ (or name one in the environment variable CXX), or leave the key out."
+                "The ds_config sets compiled_regions, for which this machine has no C++ compiler. "
+                "Install g++ (or name one in the environment variable CXX), or leave the key out."
             ) from error
         return
     from torch.utils._triton import has_triton
 
     if not has_triton():
         raise ConfigError(
-            "The ds_config sets compiled_regions, which takes Triton on a GPU, and PyTorch finds "
-            "none that serves this one: install triton, or leave the key out."
+            "The ds_config sets compiled_regions, which needs Triton on a GPU, and PyTorch finds "
+            "none that supports this one. Install triton, or leave the key out."
         )
 
 
 def _add_dropped(x_ND: Tensor, y_ND: Tensor, rate: float, drops: bool) -> Tensor:
-    # ``drops`` is an argument because a rate is a symbol to a compiler that has seen another one
+    # ``drops`` is a separate argument because the compiler treats the rate as a symbol, whose value
+    # is not known, once it has seen a second rate.
     return x_ND + F.dropout(y_ND, rate, training=drops)
 
 
@@ -101,7 +102,7 @@ def _sum_and_norm(
 def _run(
     region: Callable[..., Any], x_ND: Tensor, y_ND: Tensor, rate: float, *values: Tensor | float
 ) -> Any:
-    """Run a region as compiled, for any number of tokens."""
+    """Run a compiled region on any number of tokens."""
     for states_ND in (x_ND, y_ND):
         torch._dynamo.maybe_mark_dynamic(states_ND, 0)
     return _compiled(region)(x_ND, y_ND, rate, rate > 0, *values)
@@ -109,8 +110,8 @@ def _run(
 
 @cache
 def _compiled(region: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile in this process alone: regions are too few for a pool of compiling processes.
+    """Compile a region in this process: a pool of compiler processes would not pay for so few.
 
-    A region of which too many forms are asked for is left to its plain operators, with a warning.
+    If a region needs more variants than torch.compile allows, it runs uncompiled, with a warning.
     """
     return torch.compile(region, options={"compile_threads": 1})

@@ -1,18 +1,18 @@
-"""Convolutions along sentences that lie one after the other, and mixtures of their scales.
+"""Convolutions along packed sentences, and mixtures of convolutions of several scales.
 
-Rows of zeros between sentences stand for what lies beyond them, so that no sentence sees its
-neighbor and none is padded to another's length. A position may have several vectors, which are
-convolved alike (the heads of queries, keys and values).
+Rows of zeros separate sentences and serve as their zero padding, so that no sentence sees its
+neighbor and none is padded to another's length. A position may have several vectors (the heads of
+queries, keys and values), which share the kernel.
 
-On CPU a kernel of k taps is k matrix products over all rows, each shifted by one position: the rows
-lie as they are, and the products run at the speed of large ones. Elsewhere it is PyTorch's
-convolution over one long sequence.
+On CPU, a kernel of k taps is computed as k matrix products over all rows, each shifted by one
+position: rows need not be copied, and the products are large, hence fast. On other devices, it is
+PyTorch's convolution over one long sequence.
 
-:func:`mix_scales` adds up several convolutions of each vector. Scale δ = 0 is the vector itself,
-scale δ > 0 a convolution of 2 δ - 1 taps. Each vector has a few scales of its own. On CPU, where
-they are less than half of all, only these are computed: the neighbors of the vectors that have a
-scale are gathered, a block at a time, and multiplied with its taps at once. Elsewhere every scale
-of every vector is computed.
+:func:`mix_scales` sums several convolutions of each vector. Scale δ = 0 is the vector itself, scale
+δ > 0 a convolution of 2 δ - 1 taps. Each vector has a few chosen scales. On CPU, if these are less
+than half of all scales, only they are computed: the neighbors of the vectors with a scale are
+gathered, one block at a time, and multiplied with all taps at once. Otherwise every scale of every
+vector is computed.
 
 Legend: N tokens, P positions (tokens and gaps), V vectors of a position (all dimensions but the
 first and the last), C their width, O width of the result, K taps, S scales, E chosen ones, R rows
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 1024
-"""Vectors whose neighbors are gathered at a time: so many stay in the caches."""
+"""Number of vectors whose neighbors are gathered at a time, so that they stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Gaps:
 
     Attributes:
         sentence_N: sentence of each token, ascending.
-        sentences: how many there are.
-        size: rows of zeros between two sentences, before the first and after the last.
+        sentences: number of sentences.
+        size: number of rows between two sentences, before the first and after the last.
     """
 
     sentence_N: Tensor
@@ -71,9 +71,10 @@ class Gaps:
 
 
 class _Move(torch.autograd.Function):
-    """Opens gaps between sentences, or closes them; each is the gradient of the other.
+    """Open or close gaps between sentences; each is the gradient of the other.
 
-    PyTorch's gradient of a selection adds row by row, though no row is selected twice.
+    PyTorch's gradient of ``index_select`` adds row by row, which is slow and not needed here: no
+    row is selected twice.
     """
 
     @staticmethod
@@ -97,8 +98,8 @@ def _moved(x: Tensor, gaps: Gaps, *, opens: bool) -> Tensor:
 def convolve(x_PVC: Tensor, weight_OCK: Tensor, bias_O: Tensor) -> Tensor:
     """Return Σ_k W_k x[p + k - K // 2] + bias along the positions, (P, V, O); K is odd.
 
-    Beyond the first and the last position there are zeros. Differentiable. On CPU half precision is
-    computed in float32, so that taps are not rounded one by one.
+    Positions beyond the ends are zeros. Differentiable. On CPU, half precision is computed in
+    float32, so that the sum is not rounded after every tap.
     """
     if x_PVC.device.type != "cpu":
         x_VCP = x_PVC.permute(1, 2, 0)
@@ -111,7 +112,7 @@ def convolve(x_PVC: Tensor, weight_OCK: Tensor, bias_O: Tensor) -> Tensor:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolve by one matrix product per tap over rows (position, vector)."""
+    """Convolution by one matrix product per tap over rows (position, vector)."""
 
     @staticmethod
     def forward(ctx: Any, x_PVC: Tensor, weight_OCK: Tensor, bias_O: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ def _shifted(taps: int, *, vectors: int) -> list[tuple[int, slice, slice]]:
 
 
 class Convolution(NamedTuple):
-    """The convolution of one scale."""
+    """Weight and bias of the convolution of one scale."""
 
     weight_OCK: Tensor
     bias_O: Tensor
@@ -167,7 +168,8 @@ def mix_scales(
 ) -> Tensor:
     """Return Σ_e weight_e · g_{scale_e}(x), of the shape of ``x_NVC``.
 
-    ``convolutions`` are those of scales 1, 2, …; ``gaps`` are as wide as the widest one reaches.
+    ``convolutions`` are those of scales 1, 2, …; ``gaps`` must be as wide as the reach of the
+    widest one.
     """
     vectors = x_NVC.shape[1:-1]
     x_NVC, scale_NVE = x_NVC.flatten(1, -2), scale_NVE.flatten(1, -2)
@@ -186,7 +188,7 @@ def mix_scales(
 
 
 def computes_chosen_alone(scale_NVE: Tensor, *, scales: int) -> bool:
-    """Return whether only chosen scales are computed; the same for every batch of a model."""
+    """Return whether only chosen scales are computed; this depends on shapes, not on values."""
     return scale_NVE.device.type == "cpu" and 2 * scale_NVE.shape[-1] < scales
 
 
@@ -197,7 +199,7 @@ def _all_scales(
     gaps: Gaps,
     convolutions: Sequence[Convolution],
 ) -> Tensor:
-    """Compute every scale of every vector, those that were not chosen with weight 0."""
+    """Compute every scale of every vector; those not chosen have weight 0."""
     share_NVS = torch.zeros(
         *scale_NVE.shape[:2], len(convolutions) + 1, dtype=weight_NVE.dtype, device=x_NVC.device
     ).scatter(2, scale_NVE, weight_NVE)
@@ -210,7 +212,7 @@ def _all_scales(
 
 
 class _ChosenScales(torch.autograd.Function):
-    """Compute each vector's own scales alone; only arguments are kept for the gradients."""
+    """Mixture of the chosen scales only; the backward pass recomputes what it needs."""
 
     @staticmethod
     def forward(
@@ -264,13 +266,13 @@ class _ChosenScales(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Vectors that share a scale.
+    """A block of vectors that share a scale.
 
     Attributes:
-        entry_B: number of each (vector, choice).
-        vector_B: number of the vector.
-        row_B: its row among those of all positions.
-        weight_B1: of the scale.
+        entry_B: index of each (vector, choice).
+        vector_B: index of the vector.
+        row_B: row of the vector among those of all positions.
+        weight_B1: weight of the scale.
     """
 
     entry_B: Tensor
@@ -280,7 +282,7 @@ class _Block(NamedTuple):
 
 
 class _Work:
-    """The work of :class:`_ChosenScales`, scale by scale and block by block."""
+    """Iteration of :class:`_ChosenScales` over scales and blocks."""
 
     def __init__(
         self,

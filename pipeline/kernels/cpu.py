@@ -1,15 +1,16 @@
-"""Work on CPU: the choice of kernels, threads, and tensors as compiled loops read them.
+"""CPU support: choice of kernels, threads, and conversion of tensors for compiled loops.
 
-Processors differ in what they are fast at, and kernels in how they round. So the kernels are those
-of a table by what the processor has; training tells those of rank 0 to all ranks of a run.
+Processors differ in which kernel is fastest, and kernels differ in rounding. A table by processor
+features chooses the kernels, so that a machine always has the same ones. In training, all ranks use
+those of rank 0.
 
-Many small matrix products take less time side by side than one after the other on all threads:
-threads need not meet after every product, and while one waits for weights from memory another
-computes (:func:`side_by_side`).
+Many small matrix products take less time side by side, one thread each, than one after the other on
+all threads: threads need not synchronize after every product, and while one waits for weights from
+memory, another computes (:func:`side_by_side`).
 
-Importing the compiled loops imports numba, which takes a third of a second. Kernels of the model
-import them where they run, so that a command that only counts parameters or operators does not wait
-for it; whatever reads training data imports them at once, long before the first update.
+Importing the compiled loops imports numba, which takes a third of a second. The model's kernels
+import them where they run, so that commands that only count parameters or operators do not wait.
+Modules that read training data import them at the top, long before the first update.
 """
 
 import os
@@ -25,23 +26,24 @@ import torch
 from torch import Tensor
 
 FEW_QUERIES = 16
-"""Up to here (decoding: one per beam) attention by plain products is the faster kernel."""
+"""Number of queries (in decoding, one per beam) up to which plain products are the faster attention
+kernel."""
 
 NO_AVX512 = ("DEFAULT", "AVX2")
-"""PyTorch's names of x86 processors on which MKL's float32 products are faster than oneDNN's."""
+"""PyTorch's names of x86 capabilities with which MKL's float32 products beat oneDNN's."""
 
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The kernel to take for every operation that has several on CPU.
+    """Choice of a kernel for every operation that has several on CPU.
 
     Attributes:
-        float32_products: of matrices in float32: oneDNN's, or the library that PyTorch takes (MKL,
-            in its builds for x86).
-        bfloat16_products: computed on bfloat16, or, where the processor has no instructions for
-            that, on float32 and rounded (PyTorch adds up in float32, too).
-        fused_attention_from: queries times the width of a head from which fused attention is
-            faster in float32 without dropout (with dropout it is not fused on CPU).
+        float32_products: library of float32 matrix products: oneDNN, or PyTorch's default (MKL in
+            its builds for x86).
+        bfloat16_products: type of bfloat16 matrix products: bfloat16, or, if the processor has no
+            instructions for it, float32 with rounding (PyTorch accumulates in float32, too).
+        fused_attention_from: product of queries and head width from which fused attention is faster
+            in float32 without dropout. With dropout, attention is not fused on CPU.
     """
 
     float32_products: Literal["onednn", "blas"]
@@ -49,14 +51,14 @@ class CpuKernels:
     fused_attention_from: int
 
     def fuses_attention(self, dtype: torch.dtype, *, queries: int, width: int) -> bool:
-        """Return whether attention without dropout is fused, for heads of a width."""
+        """Return whether attention without dropout uses the fused kernel."""
         is_large = queries * width >= self.fused_attention_from
         return dtype != torch.bfloat16 and queries > FEW_QUERIES and is_large
 
 
 @cache
 def by_processor() -> CpuKernels:
-    """Return the kernels for this processor, from a table: always the same on one machine."""
+    """Return the kernels for this processor, which depend on its features alone."""
     has_onednn = torch.backends.mkldnn.is_available()
     has_avx512 = torch.backends.cpu.get_cpu_capability() not in NO_AVX512
     is_onednn_faster = has_avx512 or not torch.backends.mkl.is_available()
@@ -76,20 +78,20 @@ def has_bfloat16_products() -> bool:
 
 
 class _InUse:
-    """The kernels of this process, where they differ from those of its processor."""
+    """Override of the processor's kernels in this process."""
 
     kernels: CpuKernels | None = None
 
 
 def cpu_kernels() -> CpuKernels:
-    """Return the kernels that this process takes."""
+    """Return the kernels that this process uses."""
     return _InUse.kernels or by_processor()
 
 
 def use_cpu_kernels(kernels: CpuKernels | None) -> None:
-    """Take ``kernels`` from now on; None: those of the processor.
+    """Use ``kernels`` from now on; None: those of the processor.
 
-    A build of PyTorch without oneDNN takes its own library instead.
+    A build of PyTorch without oneDNN uses its default library instead.
     """
     if kernels is not None and not torch.backends.mkldnn.is_available():
         kernels = replace(kernels, float32_products="blas")
@@ -98,7 +100,7 @@ def use_cpu_kernels(kernels: CpuKernels | None) -> None:
 
 @contextmanager
 def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
-    """Take ``kernels`` inside the context."""
+    """Use ``kernels`` inside the context."""
     before = _InUse.kernels
     use_cpu_kernels(kernels)
     try:
@@ -108,18 +110,17 @@ def using_cpu_kernels(kernels: CpuKernels) -> Iterator[None]:
 
 
 WORTH_OTHER_THREADS = 2**25
-"""Multiply-adds from which waking other threads pays, as measured."""
+"""Number of multiply-adds from which waking other threads pays, as measured."""
 
 LOOP_COST = 8
-"""Multiply-adds of a product in the time of one of a search's loop."""
+"""Cost of a multiply-add in a search's loop, in multiply-adds of a matrix product."""
 
 
 def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
     """Call ``work(i)`` for every i with a cost above 0, in no particular order, without autograd.
 
-    A piece that costs more than a thread's share of all runs before the others, on all threads.
-    Each of the others runs on one thread. The pieces must not write to the same memory. An
-    exception that a piece raises is raised here.
+    A piece that costs more than a thread's share runs first, on all threads. Each other piece runs
+    on one thread. Pieces must not write to the same memory. An exception in a piece is raised here.
 
     Args:
         work: computes one piece.
@@ -145,7 +146,7 @@ def side_by_side(work: Callable[[int], None], costs: Sequence[float]) -> None:
 
 
 def over_rows(work: Callable[[int, int], None], rows: int, *, cost_of_row: float) -> None:
-    """Call ``work(first, last)`` for slices of the rows, on all threads where that pays."""
+    """Call ``work(first, last)`` for slices of the rows, on all threads if that pays."""
     cost = rows * cost_of_row
     parts = min(torch.get_num_threads(), 1 + int(cost) // WORTH_OTHER_THREADS)
     if parts == 1:
@@ -160,7 +161,7 @@ def _on_single_threads(work: Callable[[], None], threads: int) -> None:
     is_inference = torch.is_inference_mode_enabled()
 
     def helped() -> None:
-        # a thread has autograd on and inference mode off, whatever the modes of its caller are
+        # A new thread has autograd on and inference mode off, regardless of its caller's modes.
         with torch.no_grad(), torch.inference_mode() if is_inference else nullcontext():
             work()
 

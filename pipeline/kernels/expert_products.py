@@ -1,8 +1,9 @@
-"""The products of many experts on contiguous slices of rows.
+"""Feed-forwards of many experts on contiguous slices of rows.
 
-On CPU every expert has products of its own. On other devices all experts are served at once: by
-grouped matrix products where PyTorch has fast ones, else by products of padded batches
-(:func:`has_grouped_products`). Both are tested on CPU, expert by expert; not yet run on a GPU.
+On CPU, each expert has its own matrix products. On other devices, all experts are computed at once:
+by grouped matrix products if PyTorch has fast ones, else by batched products with padding
+(:func:`has_grouped_products`). CPU tests compare both with single experts; neither has run on a GPU
+yet.
 
 Legend: E experts (on this rank), R rows sorted by expert, L rows of the expert that has most, N
 tokens, C choices per token, D model width, F hidden width, I and O width of what goes in and out.
@@ -33,11 +34,11 @@ from pipeline.kernels.products import (
 )
 
 LOOP_COST = 16
-"""Multiply-adds of a product in the time of one of a loop, as measured."""
+"""Cost of a multiply-add in a loop, in multiply-adds of a matrix product, as measured."""
 
 
 class ExpertWeights(NamedTuple):
-    """The two projections of all experts, stacked."""
+    """Weights and biases of both projections, stacked over experts."""
 
     up_EFD: Tensor
     up_bias_EF: Tensor
@@ -46,7 +47,7 @@ class ExpertWeights(NamedTuple):
 
 
 def check_widths(*, width: int, hidden_width: int, device: torch.device) -> None:
-    """Refuse experts whose shape the kernels of a device do not take.
+    """Check that the kernels of a device support the widths of experts.
 
     Raises:
         ConfigError: grouped products would fail on these widths.
@@ -55,7 +56,7 @@ def check_widths(*, width: int, hidden_width: int, device: torch.device) -> None
         return
     raise ConfigError(
         f"Experts of width {width} and feed_forward_width {hidden_width} cannot be computed on a "
-        f"GPU: its grouped products take rows of a multiple of 16 bytes; make "
+        f"GPU: its grouped products need rows of a multiple of 16 bytes. Make "
         f"model.width and model.feed_forward_width multiples of {GROUPED_MULTIPLE}."
     )
 
@@ -68,7 +69,7 @@ def serve_tokens(
     *,
     activation: Activation,
 ) -> Tensor:
-    """Gather, apply experts and combine: the weighted sum of every token's experts, (N, D)."""
+    """Return the weighted sum of every token's experts, (N, D): gather, apply and combine."""
     if not can_loop(x_ND):
         x_RD = gather(x_ND, placement)
         if placement.slices is not None and has_grouped_products(x_RD):
@@ -103,9 +104,9 @@ def serve_rows(
 
 
 def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Return whether a grouped product may give experts without rows a gradient that is not 0.
+    """Return whether a grouped product may return nonzero gradients for experts without rows.
 
-    It did on Blackwell, and gave 0 on Hopper (pytorch#172439). ``capability`` as in
+    It does on Blackwell, but not on Hopper (pytorch#172439). ``capability`` is as in
     :func:`has_grouped_products`.
     """
     if capability is None:
@@ -119,9 +120,9 @@ def may_leave_idle_gradients(x: Tensor, *, capability: tuple[int, int] | None = 
 def padded_feed_forward(
     x_RD: Tensor, weights: ExpertWeights, count_E: Tensor, activation: Activation
 ) -> Tensor:
-    """Apply experts by two batched products over E · L rows with padding; any dtype, any card.
+    """Apply experts by two batched products over E · L padded rows, on any GPU, in any dtype.
 
-    Costs one copy to the host per call: the shape follows from the rows of the largest expert.
+    Each call copies one number to the host: L, the rows of the largest expert, sets the shape.
     """
     (num_rows, width), num_experts = x_RD.shape, len(count_E)
     longest = int(count_E.max())
@@ -148,7 +149,7 @@ def grouped_feed_forward(
 def grouped_products(
     x_RD: Tensor, weights: ExpertWeights, slices: RowSlices, activation: Activation
 ) -> Tensor:
-    """Apply experts as :func:`grouped_feed_forward` does, with slices that are known."""
+    """Apply experts as :func:`grouped_feed_forward` does, with given slices."""
     hidden_RF = _grouped_linear(x_RD, weights.up_EFD, weights.up_bias_EF, slices)
     return _grouped_linear(
         activate(hidden_RF, activation), weights.down_EDF, weights.down_bias_ED, slices
@@ -165,9 +166,9 @@ def _grouped_linear(x_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor, slices: R
 class _GroupedLinear(torch.autograd.Function):
     """Compute x Wᵀ + b of every expert on its slice of rows.
 
-    Two things are wrong with PyTorch's own gradients: on some cards those of experts without rows
-    are not zero (:func:`may_leave_idle_gradients`), and those of biases are added up in bfloat16,
-    in any order.
+    It works around two defects of PyTorch's gradients: on some GPUs, experts without rows get
+    nonzero gradients (:func:`may_leave_idle_gradients`), and gradients of biases are summed in
+    bfloat16, in no fixed order.
     """
 
     @staticmethod
@@ -193,12 +194,12 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class _ExpertByExpert(torch.autograd.Function):
-    """Multiply expert by expert, and write the gradients of all experts into stacked tensors.
+    """Apply experts one by one, and write their gradients into stacked tensors.
 
-    The input is rows sorted by expert, or tokens with a placement: then every expert gathers its
-    rows where it needs them, and the rows are combined. Plain autograd over slices of stacked
-    weights would make and add one full-size gradient per expert. Experts without rows get a
-    gradient of zeros (DeepSpeed wants one from every rank).
+    Plain autograd over slices of stacked weights would create and add one full-size gradient per
+    expert. The input is rows sorted by expert, or tokens with a placement; in the latter case,
+    every expert gathers its rows when it needs them, and the results are combined. Experts without
+    rows get a gradient of zeros, as DeepSpeed requires a gradient on every rank.
     """
 
     @staticmethod
@@ -273,7 +274,7 @@ class _ExpertByExpert(torch.autograd.Function):
 
 
 def _activate_product(product: Tensor, activation: Activation) -> Tensor:
-    """Activate the result of a product that has applied ReLU already."""
+    """Apply GELU to the result of a product; ReLU has been applied by the product itself."""
     match activation:
         case "relu":
             return product
@@ -331,7 +332,7 @@ def _combine_by_loop(y_RD: Tensor, row_NC: Tensor, weight_NC: Tensor | None) -> 
 def _row_gradients(
     d_sum_ND: Tensor, y_RD: Tensor, placement: Placement, weight_NC: Tensor, d_weight_NC: Tensor
 ) -> Callable[[slice, Tensor], Tensor]:
-    """Return :func:`_combine_by_loop` backwards, expert by expert; it fills ``d_weight_NC``."""
+    """Return the backward pass of :func:`_combine_by_loop`, which fills in ``d_weight_NC``."""
     from pipeline.kernels import compiled_loops as loops
 
     dy_RD = torch.empty_like(y_RD)
@@ -350,13 +351,13 @@ def _row_gradients(
 
 
 def _sum_rows(dy_RD: Tensor, rows: slice, total_D: Tensor) -> Tensor:
-    """Return the gradients of rows as they are, and fill in their sum."""
+    """Return the gradients of an expert's rows unchanged, and fill in their sum."""
     torch.sum(dy_RD[rows], 0, out=total_D)
     return dy_RD[rows]
 
 
 def _empty_like(weights: Tensor) -> Tensor:
-    """Return memory for a gradient, in large pages where the system has them."""
+    """Return uninitialized memory for a gradient, in large pages if the system has them."""
     gradient = torch.empty_like(weights)
     prefer_large_pages(gradient.data_ptr(), gradient.nbytes)
     return gradient

@@ -1,10 +1,10 @@
-"""Operations on rows of logits over a large vocabulary: losses, and a search's best tokens.
+"""Operations on rows of logits over a large vocabulary: losses, and the best tokens of a search.
 
-- :func:`summed_cross_entropy` and :func:`summed_divergence` work on a chunk of rows at a time and
-  make their gradients on the way. Their operators for devices other than the CPU have been counted
-  on the meta device and tested on CPU; they have not yet run on a GPU.
-- :func:`log_normalizer` and :func:`best_tokens` are what a step of a search asks of its rows: a
-  compiled loop on CPU, else PyTorch's operators.
+- :func:`summed_cross_entropy` and :func:`summed_divergence` process a chunk of rows at a time and
+  compute their gradients in the forward pass. Their operators for devices other than the CPU have
+  been counted on the meta device and tested on CPU; they have not yet run on a GPU.
+- :func:`log_normalizer` and :func:`best_tokens` serve a step of a search: a compiled loop on CPU,
+  else PyTorch's operators.
 
 Legend: L labels, V vocabulary, C rows of a chunk; R rows of a search, and there C candidates.
 """
@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 from pipeline.kernels.cpu import LOOP_COST, can_loop, over_rows
 
 CACHED_ROWS = 16
-"""Rows of logits whose float32 copies exist at a time on CPU: they stay in the cache."""
+"""Number of rows whose float32 copies exist at a time on CPU, so that they stay in the cache."""
 DEVICE_CHUNKS = 8
-"""Chunks on other devices, where every operator costs a launch, whatever its size."""
+"""Number of chunks on other devices: few, as every operator costs a launch regardless of size."""
 
 
 def rows_at_a_time(num_rows: int, *, is_cpu: bool) -> int:
@@ -34,8 +34,8 @@ def summed_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return (smoothed, plain) cross entropy, summed over labels; smoothed is differentiable.
 
-    Both are in float32, or in float64 where the logits are. Smoothing mixes the plain one with its
-    mean over all V labels, as fairseq does.
+    Both are in float32, or in float64 if the logits are. Label smoothing interpolates the plain
+    cross entropy with its mean over all V labels, as in fairseq.
     """
     smoothed, plain = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_LV,
@@ -47,10 +47,10 @@ def summed_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum cross entropy, and make its gradient on the way.
+    """Sum of cross entropies, with the gradient computed in the forward pass.
 
-    Rows are taken a chunk at a time, in float32 at least; of size (L, V) there are only the logits
-    and their gradient, both in the model's dtype.
+    Rows are processed a chunk at a time, in float32 at least. The only tensors of size (L, V) are
+    the logits and their gradient, both in the model's dtype.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_rows)
             chunk_CV, labels_C1 = logits_LV[rows].to(dtype), labels_L[rows, None]
             probability_CV = F.softmax(chunk_CV, dim=-1)
-            # the largest logit and its probability give the normalizer with one logarithm a row
+            # log Σ e^x = largest logit - log of its probability: one logarithm per row, not V.
             normalizer_C1 = chunk_CV.amax(-1, keepdim=True)
             normalizer_C1 -= probability_CV.amax(-1, keepdim=True).log_()
             plain += (normalizer_C1 - chunk_CV.gather(1, labels_C1)).sum()
@@ -86,22 +86,23 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _gradient_(probability_CV: Tensor, labels_C1: Tensor, smoothing: float) -> Tensor:
-    """Return the gradient of the logits, written over their probabilities."""
+    """Return the gradient of the logits; it overwrites the probabilities."""
     of_label = probability_CV.new_full((1, 1), smoothing - 1.0).expand_as(labels_C1)
     gradient_CV = probability_CV.scatter_add_(1, labels_C1, of_label)
     return gradient_CV.sub_(smoothing / gradient_CV.shape[1]) if smoothing else gradient_CV
 
 
 def summed_divergence(first_LV: Tensor, second_LV: Tensor, *, is_symmetric: bool) -> Tensor:
-    """Return the Kullback–Leibler divergence of two passes' distributions p and q, in nats.
+    """Return the Kullback–Leibler divergence of the distributions of two passes, in nats.
 
-    It is summed over labels, and computed from log-softmaxes: the logarithm of a probability is
-    never taken.
+    It is summed over labels. It is computed from log-softmaxes, never from the logarithm of a
+    probability, which may be 0.
 
     Args:
         first_LV: logits of p.
         second_LV: logits of q.
-        is_symmetric: (KL(p ‖ q) + KL(q ‖ p)) / 2, and both learn; else KL(p ‖ q), and p does not.
+        is_symmetric: whether the loss is (KL(p ‖ q) + KL(q ‖ p)) / 2 with gradients to both;
+            otherwise it is KL(p ‖ q) without a gradient to p.
     """
     total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
         first_LV,
@@ -113,7 +114,7 @@ def summed_divergence(first_LV: Tensor, second_LV: Tensor, *, is_symmetric: bool
 
 
 class _Divergence(torch.autograd.Function):
-    """Sum divergences a chunk of rows at a time, in float32 at least, and make their gradients."""
+    """Sum of divergences, by chunks in float32 at least, with gradients in the forward pass."""
 
     @staticmethod
     def forward(

@@ -1,19 +1,20 @@
-"""From chosen experts to contiguous rows of tokens, and from rows back to tokens.
+"""Placement of tokens in contiguous rows per expert, and the way back: gather and combine.
 
-A *route* is one (token, choice) pair, numbered token · C + choice. Rows are in the order of their
-experts. By a compiled loop on CPU, else by sorting.
+A *route* is one (token, choice) pair, numbered token · C + choice. Rows are sorted by expert: by a
+compiled loop on CPU, else by a stable sort.
 
-On CPU an expert's rows may end with spare ones, which belong to no route, for the sake of products
-in few shapes (:func:`slice_length`). A spare row repeats a token, and nothing reads its result.
+On CPU, an expert's rows may end with spare rows, which belong to no route: they limit the number of
+different shapes of products (:func:`slice_length`). A spare row repeats a token, and its result is
+never read.
 
-On other devices the host should not wait to learn how many routes are kept. Where rows are served
-on the spot, dropped routes have rows there, too, whose results have a weight of 0. Where rows are
-sent away, dropped routes are listed behind them until the host knows how many there are
-(:meth:`Placement.first_rows`). Counted on the meta device and tested on CPU; not yet run on a GPU.
+On other devices, the host should not wait for the number of kept routes. If the rows are computed
+on this rank, dropped routes have rows as well, with a combine weight of 0. If rows are sent to
+other ranks, dropped routes follow the kept ones until the host knows their number
+(:meth:`Placement.first_rows`). Operators were counted on the meta device and tested on CPU; they
+have not yet run on a GPU.
 
 Legend: N tokens, C choices per token, E experts, Q routes by number, R rows: kept routes and spare
-rows,
-D model width.
+rows, D model width.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class RouteNumbers:
-    """Constants that placing by sorting needs. They depend on shapes alone; layers share them."""
+    """Constants of placement by sorting, which depend on shapes only and are shared by layers."""
 
     num_tokens: int
     num_choices: int
@@ -60,7 +61,7 @@ class RouteNumbers:
 
     @cached_property
     def choice_C(self) -> Tensor:
-        """Return the number of each choice, in the type of :meth:`Queue.keys`."""
+        """Return the index of each choice, in the dtype of :meth:`Queue.keys`."""
         return torch.arange(self.num_choices, dtype=torch.float64, device=self.device)
 
     @cached_property
@@ -72,18 +73,18 @@ class RouteNumbers:
 
 @dataclass(frozen=True)
 class Queue:
-    """The order in which routes claim rows: all first choices, then all second ones, and so on.
+    """Order in which routes claim rows: all first choices, then all second choices, and so on.
 
-    Within a choice routes go by descending ``top_N`` or, without it, by position.
+    Within a choice, routes are ordered by descending ``top_N`` or, without it, by position.
 
     Attributes:
-        top_N: the probability of each token's best expert; ties go by position.
+        top_N: probability of each token's best expert; ties are ordered by position.
     """
 
     top_N: Tensor | None = None
 
     def routes(self, expert_NC: Tensor) -> Tensor:
-        """Return all routes in their order, (Q,)."""
+        """Return all routes in the order of the queue, (Q,)."""
         (num_tokens, num_choices), device = expert_NC.shape, expert_NC.device
         if self.top_N is None:
             token_N = torch.arange(num_tokens, device=device)
@@ -93,10 +94,11 @@ class Queue:
         return (token_N[None, :] * num_choices + choice_C[:, None]).flatten()
 
     def keys(self, expert_NC: Tensor, numbers: RouteNumbers) -> Tensor:
-        """Return keys by which a stable sort brings routes to their experts in this order, (Q,).
+        """Return keys (Q,) that sort routes by expert and, within an expert, by this order.
 
-        The key of choice c of expert e is e · C + c without probabilities, and with them lies in
-        [e · C + c - 1, e · C + c): float64 keeps apart all probabilities of float32 there.
+        Without probabilities, the key of choice c of expert e is e · C + c. With probabilities, it
+        lies in [e · C + c - 1, e · C + c), where float64 distinguishes all float32 probabilities.
+        The sort must be stable.
         """
         key_NC = torch.add(numbers.choice_C, expert_NC, alpha=numbers.num_choices)
         return (key_NC if self.top_N is None else key_NC - self.top_N[:, None]).flatten()
@@ -107,7 +109,7 @@ class RowSlices:
     """The slice of rows of each expert, on the device; int32.
 
     Attributes:
-        bound_E: (E + 1,): where each expert's rows start, and where the last one's end.
+        bound_E: (E + 1,), first row of each expert, and the number of rows.
         expert_R: expert of each row.
         number_R: 0, 1, 2 …
     """
@@ -118,22 +120,25 @@ class RowSlices:
 
     @classmethod
     def of(cls, count_E: Tensor, *, num_rows: int) -> "RowSlices":
-        """Return the slices of experts with so many rows each."""
+        """Return the slices of experts with ``count_E`` rows each."""
         bound_E = F.pad(count_E, (1, 0)).cumsum(0, dtype=torch.int32)
         number_R = torch.arange(num_rows, dtype=torch.int32, device=count_E.device)
         return cls.between(bound_E, number_R=number_R)
 
     @classmethod
     def between(cls, bound_E: Tensor, *, number_R: Tensor) -> "RowSlices":
+        """Return the slices between the given bounds."""
         expert_R = torch.searchsorted(bound_E[1:-1], number_R, right=True, out_int32=True)
         return cls(bound_E, expert_R, number_R)
 
     @property
     def stop_E(self) -> Tensor:
+        """Return the row after the last one of each expert."""
         return self.bound_E[1:]
 
     @property
     def rows_E(self) -> Tensor:
+        """Return the number of rows of each expert."""
         return self.bound_E[1:] - self.bound_E[:-1]
 
     def sums(self, rows: Tensor) -> Tensor:
@@ -142,7 +147,7 @@ class RowSlices:
 
 
 class Counts(NamedTuple):
-    """Rows per expert, and routes per expert before capacity."""
+    """Rows per expert, and routes per expert before the capacity limit."""
 
     rows_E: Tensor
     routed_E: Tensor
@@ -153,16 +158,16 @@ class Placement:
     """The row of every route, and the route of every row.
 
     Attributes:
-        route_R: route of each row, rows in order of their expert: token · C + choice, or N · C
-            for a spare row. Dropped routes may follow that have no row.
+        route_R: route of each row, sorted by expert: token · C + choice, or N · C for a spare row.
+            Dropped routes without a row may follow.
         token_R: token of each row.
-        row_NC: row of each (token, choice); that after the last row where it has none.
-        is_dropped_NC: True where it was dropped; None where none was.
-        capacity: routes that an expert keeps at most; None where none is dropped.
-        lacks_rows: whether some route may have no row, as far as the host knows.
-        counts: as far as they have been counted.
-        slices: of rows that were sorted on the device, all routes having one.
-        numbers: beside ``slices``.
+        row_NC: row of each (token, choice); the number of rows if it has none.
+        is_dropped_NC: True for dropped routes; None if none is dropped.
+        capacity: maximum number of routes per expert; None if none is dropped.
+        lacks_rows: whether the host must assume that some routes have no row.
+        counts: rows and routes per expert, if they have been counted.
+        slices: slices of experts, if all routes have a row and were sorted on the device.
+        numbers: constants of the sort; present together with ``slices``.
     """
 
     route_R: Tensor
@@ -186,12 +191,12 @@ class Placement:
 
     @property
     def routed_E(self) -> Tensor:
-        """Return the routes per expert before capacity."""
+        """Return the routes per expert before the capacity limit."""
         return self._counts.routed_E
 
     @property
     def _counts(self) -> Counts:
-        """Count only when asked: every operator on a device costs a launch."""
+        """Count rows and routes on demand only, as every operator on a device costs a launch."""
         if self.counts is not None:
             return self.counts
         assert self.slices is not None, "counts, or slices to count"
@@ -213,16 +218,16 @@ def place_routes(
     spare_rows: bool = False,
     numbers: RouteNumbers | None = None,
 ) -> Placement:
-    """Give rows to the first ``capacity`` routes of each expert in a queue of all routes.
+    """Assign rows to the first ``capacity`` routes of each expert in a queue of all routes.
 
     Args:
-        expert_NC: the expert of each route.
-        num_experts: experts on all ranks.
-        capacity: routes that an expert keeps at most.
-        queue: the order of routes; None: by number.
-        spare_rows: rows are served on the spot, so that spare ones may be added: beside kept
-            routes, or for dropped ones.
-        numbers: shared by layers; None: made where they are needed.
+        expert_NC: expert of each route.
+        num_experts: number of experts on all ranks.
+        capacity: maximum number of routes per expert.
+        queue: order of routes; None: by number.
+        spare_rows: whether rows are computed on this rank, so that spare rows may be added, and
+            dropped routes may have rows.
+        numbers: constants that layers share; None: created if needed.
     """
     if expert_NC.device.type == "cpu":
         order = None if queue is None else queue.routes(expert_NC)
@@ -297,7 +302,8 @@ def place_by_sorting(
     if capacity >= num_tokens:
         return placement
     is_dropped_NC = torch.zeros_like(row_NC, dtype=torch.bool)
-    expert_R = slices.expert_R  # a row is beyond capacity if as far before it is the same expert
+    # A row is beyond capacity if the row ``capacity`` places before it has the same expert.
+    expert_R = slices.expert_R
     is_dropped_NC.view(-1)[routes[capacity:]] = expert_R[capacity:] == expert_R[: -capacity or None]
     placement = replace(placement, is_dropped_NC=is_dropped_NC, capacity=capacity)
     return placement if spare_rows else _dropped_last(placement, is_dropped_NC, numbers)
@@ -313,15 +319,16 @@ def _sorted_routes(
         bound_E = torch.searchsorted(expert_R, numbers.expert_bound_E, out_int32=True)
         return routes, RowSlices(bound_E, expert_R, numbers.number_Q)
     key_R, routes = queue.keys(expert_NC, numbers).sort(stable=True)
-    by_position = queue.top_N is None  # then keys are whole, and a bound is the one before it
+    # Keys by position are integers, of which a bound may equal the last one of the expert before.
+    by_position = queue.top_N is None
     bound_E = torch.searchsorted(key_R, numbers.key_bound_E, right=by_position, out_int32=True)
     return routes, RowSlices.between(bound_E, number_R=numbers.number_Q)
 
 
 def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNumbers) -> Placement:
-    """Move dropped routes behind all others and take their rows: they are not sent to other ranks.
+    """Move dropped routes to the end and remove their rows, as they are not sent to other ranks.
 
-    No row is beyond those that are counted, even where probabilities are NaN.
+    All row indices stay within the counted rows, even if probabilities are NaN.
     """
     count_E = placement.count_E
     is_dropped_R = is_dropped_NC.view(-1)[placement.route_R]
@@ -342,16 +349,16 @@ def _dropped_last(placement: Placement, is_dropped_NC: Tensor, numbers: RouteNum
 
 
 def slice_lengths(counts: Sequence[int], *, beside: Tensor) -> list[int]:
-    """Return the rows to give experts with so many routes, on the device of ``beside``."""
+    """Return the number of rows of experts with ``counts`` routes, on the device of ``beside``."""
     return [slice_length(n) for n in counts] if beside.device.type == "cpu" else list(counts)
 
 
 def slice_length(count: int) -> int:
-    """Return how many rows to give an expert with so many routes, on CPU.
+    """Return the number of rows of an expert with ``count`` routes on CPU: a multiple of a step.
 
-    oneDNN generates code for every new shape, which takes as long as a small product, so that
-    slices as long as experts happen to get would have it do so at every step. The next multiple of
-    a step means few shapes and few rows without use.
+    oneDNN generates code for every new shape, which takes as long as a small product. Unpadded
+    slices would have a new shape at almost every step. Rounding up to a multiple keeps both the
+    number of shapes and the number of unused rows small.
     """
     step = slice_step(count)
     return -(-count // step) * step
@@ -375,9 +382,9 @@ def combine(y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
 
 
 def beside_float32(x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Return states for the experts, and the same in float32 for their router.
+    """Return the states for the experts, and a float32 copy for their router.
 
-    On devices other than the CPU both gradients are added in one operator, and in float32.
+    On devices other than the CPU, both gradients are added by one operator, in float32.
     """
     if x_ND.device.type == "cpu" or x_ND.dtype == torch.float32:
         return x_ND, x_ND
@@ -402,7 +409,7 @@ class _BesideFloat32(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gather tokens; the gradient sums over a token's routes, not row by row into zeros."""
+    """Gather of tokens; the gradient sums over each token's routes instead of scattering rows."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, placement: Placement) -> Tensor:
@@ -416,7 +423,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sum weighted rows; the gradient is gathered like the tokens."""
+    """Weighted sum of rows; the gradient is a gather like that of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, weight_NC: Tensor, placement: Placement) -> Tensor:
@@ -451,7 +458,7 @@ def _combine_backward(
     if len(route_R) == weight_NC.numel() and not placement.lacks_rows:
         weight_R = weight_NC.flatten()[route_R]
         d_weight_NC = d_weight_R[placement.row_NC]
-    else:  # one place more than there are routes, where all spare rows meet
+    else:  # one extra entry receives the gradients of all spare rows
         weight_R = F.pad(weight_NC.flatten(), (0, 1))[route_R]
         d_weight_Q = d_weight_R.new_zeros(weight_NC.numel() + 1)
         d_weight_Q[route_R] = d_weight_R
@@ -468,13 +475,13 @@ def _combine_backward_all(
     *,
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_combine_backward` where all routes have a row, in few operators."""
+    """Return the result of :func:`_combine_backward` in few operators; all routes have a row."""
     numbers, weight_R = placement.numbers, weight_NC.view(-1).index_select(0, placement.route_R)
     assert numbers is not None, "of a placement by sorting"
     d_rows_RD = F.embedding_bag(  # one row each
         placement.token_R, d_y_ND, numbers.number_Q, mode="sum", per_sample_weights=weight_R
     )
-    # of every route the dot product of its token's gradient and its row
+    # The gradient of a weight is the dot product of its token's gradient and its row.
     row_Q = placement.row_NC.view(-1)
     d_weight_Q: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         d_y_ND, y_RD, row_Q, numbers.first_N, numbers.token_Q, 0

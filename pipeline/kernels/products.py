@@ -1,18 +1,17 @@
-"""Linear layers and other matrix products by the fastest kernel that PyTorch has.
+"""Linear layers and other matrix products by PyTorch's fastest kernel.
 
-On CPU ``F.linear`` takes float32 to MKL, which on processors that are not Intel's is up to half as
-fast as oneDNN with AVX-512, and a little faster without. The operator is the one that torch.compile
-emits. bfloat16 is oneDNN's where the processor has instructions for it; elsewhere PyTorch's product
-is a plain loop, and one in float32 takes a tenth of its time. :mod:`pipeline.kernels.cpu` chooses.
-On CUDA nothing differs from ``nn.Linear``.
+On CPU, ``F.linear`` uses MKL for float32. On processors that are not Intel's, MKL is up to half as
+fast as oneDNN with AVX-512, and a little faster without. oneDNN is called by the operator that
+torch.compile emits. bfloat16 uses oneDNN if the processor has instructions for it; otherwise
+PyTorch's product is a plain loop, and a float32 product takes a tenth of its time.
+:mod:`pipeline.kernels.cpu` chooses. On CUDA, nothing differs from ``nn.Linear``.
 
 Some layers have one matrix per language, so that matrices differ between the sentences of a batch
-(:func:`row_products`, :func:`add_low_rank`). Rows of a sentence lie together. On CPU rows are taken
-run by run, adjacent sentences with the same matrices being one run, so that a batch of one
-direction is a single product. Whatever the batch, all of it is one autograd node, and gradients
-come in the same order. Where the device has grouped products, sentences are their groups and
-nothing is copied to the host; this path has been counted on the meta device and has not yet run on
-a GPU.
+(:func:`row_products`, :func:`add_low_rank`). The rows of a sentence are contiguous. On CPU,
+adjacent sentences with the same matrices form one run and one product, so that a batch of one
+direction is a single product. All runs are one autograd node, so that gradients arrive in the same
+order for every batch. If the device has grouped products, sentences are their groups and nothing is
+copied to the host; this path has been counted on the meta device and has not yet run on a GPU.
 
 Legend: N rows, B sentences, S slots (matrices), R rank, I inputs, O outputs.
 """
@@ -30,20 +29,21 @@ from torch.autograd.function import once_differentiable
 from pipeline.kernels.cpu import cpu_kernels, has_bfloat16_products
 
 WORTH_A_KERNEL = 2**22
-"""Multiply-adds from which oneDNN is the faster: it generates code for every shape."""
+"""Number of multiply-adds from which oneDNN is faster; below, generating code for a shape costs
+more than it saves."""
 
 WIDE_BLOCK = 2000
-"""Outputs of a very wide matrix that BLAS is given at a time."""
+"""Number of outputs of a very wide matrix that BLAS computes at a time."""
 
 GROUPED_CAPABILITY = (9, 0)
-"""Older cards get PyTorch's substitute for a grouped product: a loop on the host."""
+"""Lowest CUDA capability with a fast grouped product; on older GPUs it is a loop on the host."""
 
 GROUPED_MULTIPLE = 8
-"""``torch.nn.functional.grouped_mm`` wants rows of a multiple of 16 bytes, 8 values of bfloat16."""
+"""Row widths for ``torch.nn.functional.grouped_mm``: multiples of 16 bytes, 8 bfloat16 values."""
 
 
 class Linear(nn.Linear):
-    """x Wᵀ + b, with the parameters of ``nn.Linear``."""
+    """Linear layer x Wᵀ + b with the parameters of ``nn.Linear`` and the fastest kernel."""
 
     def reset_parameters(self) -> None:
         """Initialize as PyTorch does, except on the meta device, which has no values."""
@@ -51,6 +51,7 @@ class Linear(nn.Linear):
             super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to the last dimension."""
         return linear(x, self.weight, self.bias)
 
 
@@ -98,7 +99,7 @@ def batched_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _BatchedProduct(torch.autograd.Function):
-    """Multiply bfloat16 in float32, without keeping the float32 copies."""
+    """Product of bfloat16 matrices in float32, without keeping the float32 copies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -118,7 +119,8 @@ class _BatchedProduct(torch.autograd.Function):
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Return x Wᵀ + b, with ReLU if ``relu``, in one pass where oneDNN has one; without autograd.
 
-    In bfloat16 without a bias there is no second pass to save, and PyTorch's own way is shorter.
+    In bfloat16 without a bias, there is no second pass to save, and PyTorch's own product costs
+    fewer calls.
     """
     if _in_float32(x.dtype):
         float32_bias = None if bias is None else bias.float()
@@ -134,9 +136,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
 def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x Wᵀ for a matrix with very many outputs, such as a vocabulary; differentiable.
 
-    BLAS divides such a product among its threads by rows, of which a search has few, and reads all
-    of the matrix for each. A block of outputs stays in the processor's cache instead. Products that
-    want a gradient are not cut into blocks.
+    BLAS splits such a product among its threads by rows, of which a search has few, and reads the
+    whole matrix for each. Computing a block of outputs at a time keeps that block of the matrix in
+    the processor's cache. Products that need a gradient are not split.
     """
     outputs = len(weight_OI)
     is_float32 = x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32
@@ -152,14 +154,14 @@ def wide_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which products of x are computed, to cast once before many of them."""
+    """Return the dtype in which products of x are computed, to cast once before many of them."""
     return torch.float32 if x.device.type == "cpu" and _in_float32(x.dtype) else x.dtype
 
 
 def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Add x matrix to ``out``, all of two dimensions; in one pass where that is not slower.
+    """Add x · matrix to ``out``, all two-dimensional; in one pass unless that is slower.
 
-    ``out`` may be of another type than the factors.
+    ``out`` may have another dtype than the factors.
     """
     is_cpu, is_worth_it = x.device.type == "cpu", x.numel() * matrix.shape[1] >= WORTH_A_KERNEL
     is_cast = out.dtype != x.dtype or (is_cpu and _in_float32(x.dtype))
@@ -170,7 +172,7 @@ def add_product_(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
-    """Write x matrix into ``out``, all of two dimensions; a copy costs less than a slow product."""
+    """Write x · matrix into ``out``, all two-dimensional; a copy costs less than a slow product."""
     if _in_float32(x.dtype) or _is_float32_by_onednn(x.dtype):
         out.copy_(product(x, matrix.t()))
     else:
@@ -178,20 +180,20 @@ def product_into(out: Tensor, x: Tensor, matrix: Tensor) -> None:
 
 
 def _faster_product(x: Tensor, weight: Tensor) -> Callable[..., Tensor]:
-    """Return :func:`product`, or PyTorch's own for products that are not worth a kernel."""
+    """Return :func:`product`, or PyTorch's own function for products too small for oneDNN."""
     is_worth_it = x.numel() * weight.shape[0] >= WORTH_A_KERNEL
     return product if is_worth_it or _in_float32(x.dtype) else F.linear
 
 
 @cache
 def _linear_pointwise() -> Callable[..., Tensor]:
-    """Look up the operator that torch.compile emits, once: it takes as long as a small call."""
+    """Return the operator that torch.compile emits; cached, as the look-up is slow."""
     found: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
     return found
 
 
 def _in_float32(dtype: torch.dtype) -> bool:
-    """Return whether products of a type are computed in float32."""
+    """Return whether products of a dtype are computed in float32."""
     return dtype == torch.bfloat16 and cpu_kernels().bfloat16_products == "float32"
 
 
@@ -216,7 +218,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None) -> bool:
-    """Return whether PyTorch has a fast grouped product: for bfloat16, on cards from Hopper on.
+    """Return whether PyTorch has a fast grouped product: for bfloat16, on Hopper and later GPUs.
 
     PyTorch's own check of shapes refuses float32. ``capability`` is by default that of the device;
     the meta device, on which operators are counted, has Hopper's.
@@ -228,7 +230,7 @@ def has_grouped_products(x: Tensor, *, capability: tuple[int, int] | None = None
 
 
 class Run(NamedTuple):
-    """Rows [start, stop) and the two slots that serve them."""
+    """A run of rows, [start, stop), and the two slots that it uses."""
 
     start: int
     stop: int
@@ -237,16 +239,18 @@ class Run(NamedTuple):
 
     @property
     def rows(self) -> slice:
+        """Return the rows as a slice."""
         return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
 class SentenceSlots:
-    """The slots of two stacked tensors that serve each sentence of a batch.
+    """Slots in two stacked tensors for each sentence of a batch.
 
     Attributes:
         sentence_N: sentence of each row, ascending.
-        first_B, second_B: slots of each sentence.
+        first_B: slot of each sentence in the first tensor.
+        second_B: slot of each sentence in the second tensor.
     """
 
     sentence_N: Tensor
@@ -255,7 +259,7 @@ class SentenceSlots:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Return as few runs as possible; a single one on the meta device, which has no values."""
+        """Return the fewest possible runs; one on the meta device, which has no values."""
         if self.sentence_N.device.type == "meta":
             return (Run(0, len(self.sentence_N), 0, 0),)
         pair_B2 = torch.stack([self.first_B, self.second_B], dim=1)
@@ -317,7 +321,7 @@ def _is_grouped(x_NI: Tensor, vertical_SOR: Tensor) -> bool:
 def _add_low_rank_(
     y_NO: Tensor, x_NI: Tensor, vertical_SOR: Tensor, flat_SRI: Tensor, slots: SentenceSlots
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add run by run into y; return it, and F x of every run in the type of the products."""
+    """Add to y run by run; return y, and F x of every run in the dtype of products."""
     dtype, lengths = product_dtype(x_NI), slots.lengths
     sum_NO, x_NI = y_NO.to(dtype), x_NI.to(dtype)
     vertical_SRO, lows = vertical_SOR.mT, []
@@ -331,7 +335,7 @@ def _add_low_rank_(
 
 
 class _AddLowRank(torch.autograd.Function):
-    """Add run by run into y; gradients of slots without rows are zeros."""
+    """Low-rank addition run by run; gradients of slots without rows are zeros."""
 
     @staticmethod
     def forward(
@@ -368,7 +372,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def times(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b by the fastest kernel for so many rows, without autograd."""
+    """Return x Wᵀ + b by the fastest kernel for the number of rows, without autograd."""
     multiply = _faster_product(x, weight) if x.device.type == "cpu" else F.linear
     return multiply(x, weight, bias)
 

@@ -1,8 +1,8 @@
 """Routing of tokens to experts: router logits, choice of experts, and weights of kept routes.
 
-On CPU compiled loops do the work. On other devices, where every operator costs a launch, few
-operators do; they have been counted on the meta device and tested on CPU, and have not yet run on a
-GPU.
+On CPU, compiled loops do the work. On other devices, where every operator costs a launch, a few
+operators do it. They have been counted on the meta device and tested on CPU; they have not yet run
+on a GPU.
 
 Legend: N tokens, D model width, E experts, C choices per token (top-k), G groups of tokens.
 """
@@ -21,7 +21,7 @@ class ExpertChoice(NamedTuple):
     """Experts and weights of every token; see :class:`~pipeline.model.moe.router.Routing`.
 
     Attributes:
-        chosen_logits_NC: logits whose softmax the weights are, where these have not been made.
+        chosen_logits_NC: logits whose softmax is the weights, if the choice did not compute them.
     """
 
     probability_NE: Tensor
@@ -40,7 +40,7 @@ def choose_experts(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> E
 
 
 def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool) -> ExpertChoice:
-    """:func:`choose_experts` on any device, in few operators."""
+    """Return the result of :func:`choose_experts` by few operators, on any device."""
     probability_NE, expert_NC, chosen_NC, balance_loss = _ChooseByOperators.apply(  # type: ignore[no-untyped-call]
         logits_NE, top_k, is_renormalized
     )
@@ -50,7 +50,7 @@ def choose_by_operators(logits_NE: Tensor, *, top_k: int, is_renormalized: bool)
 
 
 class _ChooseByOperators(torch.autograd.Function):
-    """Return probabilities, experts, their logits or probabilities, and the balance loss."""
+    """Choice of experts: probabilities, experts, their logits or probabilities, balance loss."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class _ChooseByOperators(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         num_tokens, num_experts = logits_NE.shape
         probability_NE = F.softmax(logits_NE, dim=-1)
-        # of equal logits the first, as in the loops: topk may take any
+        # The first of equal logits, as in the loops; topk may choose any of them.
         sorted_NE, order_NE = logits_NE.sort(dim=-1, descending=True, stable=True)
         expert_NC, chosen_NC = order_NE[:, :top_k], sorted_NE[:, :top_k]
         if not is_renormalized:
@@ -142,7 +142,7 @@ def averaged_logits(x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N
 def average_of_logits(
     x_ND: Tensor, weight_ED: Tensor, weight_GED: Tensor, group_N: Tensor
 ) -> Tensor:
-    """Compute :func:`averaged_logits` as the formula is written."""
+    """Compute :func:`averaged_logits` by its formula: the mean of two products."""
     group_logits_NE = _logits_of_groups(x_ND, weight_GED, group_N)
     return (linear(x_ND, weight_ED) + group_logits_NE) / 2
 
@@ -164,7 +164,7 @@ def _logits_of_groups(x_ND: Tensor, weight_GED: Tensor, group_N: Tensor) -> Tens
 
 
 class _Average(torch.autograd.Function):
-    """Return (W + W_g) / 2 of every group, (G, E, D)."""
+    """Average of shared and group weights, (W + W_g) / 2, (G, E, D)."""
 
     @staticmethod
     def forward(ctx: Any, weight_ED: Tensor, weight_GED: Tensor) -> Tensor:  # noqa: ARG004
@@ -178,7 +178,7 @@ class _Average(torch.autograd.Function):
 
 
 def kept_weights(weight_NC: Tensor, is_dropped_NC: Tensor | None, *, renormalize: bool) -> Tensor:
-    """Return weights, 0 where dropped; with ``renormalize`` a token's others sum to 1."""
+    """Return weights with 0 for dropped routes; ``renormalize`` makes a token's others sum to 1."""
     kept_NC = weight_NC if is_dropped_NC is None else weight_NC.masked_fill(is_dropped_NC, 0)
     if not renormalize:
         return kept_NC
@@ -188,8 +188,8 @@ def kept_weights(weight_NC: Tensor, is_dropped_NC: Tensor | None, *, renormalize
 def kept_softmax(logits_NC: Tensor, is_dropped_NC: Tensor) -> Tensor:
     """Return the softmax over the routes that were not dropped, and 0 elsewhere.
 
-    These are the renormalized :func:`kept_weights` of a softmax, in few operators, for devices
-    other than the CPU.
+    It equals the renormalized :func:`kept_weights` of a softmax, but takes fewer operators on
+    devices other than the CPU.
     """
     weight_NC: Tensor = _KeptSoftmax.apply(logits_NC, is_dropped_NC)  # type: ignore[no-untyped-call]
     return weight_NC

@@ -1,8 +1,8 @@
 """Loops over sentences, compiled by numba: planning and assembling batches, and shared n-grams.
 
-A window has millions of sentences and a micro-batch hundreds: numpy would go over them once per
-operator and keep what lies between, and Python would take longer than a model does. The loops run
-without the interpreter's lock, so that they can work ahead of training in a thread.
+A window has millions of sentences, and a micro-batch hundreds. numpy would make one pass and one
+temporary array per operator, and Python would take longer than the model. The loops release the
+interpreter's lock, so that a thread can prepare batches ahead of training.
 
 Legend: N sentences, F fields of a sort key, R rounds, D digits, P pairs, M parts of a window, B
 sentences of a batch; an axis of 2: the sides of a pair, or source and target.
@@ -26,10 +26,10 @@ PAIR, REVERSE, TARGET, SOURCE, ITEM = range(5)
 """Fields of a sort key, from the highest bits to the lowest."""
 
 DIGIT_BITS = 11
-"""Bits that one pass of sorting looks at: a core's cache holds 2,048 places to write to."""
+"""Bits of a digit of the radix sort: a core's cache holds the 2,048 positions to write to."""
 
 ITEM_BITS = 32
-"""Lower bits of an edge of the tree, which hold an item; the upper ones hold a node."""
+"""Number of lower bits of a tree edge, which hold an item; the upper bits hold a node."""
 MIN_TABLE_BITS = 4
 
 _NO_EDGE = -1
@@ -56,11 +56,11 @@ def survey(first_offsets: Integers, second_offsets: Integers, found: Integers) -
 def shuffle(
     position_N: Integers, round_R: npt.NDArray[np.uint64], half: int, size: int, line_N: Integers
 ) -> None:
-    """Compute where a keyed permutation of range(size) takes each position.
+    """Compute a keyed permutation of range(size) at each position.
 
-    It is a Feistel network on twice ``half`` bits whose rounds are the finalizer of splitmix64:
-    every input bit reaches every output bit. A value that leaves the range is permuted again until
-    it is back.
+    It is a Feistel network on twice ``half`` bits. Its round function is the finalizer of
+    splitmix64, so that every input bit affects every output bit. A value outside the range is
+    permuted again until it lies inside (cycle walking).
     """
     width = np.uint64(half)
     mask = (np.uint64(1) << width) - np.uint64(1)
@@ -83,7 +83,7 @@ def shuffle(
 
 @compiled()
 def sort_by_bits(key_N: Integers, other_N: Integers, low: int, high: int) -> None:
-    """Sort stably by the bits from ``low`` up to ``high``, digit by digit.
+    """Sort stably by bits ``low`` to ``high`` (exclusive), digit by digit.
 
     ``other_N`` is working memory of the same size.
     """
@@ -119,7 +119,7 @@ def make_keys(
     """Replace the items of a pair, line · ``epochs`` + epoch, by sort keys.
 
     ``first_epoch`` is the number of the first epoch with items in the window. ``direction`` is 0 or
-    1 where all items have the same one, -1 where it alternates from epoch to epoch.
+    1 if all items have that direction, and -1 if it alternates from epoch to epoch.
     """
     for n in range(len(key_N)):
         item = key_N[n]
@@ -168,9 +168,9 @@ def mark_cuts(
     budget: int,
     is_cut_N: Flags,
 ) -> None:
-    """Mark sorted sentences that begin a part: with them the part before would exceed the budget.
+    """Mark sorted sentences that begin a part, as the part before would exceed the budget.
 
-    The size of a part is that of its larger side with padding and the extra tokens of each
+    The size of a part is that of its larger side, including padding and the extra tokens of each
     sentence. A part has one direction.
     """
     start = longest = 0
@@ -196,7 +196,7 @@ def mark_key_cuts(
 ) -> None:
     """Mark cuts as :func:`mark_cuts` does, from sorted keys, which take less memory than lengths.
 
-    A part has one direction if ``one_direction``.
+    With ``one_direction``, every part has one direction.
     """
     mask_F = (1 << bits_F) - 1
     start = longest = before = 0
@@ -235,7 +235,7 @@ def sum_key_parts(
 
 
 def _point_at(_: Any, __: Any) -> Any:
-    """Return the memory at an address: compiled loops take no list of hundreds of files."""
+    """Return the memory at an address: compiled loops cannot take a list of hundreds of files."""
 
     def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -256,7 +256,7 @@ def locate(
     start_2B: Integers,
     length_2B: Integers,
 ) -> None:
-    """Find where the tokens of source and target begin in their files, and how many there are.
+    """Find the first token and the number of tokens of source and target in their files.
 
     ``offsets_P2`` has the addresses of the offsets of both sides of each pair.
     """
@@ -310,7 +310,7 @@ def gather_flags(
     flags_P2: Integers,
     flag_N: Integers,
 ) -> None:
-    """Copy flags, one byte per token, as :func:`gather` does; address 0 is a file of zeros."""
+    """Copy flags, one byte per token, as :func:`gather` does; address 0 stands for zeros."""
     row = 0
     for b in range(len(pair_B)):
         address, start, length = flags_P2[pair_B[b], side_B[b]], start_B[b], length_B[b]
@@ -376,11 +376,11 @@ def count_shared_ngrams(
 ) -> None:
     """Fill ``found`` (lines, orders, 3): n-grams of the first line, of the second, shared ones.
 
-    An n-gram is shared as often as the line has it that has it less often. Counting with strings or
-    tuples would make one of every n-gram. Here the n-grams of the second line are a tree in a table
-    of open addressing: a step from the root is an item, and the node after n steps stands for one
-    n-gram and no other, whatever items hash to. The first line walks down the same tree; where it
-    leaves the tree, nothing longer that begins there can be shared.
+    The shared count of an n-gram is the smaller of its counts in both lines. The n-grams of the
+    second line form a tree, stored in a hash table with open addressing, so that no string or tuple
+    is created per n-gram. Each edge is an item, and the node after n edges stands for exactly one
+    n-gram, regardless of hash collisions. The first line walks down the same tree; where it leaves
+    the tree, no longer n-gram from that position can be shared.
 
     Args:
         found: filled in.

@@ -1,1 +1,1 @@
-"""The encoder–decoder Transformer and its slots: attention, feed-forward, router, experts."""
+"""The encoder–decoder Transformer and its parts: attention, feed-forward, router, experts."""

@@ -17,7 +17,7 @@ from pipeline.model.tokens import Tokens, project
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of one attention layer, (B, H, S, K) each."""
+    """Keys and values of one attention layer."""
 
     key_BHSK: Tensor
     value_BHSK: Tensor
@@ -39,17 +39,17 @@ class StepKeys(Protocol):
 
 
 class GrowingKeys(StepKeys, Protocol):
-    """The past of every row."""
+    """Keys and values of the target so far, one past per row."""
 
     def append(self, key_RD: Tensor, value_RD: Tensor) -> None:
         """Add the last token of every row."""
 
 
 class Contextualizer(Protocol):
-    """Lets queries, keys and values of self-attention see their neighbours."""
+    """Makes queries, keys and values of self-attention depend on neighboring tokens."""
 
     def __call__(self, attention: "Attention", x_ND: Tensor) -> Projected:
-        """Return what :meth:`Attention.project` would; it may call that with other states."""
+        """Return queries, keys and values, in place of :meth:`Attention.project`."""
 
 
 class Attention(nn.Module):
@@ -74,9 +74,15 @@ class Attention(nn.Module):
         mask_BTT: Tensor | None = None,
         contextualizer: Contextualizer | None = None,
     ) -> Tensor:
-        """Return self-attention of real tokens, where ``mask_BTT`` is True or, if None, everywhere.
+        """Return self-attention of the real tokens, (N, D).
 
-        Sentences are right-padded, so that under a causal mask no real query sees padding.
+        Args:
+            x_ND: packed states.
+            packing: boundaries of the sentences.
+            tokens: metadata of the tokens.
+            is_causal: whether a token sees only itself and earlier tokens.
+            mask_BTT: True where a token may attend; None: everywhere in its sentence.
+            contextualizer: makes queries, keys and values instead of :meth:`project`.
         """
         states = (
             self.project(x_ND, tokens) if contextualizer is None else contextualizer(self, x_ND)
@@ -85,7 +91,7 @@ class Attention(nn.Module):
         return project(self.output, context_ND, tokens)
 
     def project(self, x_ND: Tensor, tokens: Tokens) -> Projected:
-        """Return queries, keys and values, each of its token alone."""
+        """Return queries, keys and values by the linear layers."""
         return Projected(
             project(self.query, x_ND, tokens),
             project(self.key, x_ND, tokens),
@@ -118,7 +124,7 @@ class Attention(nn.Module):
         is_causal: bool = False,
         mask_BTT: Tensor | None = None,
     ) -> Tensor:
-        """Return the context (N, D) of all heads; sentences are padded only where it is needed."""
+        """Return the context (N, D) of all heads; pad only if no packed kernel can be used."""
         dropout = self.dropout if self.training else 0.0
         head_width = states.query_ND.shape[1] // self.num_heads
         if mask_BTT is None and can_attend_packed(states.query_ND, head_width=head_width):
@@ -132,9 +138,11 @@ class Attention(nn.Module):
             return context_NHK.flatten(1)
         query_BHTK = self.heads(packing.unpack(states.query_ND))
         key_BHSK, value_BHSK = (self.heads(memory.unpack(state)) for state in states[1:])
+        # Padding is on the right, so that the causal mask alone hides it from real queries.
         mask = None if is_causal else memory.key_mask(beside=query_BHTK)
         if mask_BTT is not None:
             mask = None if packing.is_full or is_causal else packing.mask_BT[:, None, None, :]
+            # A query without any key yields NaN, so that padding queries may attend everywhere.
             is_padding_BT1 = ~packing.mask_BT[:, :, None]
             allowed = (mask_BTT | is_padding_BT1)[:, None]
             mask = allowed if mask is None else allowed & mask
@@ -144,24 +152,24 @@ class Attention(nn.Module):
         return packing.pack(context_BHTK.transpose(1, 2).flatten(2))
 
     def keys(self, memory_ND: Tensor, memory: Packing, tokens: Tokens) -> KeyValues:
-        """Return keys and values of packed tokens, (B, H, S, K)."""
+        """Return keys and values of packed tokens, padded and cut into heads."""
         return KeyValues(
             self.heads(memory.unpack(project(self.key, memory_ND, tokens))),
             self.heads(memory.unpack(project(self.value, memory_ND, tokens))),
         )
 
     def step(self, x_RD: Tensor, past: GrowingKeys, tokens: Tokens) -> Tensor:
-        """Return self-attention of one new token per row, and add it to the row's past."""
+        """Return self-attention of one new token per row, and append it to the row's past."""
         states = self.project(x_RD, tokens)
         past.append(states.key_ND, states.value_ND)
         return project(self.output, past.attend(states.query_ND), tokens)
 
     def step_memory(self, x_RD: Tensor, memory: StepKeys, tokens: Tokens) -> Tensor:
-        """Return cross-attention of one new token per row."""
+        """Return cross-attention of one new token per row, (R, D)."""
         context_RD = memory.attend(project(self.query, x_RD, tokens))
         return project(self.output, context_RD, tokens)
 
     def heads(self, x_BTD: Tensor) -> Tensor:
-        """Cut states into heads: (B, T, D) → (B, H, T, K)."""
+        """Split states into heads: (B, T, D) → (B, H, T, K)."""
         x_BTHK: Tensor = x_BTD.unflatten(-1, (self.num_heads, -1))
         return x_BTHK.transpose(1, 2)

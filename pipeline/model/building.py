@@ -1,8 +1,8 @@
-"""Making a model of its description: the place where variants are chosen.
+"""Build a model from its spec: the only place that chooses between variants.
 
-A new feed-forward is a module of its own, a config type in ``config.FeedForwardConfig`` and a
-``case`` of :func:`build_feed_forward`. Extensions are asked one after the other
-(:mod:`pipeline.model.extension`).
+To add a feed-forward, write a module, a settings class in
+:data:`~pipeline.model.settings.FeedForwardConfig` and a ``case`` of :func:`build_feed_forward`.
+Extensions add variants without a change here (:mod:`pipeline.model.extension`).
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ def make_transformer(
     regularization: Regularization | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> Transformer:
-    """Return a model whose parameters lie on the default device and have no values yet."""
+    """Return a model on the default device, with uninitialized parameters."""
     rates = regularization or Regularization()
     return Transformer(
         spec,
@@ -56,7 +56,7 @@ def _build_side(
         layer = EncoderLayer if side == "encoder" else DecoderLayer
         dropout = own.moe_dropout if has_experts(model, index) else None
         layers.append(layer(model, own, feed_forward, feed_forward_dropout=dropout))
-    # Nothing is dropped of one-hot embeddings as the encoder takes them (Shaham and Levy 2021).
+    # Shaham and Levy (2021) apply no dropout to the encoder's one-hot embeddings.
     drops = model.embedding.input != "one_hot" or model.embedding.one_hot == "fixed_scale"
     dropout = rates.dropout if drops or side == "decoder" else 0.0
     stack = Stack(model, layers, dropout=dropout)
@@ -66,7 +66,7 @@ def _build_side(
 
 
 def build_front(spec: ModelSpec) -> nn.Module:
-    """Return the encoder's front end, as configured."""
+    """Return the configured encoder front end."""
     if isinstance(spec.model.front, SubwordsConfig):
         return SubwordFront()
     found = (extension.build_front(spec) for extension in extensions())
@@ -81,7 +81,7 @@ def build_feed_forward(
     regularization: Regularization,
     expert_parallel: ExpertParallel | None,
 ) -> nn.Module:
-    """Return the feed-forward of a layer: experts, an extension's, or the configured one."""
+    """Return the feed-forward of a layer: experts, an extension's, or the configured dense one."""
     model = spec.model
     if model.moe is not None and has_experts(model, layer):
         return build_mixture_of_experts(
@@ -103,7 +103,7 @@ def build_feed_forward(
 
 
 def dense_feed_forward(model: ModelConfig) -> FeedForward:
-    """Return the feed-forward of a layer without experts."""
+    """Return a dense feed-forward of the model's widths."""
     return FeedForward(
         width=model.width,
         hidden_width=model.feed_forward_width,
@@ -112,10 +112,10 @@ def dense_feed_forward(model: ModelConfig) -> FeedForward:
 
 
 def rates_of_last(model: ModelConfig, rates: Regularization) -> Regularization:
-    """Return the rates of the last decoder layer.
+    """Return the regularization of the last decoder layer.
 
-    With tied one-hot embeddings its states are the logits, of which the code of Shaham and Levy
-    (2021) drops nothing.
+    With tied one-hot embeddings its states are the logits, to which the code of Shaham and Levy
+    (2021) applies no dropout.
     """
     if model.embedding.one_hot != "two_scales":
         return rates
@@ -123,7 +123,7 @@ def rates_of_last(model: ModelConfig, rates: Regularization) -> Regularization:
 
 
 def shape_of_model(spec: ModelSpec) -> Transformer:
-    """Return a model without values: modules, and names and shapes of parameters."""
+    """Return a model on the meta device: modules, parameter names and shapes, but no values."""
     with torch.device("meta"):
         return make_transformer(spec)
 
@@ -136,12 +136,13 @@ def build_model(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """Return a model whose parameters are allocated but not set: initialize it, or load weights.
+    """Return a model with allocated, uninitialized parameters: initialize it, or load weights.
 
-    Parameters are allocated once, in ``dtype``, and so are the buffers.
+    The model is built on the meta device first, so that each parameter is allocated once, in
+    ``dtype``.
 
     Raises:
-        ConfigError: there is not that much memory, or a kernel of the device does not take the
+        ConfigError: the memory does not suffice, or a kernel of the device does not support the
             model's widths.
     """
     device = device or torch.device("cpu")
@@ -161,8 +162,8 @@ def build_model(
             raise
         count = sum(parameter.numel() for parameter in model.parameters())
         raise ConfigError(
-            f"There is no memory for the {count:,} parameters of this rank: make [model] smaller, "
-            "or spread the experts over more ranks (`mmnmt memory` tells what fits)."
+            f"There is no memory for the {count:,} parameters of this rank. Make [model] smaller, "
+            "or spread the experts over more ranks (`mmnmt memory` estimates the need)."
         ) from error
     for module in model.modules():
         if isinstance(module, StackedModules):
@@ -172,9 +173,10 @@ def build_model(
 
 
 def allocate(model: nn.Module, device: torch.device, *, recurse: bool = True) -> None:
-    """Replace parameters on the meta device by ones without values on a device.
+    """Replace parameters on the meta device by uninitialized ones on a device.
 
-    ``Module.to_empty`` does so, too, but loads PyTorch's compiler for ``empty_like`` on meta.
+    ``Module.to_empty`` does the same, but ``empty_like`` on meta loads PyTorch's compiler, which
+    takes more than a second.
     """
     for module in model.modules() if recurse else [model]:
         for name, parameter in list(module.named_parameters(recurse=False)):

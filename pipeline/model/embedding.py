@@ -1,9 +1,9 @@
-"""Ids to states, and states to logits.
+"""Input embeddings and output projection.
 
-The table of embeddings is learned, stays as it was initialised (``frozen``), or is the identity:
-row i is e_i, with learned scales for what goes in and, where the output is tied, one for what
-comes out (Shaham and Levy 2021, "Neural Machine Translation without Embeddings"). The output
-projection is the same table, or one of its own (``untied``).
+The embedding table is learned, keeps its initial values (``frozen``), or is the identity
+(``one_hot``; Shaham and Levy 2021, "Neural Machine Translation without Embeddings"): row i is the
+unit vector e_i, with learned scales for the inputs and, if tied, one for the logits. The output
+projection uses the same table (``tied``) or a separate one (``untied``).
 
 Legend: N real tokens, D model width, V vocabulary.
 """
@@ -19,7 +19,7 @@ from pipeline.model.spec import ModelSpec
 
 
 class Embedding(nn.Module):
-    """The vocabulary at both ends of a model."""
+    """Embeddings of source and target tokens, and the output projection."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class Embedding(nn.Module):
         self.weight: nn.Parameter | None = None
         self.input_scale: nn.Parameter | None = None
         self.target_input_scale: nn.Parameter | None = None
-        """Of what the decoder takes, where that is not the encoder's."""
+        """Scale of the decoder's inputs; None: the encoder's scale."""
         self.output_scale: nn.Parameter | None = None
         self.output_weight: nn.Parameter | None = None
         self.projection: nn.Module | None = None
-        """What stands in for the table at the output, where something does."""
+        """Module that computes logits instead of the table, such as a quantized one."""
         match config.input:
             case "learned" | "frozen":
                 is_learned = config.input == "learned"
@@ -54,7 +54,7 @@ class Embedding(nn.Module):
                 pass
 
     def forward(self, ids_N: Tensor, *, is_target: bool = False) -> Tensor:
-        """Return token embeddings, scaled, (N, D); ``is_target``: as the decoder takes them."""
+        """Return scaled embeddings (N, D); ``is_target`` selects the decoder's scale."""
         if self.weight is not None:
             x_ND = F.embedding(ids_N, self.weight)
             return x_ND if self.scale is None else x_ND * self.scale
@@ -65,7 +65,7 @@ class Embedding(nn.Module):
         return self.rows(ids_N) * (1.0 if self.scale is None else self.scale)
 
     def both(self, source_N: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings of both sides; in one look-up where they are scaled alike."""
+        """Return the embeddings of both sides, by one look-up if they share a scale."""
         if self.target_input_scale is not None:
             return self(source_N), self(target_M, is_target=True)
         embedded = self(torch.cat([source_N, target_M]))
@@ -73,7 +73,7 @@ class Embedding(nn.Module):
         return source_ND, target_MD
 
     def rows(self, ids_B: Tensor) -> Tensor:
-        """Rows of the table as they are, unscaled, (B, D)."""
+        """Return unscaled rows of the table, (B, D)."""
         if self.weight is not None:
             return F.embedding(ids_B, self.weight)
         parameter = self.output_weight if self.input_scale is None else self.input_scale
@@ -81,7 +81,7 @@ class Embedding(nn.Module):
         return F.one_hot(ids_B, self.width).to(parameter.dtype)
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Logits over the vocabulary, or its ids that translations consist of, (N, V)."""
+        """Return logits over the vocabulary, or over the ids that translations use, (N, V)."""
         if self.projection is not None:
             logits_NV: Tensor = self.projection(x_ND)
             return logits_NV
@@ -92,7 +92,7 @@ class Embedding(nn.Module):
         return x_ND[:, : self.output_size] * self.output_scale
 
     def output_table(self) -> Tensor | None:
-        """The matrix that states are multiplied with for logits, (V, D); None of one-hot ones."""
+        """Return the matrix of the output projection, (V, D); None for tied one-hot embeddings."""
         table_VD = self.weight if self.output_weight is None else self.output_weight
         if table_VD is None or len(table_VD) == self.output_size:
             return table_VD

@@ -1,7 +1,7 @@
-"""What an extension declares of the model: one object per extension, which the core asks.
+"""Extension points of the model: one object per extension implements them.
 
-The core never asks whether an extension is there: it asks every installed one, in a loop. All
-methods have a default, which changes nothing.
+The core never tests for a particular extension: it loops over the installed ones. Every method has
+a default that changes nothing.
 """
 
 # ruff: noqa: ARG002 (defaults look at no argument)
@@ -25,18 +25,18 @@ class AddedTensor:
     """A tensor of a checkpoint that an extension adds to the plain model's."""
 
     stack: str
-    """The name that the tensors of all slots share."""
+    """Name that the tensors of all slots share."""
     dense: str | None
     """The plain model's tensor of the same shape and meaning, if there is one."""
 
 
 class Extension(Protocol):
-    """What an extension changes."""
+    """Hooks by which an extension builds, counts and exports its parts of a model."""
 
     # Building a model
 
     def build_front(self, spec: ModelSpec) -> nn.Module | None:
-        """Return the encoder front end, if the model has one of this extension's."""
+        """Return the encoder front end, if this extension implements the configured one."""
         return None
 
     def build_feed_forward(
@@ -54,32 +54,32 @@ class Extension(Protocol):
         """Change the finished layers of a side: replace linear layers, add to sublayers."""
         return
 
-    # Counting and estimating; parameters are told by id
+    # Counting and estimating; dictionaries are keyed by the id() of a parameter
 
     def parts(self, model: Transformer) -> dict[int, str]:
-        """Return the part of the model that parameters are counted for."""
+        """Return the part of the model under which each parameter is counted."""
         return {}
 
     def shares_met(self, model: Transformer) -> dict[int, float]:
-        """Return the share of each parameter that one token meets, where that is not all of it."""
+        """Return the share of each parameter that is active for one token, if it is below 1."""
         return {}
 
     def shares_multiplied(self, model: Transformer) -> dict[int, float]:
-        """Return how often a token is multiplied by a parameter, where :meth:`shares_met` errs."""
+        """Return multiplications per token and parameter, where they are not :meth:`shares_met`."""
         return {}
 
     def operator_parts(self) -> tuple[tuple[type, str], ...]:
-        """Return modules, and the part that their operators are counted for."""
+        """Return module types, and the part under which their operators are counted."""
         return ()
 
     def exchanges_rows(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether a layer sends each row to the rank of a module, and back."""
+        """Return whether a layer exchanges rows between ranks (expert parallelism)."""
         return False
 
     # Checkpoints
 
     def added_tensor(self, name: str) -> AddedTensor | None:
-        """Return what a tensor of a checkpoint is, if this extension adds it."""
+        """Return the description of a checkpoint's tensor, if this extension adds it."""
         return None
 
     def folded(
@@ -88,7 +88,7 @@ class Extension(Protocol):
         names: Collection[str],
         read: Callable[[str], Tensor],
     ) -> Tensor | None:
-        """Return a plain tensor with what the shared route adds to it; None: nothing.
+        """Return a plain tensor merged with the shared route; None if that adds nothing.
 
         Args:
             name: the plain model's tensor.

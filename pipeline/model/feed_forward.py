@@ -1,7 +1,7 @@
 """The position-wise feed-forward: up, activation, down.
 
-Every feed-forward returns its result and a routing record, which is None here: a layer does not
-know which kind it has. :func:`pipeline.model.building.build_feed_forward` chooses.
+A layer does not know which kind of feed-forward it has: each returns its result and a routing
+record, which is None here. :func:`pipeline.model.building.build_feed_forward` chooses the kind.
 """
 
 from torch import Tensor, nn

@@ -1,9 +1,9 @@
-"""Encoder front ends: how the encoder goes through its layers.
+"""Interface of encoder front ends, which run the encoder's layers.
 
-A front end is a module that takes embeddings with their positions, what is known of the sentences
-(:class:`Source`) and the encoder's layers (:class:`Passage`), and returns the states of the last
-layer. Before, between and in the layers it may change what they see. Its parameters are named
-``front.…``, so that those of the layers keep their names.
+A front end is a module that takes embeddings with positions, the source (:class:`Source`) and the
+encoder's layers (:class:`Passage`), and returns the states of the last layer. It may change the
+states before, between and within layers. Its parameters are named ``front.…``, so that those of the
+layers keep their names.
 
 Legend: B sentences, T their length, N real tokens, D model width.
 """
@@ -30,10 +30,10 @@ class Source:
 
     Attributes:
         ids_N: token ids, tags and end-of-sentence included.
-        packing: where sentences lie.
-        tokens: what is known of each.
-        embedding: the model's table.
-        begins_N: True where a token begins a word that a segmenter found; None where none did.
+        packing: boundaries of the sentences.
+        tokens: metadata of the tokens.
+        embedding: the model's embeddings.
+        begins_N: True where a token begins a word that a segmenter found; None without segmenters.
     """
 
     ids_N: Tensor
@@ -43,35 +43,35 @@ class Source:
     begins_N: Tensor | None = None
 
     def gaps(self, size: int) -> Gaps:
-        """The sentences, to be set apart by ``size`` rows."""
+        """Return the layout that separates sentences by ``size`` rows of zeros."""
         return Gaps(self.tokens.sentence_N, self.packing.batch, size)
 
 
 @runtime_checkable
 class HasBuffers(Protocol):
-    """A front with tensors that are no parameters."""
+    """A front end with buffers."""
 
     def reset_buffers(self, device: torch.device) -> None:
-        """(Re)compute them."""
+        """Recompute the buffers on a device."""
 
 
 @runtime_checkable
 class SeesLanguage(Protocol):
-    """A front with a router that may be told the source language."""
+    """A front end with a router that may see the source language."""
 
     @property
     def sees_language(self) -> bool:
-        """Whether its router sees a vector of the source language."""
+        """Return whether the router sees a vector of the source language."""
 
     def show_as(self, language: int | None) -> None:
-        """Show the router the vector of this language from now on; None: of the source's."""
+        """Make the router see the vector of this language; None restores the source's."""
 
 
 class Passage:
-    """The encoder's layers, to be gone through once each, in order.
+    """The encoder's layers; each runs once, in order.
 
     Attributes:
-        reports: what layers have reported so far.
+        reports: routing records and gates of the layers run so far.
     """
 
     def __init__(
@@ -97,10 +97,14 @@ class Passage:
         mask_BTT: Tensor | None = None,
         contextualizer: Contextualizer | None = None,
     ) -> Tensor:
-        """States after the next ``layers`` of the encoder, or after all that are left.
+        """Run the next ``layers`` of the encoder, or all that are left, and return their states.
 
-        ``packing`` has other spans than sentences to attend within, and ``mask_BTT`` is True where
-        attention may look; the contextualiser makes queries, keys and values.
+        Args:
+            x_ND: states of the layer before.
+            layers: number of layers to run; None: all that are left.
+            packing: spans within which tokens attend; None: sentences.
+            mask_BTT: True where a token may attend; None: everywhere in its span.
+            contextualizer: makes queries, keys and values of self-attention.
         """
         count = len(self._left) if layers is None else layers
         following, self._left = self._left[:count], self._left[count:]
@@ -116,7 +120,7 @@ class Passage:
 
 
 class SubwordFront(nn.Module):
-    """No front end: subwords, or any tokens, go through all layers as they are."""
+    """The front end of subword models: run all layers unchanged."""
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""Initial values of parameters: each depends on a seed and its own name alone."""
+"""Initial values of parameters; each depends only on a seed and the parameter's name."""
 
 import math
 from typing import Protocol, runtime_checkable
@@ -13,21 +13,28 @@ from pipeline.seeds import named_generator
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """A module that knows what its own parameters start from."""
+    """A module that defines the initial values of its own parameters."""
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
-        """Of the parameter ``name`` (without its module's)."""
+        """Return the initial value of parameter ``name``, without the module's prefix."""
 
 
 def initialize(
     name: str, shape: torch.Size, *, spec: ModelSpec, seed: int, owner: nn.Module | None = None
 ) -> Tensor:
-    """The initial value of the named tensor: independent of all others and of topology.
+    """Return the initial value of the named tensor, independent of all others and of topology.
 
-    Embeddings N(0, 1/D) with a zero padding row; norms 1 and 0; routers U(±1/sqrt(D)); scales of
-    one-hot embeddings sqrt(D); linear layers as ``model.initialization`` says. Every expert has a
-    name of its own, hence a value of its own. The module that a parameter belongs to may say
-    otherwise.
+    Embeddings are N(0, 1/D) with a zero padding row; norms 1 and 0; routers U(±1/sqrt(D)); scales
+    of one-hot embeddings sqrt(D); linear layers follow ``model.initialization``. Every expert has
+    its own name and therefore its own value.
+
+    Args:
+        name: full name of the tensor in checkpoints.
+        shape: its shape.
+        spec: the model's spec.
+        seed: seed of the training run.
+        owner: the module of the parameter; it overrides these rules if it is an
+            :class:`InitializesItself`.
     """
     generator = named_generator("initialize", seed, name)
     if isinstance(owner, InitializesItself):
@@ -52,11 +59,11 @@ def initialize(
 
 
 def _linear_bound(name: str, shape: torch.Size, *, model: ModelConfig) -> float:
-    """What bounds the uniform values of a linear layer's weight or bias, 0 of those that are 0.
+    """Return the bound b of the values U(±b) of a linear layer's weight or bias; 0 for zeros.
 
-    fairseq's are those of ``reset_parameters`` in its ``multihead_attention.py``, which leaves the
-    biases of query, key and value as PyTorch has them, and in ``transformer_layer.py`` PyTorch's
-    linear layers as they are: U(±1/sqrt(inputs)), weights and biases.
+    The ``fairseq`` values follow ``reset_parameters`` in its ``multihead_attention.py``, which
+    keeps PyTorch's biases of query, key and value, and its ``transformer_layer.py``, which keeps
+    PyTorch's linear layers: U(±1/sqrt(inputs)) for weights and biases.
     """
     layer, _, kind = name.rpartition(".")
     xavier = 0.0 if kind == "bias" else math.sqrt(6.0 / (shape[-1] + shape[-2]))

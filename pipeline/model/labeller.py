@@ -1,9 +1,10 @@
-"""XLM-R with a head: an encoder of pretrained weights that tags tokens or finds a span.
+"""XLM-R with a task head: a pretrained encoder that tags tokens or finds an answer span.
 
 The encoder is RoBERTa's (Conneau et al. 2020, §3): post-norm layers with GELU, learned positions
-from ``POSITION_OFFSET`` on, a norm behind the embeddings. Its one token type is in the positions
-(``extensions/tasks/xlmr.py``). Layers are those of translation, with its low-rank modules:
-a sentence is in one language, its source and its target.
+from ``POSITION_OFFSET`` on, and a norm after the embeddings. The embedding of its only token type
+is added to the positions on import (``extensions/tasks/xlmr.py``). The layers are those of the
+translation model, low-rank modules included; the language of a sentence is both its source and its
+target language.
 
 Legend: B windows, T window length, N real tokens, L labels, V tags, D model width.
 """
@@ -27,24 +28,24 @@ from pipeline.model.tokens import Tokens
 from pipeline.model.transformer import EncoderLayer, Output, Stack, Transformer
 
 HEAD_STD = 0.02
-"""What a head's weights start from, as Hugging Face's ``initializer_range`` of XLM-R."""
+"""Standard deviation of a head's initial weights: Hugging Face's ``initializer_range``."""
 
 
 class Head(Linear):
-    """Token states to logits."""
+    """Linear layer from token states to logits."""
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
-        """N(0, 0.02²) and biases 0."""
+        """Return N(0, 0.02²) for weights, 0 for biases."""
         if name == "bias":
             return torch.zeros(shape)
         return torch.empty(shape).normal_(0, HEAD_STD, generator=generator)
 
 
 class Labeller(nn.Module):
-    """Encoder and head.
+    """Encoder and task head.
 
-    ``spec`` says the encoder's shape (its ``decoder_layers`` are of no use). A ``tagger`` has a
-    logit per tag, a ``reader`` one for the first and one for the last token of an answer.
+    ``spec`` defines the encoder; its ``decoder_layers`` are ignored. A ``tagger`` has one logit per
+    tag; a ``reader`` has one for the first and one for the last token of an answer.
     """
 
     expert_parallel_size = 1
@@ -63,7 +64,7 @@ class Labeller(nn.Module):
         rates = regularization or Regularization()
         model = spec.model
         self.recomputes = False
-        """Of every layer only its input is kept for the backward pass."""
+        """Whether the backward pass recomputes each layer from its input."""
         self.dropout = rates.dropout
         self.embedding = nn.Embedding(spec.vocabulary_size, model.width)
         layers = [
@@ -78,14 +79,17 @@ class Labeller(nn.Module):
     def forward(
         self, batch: LabelledBatch, *, route: Route = "specific", progress: float = 0.0
     ) -> Output:
-        """Logits for every label: (L, V) of a tagger; of a reader (2B, T), starts, then ends."""
+        """Return logits for every label: (L, V) of a tagger; (2B, T) of a reader.
+
+        The first B rows of a reader are for the first tokens of answers, the others for the last.
+        """
         x_ND = self.encode(batch, route=route, progress=progress)
         if self.kind == "tagger":
             return Output(self._logits(x_ND.index_select(0, batch.label_rows_L)), ())
         return Output(spans(self._logits(x_ND), batch.packing), ())
 
     def encode(self, batch: LabelledBatch, *, route: Route, progress: float) -> Tensor:
-        """States of all real tokens, (N, D)."""
+        """Return the states of all real tokens, (N, D)."""
         packing = batch.packing
         tokens = Tokens(
             sentence_N=packing.sentence_N,
@@ -108,7 +112,7 @@ class Labeller(nn.Module):
         return states
 
     def _logits(self, x_ND: Tensor) -> Tensor:
-        """The head's dropout is Hugging Face's: before a tagger's head, none before a reader's."""
+        # As in Hugging Face's models, dropout precedes a tagger's head but not a reader's.
         if self.kind == "tagger":
             x_ND = F.dropout(x_ND, self.dropout, training=self.training)
         logits: Tensor = self.head(x_ND)
@@ -116,19 +120,19 @@ class Labeller(nn.Module):
 
 
 Trained: TypeAlias = Transformer | Labeller
-"""What an engine trains."""
+"""A model that an engine trains."""
 
 
 def spans(logits_N2: Tensor, packing: Packing) -> Tensor:
-    """Logits of first and of last tokens over the windows, (2B, T); least at padding."""
+    """Return logits of first and last tokens over the windows, (2B, T); very low at padding."""
     logits_BT2 = packing.unpack(logits_N2)
     if not packing.is_full:
-        least = torch.finfo(logits_BT2.dtype).min / 2  # of which logarithms are still numbers
+        least = torch.finfo(logits_BT2.dtype).min / 2  # halved: log-softmax stays finite
         logits_BT2 = logits_BT2.masked_fill(~packing.mask_BT[:, :, None], least)
     return logits_BT2.permute(2, 0, 1).reshape(2 * packing.batch, packing.length)
 
 
 def allocated(model: Labeller, device: torch.device) -> Labeller:
-    """A model made on the meta device, with parameters that have yet to be set."""
+    """Allocate the parameters of a model on the meta device, and return it; values are not set."""
     allocate(model, device)
     return model

@@ -1,4 +1,4 @@
-"""How many parameters a model has: in all, active per token, and per part."""
+"""Parameter counts of a model: total, active per token, and per part."""
 
 from dataclasses import dataclass
 
@@ -20,10 +20,14 @@ def count_parameters(
     num_languages: int = 1,
     output_size: int | None = None,
 ) -> dict[str, int]:
-    """Parameters by part, built on the meta device: see :func:`count_parameters_of`.
+    """Count the parameters of a model of this size: see :func:`count_parameters_of`.
 
-    ``num_languages`` matters to models with modules of languages; ``output_size`` is the number of
-    ids that translations consist of, where that is not all.
+    Args:
+        model: settings of the model.
+        vocabulary_size: number of ids.
+        num_groups: number of language groups; 0 without them.
+        num_languages: number of languages, which matters with language modules only.
+        output_size: number of ids that translations use; None: all.
     """
     return count_parameters_of(
         placeholder_spec(
@@ -37,10 +41,10 @@ def count_parameters(
 
 
 def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
-    """Parameters by part, built on the meta device.
+    """Count parameters by part, on the meta device.
 
-    ``active`` are those one token meets: of the experts of a layer only ``top_k`` count, and of the
-    modules of languages those of one slot or the shared one.
+    ``active`` counts the parameters that one token uses: ``top_k`` experts of each MoE layer, and
+    one slot of each language module.
     """
     parts = dict.fromkeys(PARTS, 0)
     transformer = shape_of_model(spec)
@@ -60,19 +64,19 @@ def count_parameters_of(spec: ModelSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class PerToken:
-    """Parameters by which one source token and one target token are multiplied."""
+    """Number of parameters that multiply one source token and one target token."""
 
     source: float
     target: float
 
 
 def count_multiplied(spec: ModelSpec) -> PerToken:
-    """Count the parameters that enter the matrix products of one pass, by the tokens they meet.
+    """Count the parameters in the matrix products of one forward pass, per token of each side.
 
-    Source tokens meet the encoder, its front, and the keys and values of the decoder's attention to
-    the source; target tokens meet the rest of the decoder and the output projection. Embeddings and
-    positions are looked up. A CLSR table counts as often as sublayers use it, and a convolution of
-    n-grams once for n tokens.
+    Source tokens pass the encoder, its front end, and the keys and values of cross-attention;
+    target tokens pass the rest of the decoder and the output projection. Embeddings and positions
+    are look-ups and do not count. A CLSR table counts once per sublayer that uses it, and a
+    convolution over n-grams once per n tokens.
     """
     transformer = shape_of_model(spec)
     met = _shares_met(transformer) | _shares_of_products(transformer)
@@ -100,7 +104,7 @@ def _side_met(name: str, *, has_own_output: bool) -> str | None:
 
 
 def _shares_of_products(model: Transformer) -> dict[int, float]:
-    """Return how often one token is multiplied by a parameter, by id, where it is not once."""
+    """Return the multiplications per token and parameter, by id, if they differ from 1."""
     embedding = model.embedding
     if embedding.output_weight is not None or embedding.weight is None:
         return {}
@@ -108,7 +112,7 @@ def _shares_of_products(model: Transformer) -> dict[int, float]:
 
 
 def _shares_met(model: Transformer) -> dict[int, float]:
-    """Return the share of each parameter that one token meets, by id, where it is not the whole."""
+    """Return the share of each parameter that is active for one token, by id, if below 1."""
     moe = model.spec.model.moe
     met: dict[int, float] = {}
     for module in model.modules():
@@ -121,7 +125,7 @@ def _shares_met(model: Transformer) -> dict[int, float]:
 
 
 def _parts_within_layers(model: Transformer) -> dict[int, str]:
-    """Return the parts of parameters that their module's type tells, by id."""
+    """Return the parts of parameters that the type of their module determines, by id."""
     layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
     experts = {id(p): "experts" for layer in layers for p in layer.experts.parameters()}
     routers = {id(p): "routers" for layer in layers for p in layer.router.parameters()}
@@ -132,6 +136,6 @@ def _parts_within_layers(model: Transformer) -> dict[int, str]:
 
 
 def _part(name: str) -> str:
-    """Of a parameter of the whole model, by the first word of its name."""
+    """Return the part of a parameter by the first component of its name."""
     first = name.split(".")[0]
     return {"embedding": "embeddings"}.get(first, first)

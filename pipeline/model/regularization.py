@@ -1,4 +1,4 @@
-"""Rates of the noise a training run adds; no property of a model, and nothing in evaluation."""
+"""Dropout and noise rates of a training run; they are no part of a model's spec."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,11 @@ from pipeline.training.settings import TrainingConfig
 
 @dataclass(frozen=True)
 class Regularization:
-    """See ``TrainingConfig``; all of it acts on a token's home rank, seeded per micro-batch."""
+    """Rates of ``TrainingConfig``, applied in training only.
+
+    All noise is drawn on the rank that holds a token's sentence, not on the rank of its experts,
+    and is seeded per micro-batch.
+    """
 
     dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -17,6 +21,7 @@ class Regularization:
 
     @classmethod
     def of(cls, training: TrainingConfig) -> "Regularization":
+        """Return the rates of a recipe."""
         return cls(
             dropout=training.dropout,
             attention_dropout=training.attention_dropout,

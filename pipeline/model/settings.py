@@ -13,12 +13,12 @@ DecoderRouter = Literal["token", "language_group"]
 Activation = Literal["relu", "gelu"]
 CapacityFactor = Annotated[float, number(above=0, most=1000)]
 MAX_POSITION_VALUES = 2**30
-"""Width times positions: 4 GiB of sinusoids."""
+"""Largest product of width and positions: a float32 table of sinusoids takes 4 GiB."""
 
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
-"""δ of MoCE: 0 looks at the token alone, δ > 0 convolves 2 δ - 1 tokens around it (its eq. 9)."""
+"""Scale δ of MoCE (eq. 9): 0 uses the token alone; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
 class MoEConfig(Settings):
@@ -27,20 +27,22 @@ class MoEConfig(Settings):
     num_experts: Annotated[int, whole(1, MAX_EXPERTS)] = 32
     top_k: Annotated[int, whole(1, MAX_EXPERTS)] = 2
     every: Layers = 2
-    """Every n-th layer of encoder and decoder has experts: layers n, 2n, … counted from 1."""
+    """Interval of MoE layers in encoder and decoder: layers n, 2n, … counted from 1."""
     decoder_router: DecoderRouter = "token"
-    """The encoder always routes by token."""
+    """Router of the decoder's MoE layers. The encoder always routes by token."""
     num_groups: Annotated[int, whole(2, MAX_GROUPS)] | None = None
-    """Expected number of language groups; None: whatever the groups artifact has."""
+    """Expected number of language groups. None accepts any number in the groups artifact."""
     combine_weights: CombineWeights = "renormalized"
-    """Kept probabilities made to sum 1, or as they are (Switch, with top_k = 1)."""
+    """Weights of the chosen experts. ``renormalized``: their probabilities, scaled to sum to 1;
+    ``probability``: their probabilities unchanged (Switch Transformer, with top_k = 1)."""
     dispatch: Literal["dropless", "capacity"] = "dropless"
+    """``dropless`` serves every route; ``capacity`` serves a limited number per expert."""
     capacity_factor: CapacityFactor = 1.25
     """Slots per expert in training = ceil(capacity_factor · top_k · tokens / num_experts)."""
     batch_prioritized: bool = True
-    """Slots go by descending top probability; otherwise by position."""
+    """Assign slots by descending top probability; otherwise by position."""
     evaluation_capacity_factor: CapacityFactor | None = None
-    """None: evaluation and decoding drop nothing."""
+    """Capacity factor of evaluation and decoding. None drops no route."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -53,19 +55,20 @@ class MoEConfig(Settings):
 
 
 class EmbeddingConfig(Settings):
-    """Ids to states, and states to logits."""
+    """Input embeddings and the output projection."""
 
     input: Literal["learned", "frozen", "one_hot"] = "learned"
-    """A table that is trained, one that stays as it was initialised, or row i = e_i with a learned
-    scale: then the vocabulary must not exceed model.width."""
+    """Input embeddings. ``learned``: a trained table; ``frozen``: a table that keeps its initial
+    values; ``one_hot``: row i is the unit vector e_i times a scale, so that the vocabulary must not
+    exceed model.width."""
     output: Literal["tied", "untied"] = "tied"
-    """The output projection is the input's table, or one of its own."""
+    """Output projection: the input's table (``tied``) or a separate one (``untied``)."""
     one_hot: Literal["one_scale", "two_scales", "fixed_scale"] = "one_scale"
-    """Scales of ``input = "one_hot"``, all of which start at sqrt(width). ``one_scale``: encoder
-    and decoder share one that is learned; ``two_scales``: each learns its own, and nothing is
-    dropped of the last decoder layer's sublayers (the code of Shaham and Levy, 2021, and of LOBEF
-    with ``--no-embed``); ``fixed_scale``: none is learned, and encoder and decoder drop as with
-    learned embeddings (LOBEF's scripts)."""
+    """Scales of ``input = "one_hot"``, which start at sqrt(width). ``one_scale``: encoder and
+    decoder share one learned scale; ``two_scales``: each learns its own, and the sublayers of the
+    last decoder layer have no dropout (the code of Shaham and Levy, 2021, and of LOBEF with
+    ``--no-embed``); ``fixed_scale``: no scale is learned, and dropout is that of learned embeddings
+    (LOBEF's scripts)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -83,19 +86,19 @@ class EmbeddingConfig(Settings):
 
 
 class SubwordsConfig(FrontSettings):
-    """No front end: tokens are taken as they are."""
+    """No front end: embeddings enter the encoder unchanged."""
 
     kind: Literal["subwords"] = "subwords"
 
 
 class DenseConfig(Settings):
-    """The feed-forward of layers without experts: up, activation, down."""
+    """Dense feed-forward: up projection, activation, down projection."""
 
     kind: Literal["dense"] = "dense"
 
 
 FeedForwardConfig = DenseConfig
-"""Of layers without experts: a union once there are several, told apart by ``kind``."""
+"""Feed-forward of layers without experts. Further kinds make it a union, tagged by ``kind``."""
 
 
 if TYPE_CHECKING:
@@ -115,6 +118,7 @@ class ModelConfig(Settings):
     feed_forward_width: Annotated[int, whole(1, 2**20)] = 4096
     num_heads: Annotated[int, whole(1, 2**12)] = 8
     norm: Literal["pre", "post"] = "pre"
+    """Position of layer norms: before each sublayer, or after its residual connection."""
     activation: Activation = "relu"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
     max_positions: Annotated[int, whole(4, 2**20)] = 1024
@@ -126,12 +130,12 @@ class ModelConfig(Settings):
     feed_forward: FeedForwardConfig = DenseConfig()
     moe: MoEConfig | None = None
     language_modules: LanguageModulesConfig | None = None
-    """Weights of languages' own, beside those of all."""
+    """Language-specific weights in addition to the shared ones. None: no such weights."""
     initialization: Literal["xavier", "fairseq"] = "xavier"
-    """What linear layers start from (``model/initial_values.py``). ``xavier``: Xavier-uniform
+    """Initial values of linear layers (``model/initial_values.py``). ``xavier``: Xavier-uniform
     weights, biases 0; ``fairseq``: as fairseq's MultiheadAttention, whose query, key and value
     weights are smaller by sqrt(2), and its feed-forwards, which are PyTorch's linear layers.
-    Embeddings, norms and routers are fairseq's in both."""
+    Embeddings, norms and routers start as fairseq's in both."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -156,5 +160,5 @@ class ModelConfig(Settings):
 
     @property
     def has_shared_route(self) -> bool:
-        """Whether there is a route for all languages beside those of single languages."""
+        """Return whether the model has a shared route in addition to the language-specific one."""
         return self.language_modules is not None and self.language_modules.has_shared_route

@@ -1,6 +1,6 @@
-"""The full shape of a model: what the recipe says plus what tokenizer and groups determine.
+"""Specification of a model: the recipe's settings and what tokenizer and groups determine.
 
-It is fixed when a model is first made and travels in its checkpoint from then on.
+The spec is fixed when a model is initialized, and its checkpoints store it.
 """
 
 from collections.abc import Iterable
@@ -19,23 +19,23 @@ Side = Literal["encoder", "decoder"]
 
 
 class ModelSpec(Settings):
-    """All that is needed to build a model, with no other file at hand."""
+    """Complete specification of a model: building one needs no other file."""
 
     model: ModelConfig
     vocabulary_size: Annotated[int, whole(1, 2**31 - 1)]
     pad_id: Id
     languages: tuple[str, ...]
-    """Index = the language index of batches."""
+    """Language codes, in the order of the language indices of batches."""
     language_groups: tuple[int, ...] | None = None
-    """Group of each language, for a language-group router."""
+    """Group of each language. None without a language-group router."""
     tag_scheme: TagScheme = "src-tgt"
     language_token_ids: tuple[Id, ...] | None = None
-    """Id of each language's token, where the front wants to know (Ada-MSHA's language vector)."""
+    """Id of each language's token, for front ends that use it (Ada-MSHA's language vector)."""
     output_size: Annotated[int, whole(1, 2**31 - 1)] | None = None
-    """Ids, from 0 on, that a translation consists of, where the other ids are of source text."""
+    """Number of ids, from 0 on, that translations use. None: all ids of the vocabulary."""
     lone_ids: tuple[Id, ...] | None = None
-    """Ids that are words of their own: white space, specials, language tokens; where the front
-    wants to know (WSF)."""
+    """Ids that are a word each (white space, specials, language tokens), for front ends that use
+    them (WSF)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -80,21 +80,21 @@ class ModelSpec(Settings):
 
     @property
     def languages_with_modules(self) -> tuple[str, ...]:
-        """The languages that the specific route serves; all of them without language modules."""
+        """Return the languages that the language-specific route serves; all without modules."""
         modules = self.model.language_modules
         return self.languages if modules is None else modules.languages_among(self.languages)
 
     @property
     def num_groups(self) -> int:
-        """Language groups; 0 without a language-group router."""
+        """Return the number of language groups; 0 without a language-group router."""
         return 0 if self.language_groups is None else max(self.language_groups) + 1
 
 
 def make_spec(**values: Any) -> ModelSpec:
-    """A spec of what recipe, tokenizer and groups say.
+    """Return a validated spec of the given fields.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: the settings of recipe, tokenizer and groups contradict each other.
     """
     try:
         return ModelSpec(**values)
@@ -103,10 +103,10 @@ def make_spec(**values: Any) -> ModelSpec:
 
 
 def marks_of_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what a model must know of a vocabulary beside its size, as fields of a spec.
+    """Return the fields of a spec that depend on the vocabulary's content, not on its size alone.
 
     Raises:
-        ConfigError: pieces hold white space and text at once, and the front is to part words.
+        ConfigError: a piece mixes white space and text, and the front end needs word boundaries.
     """
     marks: dict[str, Any] = {}
     if tokenizer.output_size is not None:
@@ -124,7 +124,7 @@ def placeholder_spec(
     num_languages: int = 1,
     output_size: int | None = None,
 ) -> ModelSpec:
-    """A spec of that size with languages of no name, at least one per group: to count with."""
+    """Return a spec with placeholder languages, at least one per group, to count parameters."""
     named = () if model.language_modules is None else model.language_modules.languages or ()
     unnamed = max(num_groups, num_languages, 1) - len(named)
     languages = (*named, *(f"l{index}" for index in range(unnamed)))
@@ -145,46 +145,50 @@ def placeholder_spec(
 def groups_of_languages(
     model: ModelConfig, *, languages: tuple[str, ...], groups: dict[str, int] | None
 ) -> tuple[int, ...] | None:
-    """The group of each language, in order, where the model routes by language group.
+    """Return the group of each language, in order; None if the model does not route by group.
 
     Raises:
-        ConfigError: groups are needed and not given, too few, or miss a language.
+        ConfigError: groups are needed but missing, fewer than two, or without one of the languages.
     """
     if model.moe is None or model.moe.decoder_router != "language_group":
         return None
     if groups is None:
         raise ConfigError(
             "The recipe routes by language group (model.moe.decoder_router), but no groups "
-            "artifact was given: pass --groups."
+            "artifact is given. Name one with --groups."
         )
     missing = [code for code in languages if code not in groups]
     if missing:
         raise ConfigError(
-            f"The groups artifact has no group for {', '.join(missing)}: run group_languages on "
+            f"The groups artifact has no group for {', '.join(missing)}. Run group_languages on "
             "this corpus, or add them to groups.extend."
         )
     found = {groups[code] for code in languages}
     if len(found) < 2 or sorted(found) != list(range(max(groups.values()) + 1)):
         raise ConfigError(
             f"A language-group router needs two or more groups, all of them used by the corpus's "
-            f"languages; the groups artifact gives {len(found)}: change groups.max_group_share."
+            f"languages, but these belong to {len(found)}. Change groups.max_group_share."
         )
     expected = model.moe.num_groups
     if expected is not None and expected != len(found):
         raise ConfigError(
             f"The recipe expects {expected} language groups (model.moe.num_groups) and the groups "
-            f"artifact has {len(found)}: change one of them."
+            f"artifact has {len(found)}. Change one of them."
         )
     return tuple(groups[code] for code in languages)
 
 
 def refuse_languages_without_modules(spec: ModelSpec, codes: Iterable[str]) -> None:
-    """Raise ConfigError if a model has language modules, but none for one of the languages."""
+    """Check that a model with language modules has one for each of the languages.
+
+    Raises:
+        ConfigError: a language has none.
+    """
     own = spec.languages_with_modules
     missing = sorted(set(codes) - set(own))
     if missing:
         raise ConfigError(
-            f"The model has no language module for {', '.join(missing)}: it has those of "
-            f"{', '.join(own)}; name one of these"
-            + (", or take the shared route." if spec.model.has_shared_route else ".")
+            f"The model has no language module for {', '.join(missing)}. Choose among "
+            f"{', '.join(own)}"
+            + (", or use the shared route." if spec.model.has_shared_route else ".")
         )

@@ -1,7 +1,7 @@
-"""Modules of one shape as stacked parameters: experts, and modules of languages.
+"""Modules of equal shape with stacked parameters: experts and language modules.
 
-In memory the first dimension of every parameter is over slots. In artifacts each slot has tensors
-of its own, under its name: ``….experts.7.up.weight``.
+In memory, the first dimension of every parameter is over slots. In checkpoints, each slot has its
+own tensors under its name: ``….experts.7.up.weight``.
 """
 
 from typing import ClassVar
@@ -14,22 +14,22 @@ class StackedModules(nn.Module):
     """A module whose parameters, and those below it, have a first dimension over slots."""
 
     can_spread: ClassVar[bool] = False
-    """Expert parallelism spreads the slots over ranks."""
+    """Whether expert parallelism spreads the slots over ranks."""
     first_slot: int
     """Number of the first slot that this rank holds."""
 
     @property
     def held_slots(self) -> tuple[str, ...]:
-        """Names of the slots that this rank holds, in order."""
+        """Return the names of the slots that this rank holds, in order."""
         raise NotImplementedError
 
     @property
     def is_spread(self) -> bool:
-        """Whether ranks may hold different slots."""
+        """Return whether ranks may hold different slots."""
         raise NotImplementedError
 
     @torch.no_grad()
     def clear_padding(self) -> None:
-        """Set parameters behind the last slot to zero."""
+        """Set the parameters after the last slot to zero."""
         for parameter in self.parameters():
             parameter[len(self.held_slots) :] = 0

@@ -1,8 +1,8 @@
-"""Residual sublayers: attention or a feed-forward with its norm, dropout and residual.
+"""Residual sublayers: attention or a feed-forward with norm, dropout and residual connection.
 
 A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
-:class:`Sublayer` serves all positions at once and single decoding steps alike. It leaves its sum
-to the next sublayer: with compiled regions, the sum and the next norm are one kernel in training.
+:class:`Sublayer` runs either all positions or one decoding step. It leaves the residual sum to the
+next sublayer, so that with compiled regions the sum and the next norm are one kernel in training.
 
 Legend: N tokens, or rows of a decoding step; D model width.
 """
@@ -28,7 +28,7 @@ class ResidualNorm(nn.LayerNorm):
         self.pre_norm = pre_norm
         self.dropout = dropout
         self.is_compiled = False
-        """In training, the operators between two sublayers are one compiled kernel."""
+        """Whether the operators between two sublayers run as one compiled kernel in training."""
 
     def enter(self, x_ND: Tensor) -> Tensor:
         """Return the input of the inner function."""
@@ -83,13 +83,13 @@ class LayerOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Reports:
-    """What the layers of a pass report, in order."""
+    """Routing records and gates of the layers of one pass, in order."""
 
     routing: list[RoutingRecord] = field(default_factory=list)
     gates: list[Tensor] = field(default_factory=list)
 
     def add(self, output: LayerOutput) -> Tensor:
-        """Keep what a layer reports, and return its states."""
+        """Append the reports of a layer, and return its states."""
         if output.record is not None:
             self.routing.append(output.record)
         self.gates.extend(output.gates)
@@ -102,7 +102,7 @@ class Residual(NamedTuple):
     x_ND: Tensor
     tokens: Tokens
     y_ND: Tensor | None = None
-    """The last sublayer's result, which is not yet added to x."""
+    """Result of the last sublayer, not yet added to x."""
     norm: ResidualNorm | None = None
     """The norm of the last sublayer."""
     record: RoutingRecord | None = None
@@ -142,7 +142,7 @@ class Sublayer:
     f_step: InnerFunction
     """The inner function of one decoding step."""
     after: After | None = None
-    """What an extension lets follow the inner function, such as gated projections."""
+    """Module of an extension that changes the result of ``f``, such as gated projections."""
 
     def __call__(self, x: Residual, *inputs: object, **options: object) -> Residual:
         """Apply the sublayer to all positions.

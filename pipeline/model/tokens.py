@@ -1,4 +1,4 @@
-"""What a layer is told about its tokens.
+"""Metadata of the tokens that a layer processes, and linear layers that depend on it.
 
 Legend: B sentences, N tokens.
 """
@@ -16,15 +16,19 @@ from pipeline.kernels.products import SentenceSlots
 
 @dataclass(frozen=True)
 class Tokens:
-    """One small record instead of a growing list of tensors; per token on demand.
+    """Metadata of packed tokens.
+
+    One record keeps the signatures of layers short. It also caches values that several layers
+    compute from it.
 
     Attributes:
-        sentence_N: sentence of each token.
-        position_N: its position there, from 0.
-        source_language_B, target_language_B: indices into the tokenizer's languages.
-        language_group_B: group of the target language.
-        route: of a model that has two.
-        progress: share of the training that was done before this update; of no use without it.
+        sentence_N: index of each token's sentence.
+        position_N: position of each token in its sentence, from 0.
+        source_language_B: index of each sentence's source language in ``spec.languages``.
+        target_language_B: index of its target language.
+        language_group_B: group of its target language.
+        route: the language-specific or the shared route, in a model that has both.
+        progress: share of training done before this update, 0 to 1; read in training only.
     """
 
     sentence_N: Tensor
@@ -37,18 +41,21 @@ class Tokens:
 
     @cached_property
     def source_language_N(self) -> Tensor:
+        """Return the source language of each token."""
         return self.source_language_B[self.sentence_N]
 
     @cached_property
     def target_language_N(self) -> Tensor:
+        """Return the target language of each token."""
         return self.target_language_B[self.sentence_N]
 
     @cached_property
     def language_group_N(self) -> Tensor:
+        """Return the group of each token's target language."""
         return self.language_group_B[self.sentence_N]
 
     def route_numbers(self, *, num_choices: int, num_experts: int) -> RouteNumbers:
-        """What MoE layers of such a shape count with; the same for all of them."""
+        """Return the index tensors of MoE layers of this shape, cached for all such layers."""
         shape = num_choices, num_experts
         if shape not in self._route_numbers:
             self._route_numbers[shape] = RouteNumbers(
@@ -57,9 +64,10 @@ class Tokens:
         return self._route_numbers[shape]
 
     def over(self, packing: Packing) -> "Tokens":
-        """What there is to know of other tokens of the same sentences: of their sources, say."""
+        """Return the metadata of other tokens of the same sentences, such as their sources."""
         if id(packing) not in self._over:
             other = replace(self, sentence_N=packing.sentence_N, position_N=packing.position_N)
+            # The packing is kept as well: its id could be reused if it were freed.
             self._over[id(packing)] = packing, other
         return self._over[id(packing)][1]
 
@@ -69,7 +77,7 @@ class Tokens:
 
     @cached_property
     def kept_slots(self) -> dict[tuple[object, ...], SentenceSlots]:
-        """Kind of language module → the slots that serve these sentences, once they are known."""
+        """Return the cache of language modules: kind → the slots that serve these sentences."""
         return {}
 
     @cached_property
@@ -78,9 +86,9 @@ class Tokens:
 
 
 class TokenLinear(nn.Module):
-    """A module in the place of a linear layer whose result depends on the tokens, too.
+    """A replacement for a linear layer whose result also depends on token metadata.
 
-    It is called with the states, (…, inputs), and the tokens that their rows belong to.
+    It is called with the states, (…, inputs), and the metadata of their rows.
     """
 
     in_features: int
@@ -88,11 +96,11 @@ class TokenLinear(nn.Module):
 
     @property
     def kept_values(self) -> int:
-        """Values that it keeps per token for gradients, beside those of a linear layer."""
+        """Return the values per token kept for gradients, in addition to a linear layer's."""
         raise NotImplementedError
 
 
 def project(layer: nn.Module, x: Tensor, tokens: Tokens) -> Tensor:
-    """Apply a linear layer, or what stands in its place."""
+    """Apply a linear layer or its replacement."""
     y: Tensor = layer(x, tokens) if isinstance(layer, TokenLinear) else layer(x)
     return y

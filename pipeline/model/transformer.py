@@ -1,20 +1,20 @@
 """The encoder–decoder Transformer of the fairseq / Hugging Face M2M-100 family.
 
-Notable choices:
-- hidden states are packed (N, D): only attention sees the padded grid
+Design:
+- hidden states are packed (N, D): only attention may see a padded grid
 - source and target are embedded in one look-up; embeddings and output projection are tied,
   unless ``model.embedding`` says otherwise
 - pre- or post-norm; sinusoidal (sines, then cosines) or learned positions, counted from
   ``POSITION_OFFSET`` as in fairseq; embedding scale sqrt(D); optional embedding norm
-- a layer is two or three residual sublayers (:mod:`pipeline.model.sublayer`), which it registers
-  under the names that they have in artifacts
-- every layer's feed-forward is dense or a mixture of experts; the layer does not know which
-- what a layer is told about its tokens is one record; what an MoE layer reports is returned beside
-  the hidden states
-- a front end leads the encoder's input through its layers (:mod:`pipeline.model.front_end`)
-- logits only at real target tokens
+- a layer has two or three residual sublayers (:mod:`pipeline.model.sublayer`) and registers their
+  modules under the names that checkpoints use
+- a layer does not know whether its feed-forward is dense or a mixture of experts
+- :class:`~pipeline.model.tokens.Tokens` carries all token metadata into a layer; the routing of an
+  MoE layer is returned together with the hidden states
+- a front end runs the encoder's layers (:mod:`pipeline.model.front_end`)
+- logits are computed at the predicted positions only
 
-:mod:`pipeline.model.building` makes a model of its description.
+:mod:`pipeline.model.building` builds a model from its spec.
 
 Legend: B batch, N real tokens, T length, R rows of a decoding step, D model width, V vocabulary,
 L predicted tokens.
@@ -58,12 +58,12 @@ class Output:
     logits_LV: Tensor
     routing: tuple[RoutingRecord, ...]
     gates: tuple[Tensor, ...] = ()
-    """Of sublayers that are followed by gated projections, (N,) each."""
+    """Gates of the projections that follow sublayers (CLSR), (N,) each."""
 
 
 @dataclass
 class LayerCache:
-    """What a decoder layer keeps between decoding steps."""
+    """State of a decoder layer between decoding steps."""
 
     past: GrowingKeys
     """Keys and values of the target so far."""
@@ -170,15 +170,17 @@ class DecoderLayer(nn.Module):
 
 
 def build_attention(model: ModelConfig, rates: Regularization) -> Attention:
+    """Return an attention module of the model's width and heads."""
     return Attention(width=model.width, num_heads=model.num_heads, dropout=rates.attention_dropout)
 
 
 def residual_norm(model: ModelConfig, dropout: float) -> ResidualNorm:
+    """Return the norm of a sublayer, pre- or post-norm as the model is."""
     return ResidualNorm(model.width, pre_norm=model.norm == "pre", dropout=dropout)
 
 
 class Stack(nn.Module):
-    """The layers of an encoder or decoder, its positions and its norms."""
+    """Layers, positions and norms of an encoder or decoder."""
 
     def __init__(self, model: ModelConfig, layers: Sequence[nn.Module], *, dropout: float) -> None:
         super().__init__()
@@ -190,7 +192,7 @@ class Stack(nn.Module):
             self.positions = nn.Embedding(model.max_positions + POSITION_OFFSET, model.width)
 
     def enter(self, x_ND: Tensor, position_N: Tensor, sinusoids_TD: Tensor) -> Tensor:
-        """Embedded tokens with their positions, normalised where the model does, dropped out."""
+        """Add positions to embedded tokens, then apply the optional norm and dropout."""
         if hasattr(self, "positions"):
             x_ND = x_ND + self.positions(position_N + POSITION_OFFSET)
         else:
@@ -200,12 +202,12 @@ class Stack(nn.Module):
         return F.dropout(x_ND, self.dropout, training=self.training)
 
     def leave(self, x_ND: Tensor) -> Tensor:
-        """What the last layer's states become."""
+        """Return the last layer's states, normalized in a pre-norm model."""
         return x_ND if self.final_norm is None else self.final_norm(x_ND)
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder and the embeddings they share."""
+    """Encoder–decoder Transformer with embeddings for both sides."""
 
     def __init__(
         self,
@@ -220,23 +222,25 @@ class Transformer(nn.Module):
         self.spec = spec
         self.expert_parallel_size = expert_parallel_size
         self.recomputes = False
-        """Of every layer only its input is kept for the backward pass."""
+        """Whether the backward pass recomputes each layer from its input."""
         self.embedding = Embedding(spec)
         self.front = front
         self.encoder = encoder
         self.decoder = decoder
         self.positions_TD: Tensor
         self.group_of_language: Tensor
+        # Not persistent: the spec determines both, so that checkpoints hold parameters only.
         self.register_buffer("positions_TD", torch.empty(0), persistent=False)
         self.register_buffer("group_of_language", torch.empty(0), persistent=False)
         self.reset_buffers()
 
     @property
     def device(self) -> torch.device:
+        """Return the device that the model is on."""
         return self.group_of_language.device
 
     def reset_buffers(self, device: torch.device | None = None) -> None:
-        """Compute what is not a parameter: sinusoids and the groups of languages."""
+        """Recompute all buffers: sinusoids, language groups and those of the front end."""
         model = self.spec.model
         device = device or torch.get_default_device()
         is_table = model.positions == "sinusoidal"
@@ -248,7 +252,13 @@ class Transformer(nn.Module):
             self.front.reset_buffers(device)
 
     def forward(self, batch: Batch, *, route: Route = "specific", progress: float = 0.0) -> Output:
-        """Logits for every label of the batch; ``progress``: share of training done so far."""
+        """Return logits for every label of the batch, and what the layers report.
+
+        Args:
+            batch: packed source, target and labels.
+            route: the language-specific or the shared route.
+            progress: share of training done before this update, 0 to 1.
+        """
         source_ND, target_ND = self.embedding.both(batch.source_N, batch.target_N)
         languages = batch.source_language_B, batch.target_language_B
         source = self.tokens_of(batch.source, *languages, route=route, progress=progress)
@@ -272,9 +282,14 @@ class Transformer(nn.Module):
         *,
         begins_N: Tensor | None = None,
     ) -> tuple[Tensor, Reports]:
-        """Source tokens and their embeddings → memory (N, D), with what layers report.
+        """Return the encoder's output (N, D), and what its layers report.
 
-        ``begins_N``: True where a token begins a word that a segmenter found.
+        Args:
+            ids_N: token ids of the source.
+            embedded_ND: their embeddings.
+            packing: boundaries of the sentences.
+            tokens: metadata of the tokens.
+            begins_N: True where a token begins a word that a segmenter found.
         """
         x_ND = self.encoder.enter(embedded_ND, tokens.position_N, self.positions_TD)
         passage = Passage(self.encoder.layers, packing, tokens, recomputes=self._recomputes_now)
@@ -295,7 +310,7 @@ class Transformer(nn.Module):
         route: Route = "specific",
         progress: float = 0.0,
     ) -> Tokens:
-        """What layers are told about the real tokens of a packing."""
+        """Return the metadata of the real tokens of a packing."""
         return Tokens(
             sentence_N=packing.sentence_N,
             position_N=packing.position_N,
@@ -307,20 +322,21 @@ class Transformer(nn.Module):
         )
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """Decoder states → logits over the vocabulary."""
+        """Return the logits over the vocabulary, (L, V), for states of the last decoder layer."""
         return self.embedding.project(self.decoder.leave(x_ND))
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
+        """Yield the decoder's layers, typed."""
         for layer in self.decoder.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer
 
 
 def sinusoids(max_positions: int, width: int) -> Tensor:
-    """Sinusoidal positions as in fairseq: sines in the first half, cosines in the second.
+    """Return fairseq's sinusoidal positions (T, D): sines in the first half, then cosines.
 
-    On the CPU even where new tensors go to the meta device: for arithmetic there, PyTorch loads its
-    compiler, which takes more than a second.
+    The table is computed on the CPU even under a meta device: arithmetic on meta makes PyTorch load
+    its compiler, which takes more than a second.
     """
     half = width // 2
     steps = torch.arange(half, device="cpu")

@@ -187,8 +187,8 @@ def test_a_machine_without_a_compiler_is_refused_in_a_sentence(
     from torch._inductor.exc import InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", mock.Mock(side_effect=InvalidCxxCompiler))
-    with pytest.raises(ConfigError, match=r"no C\+\+ compiler: install g\+\+"):
+    with pytest.raises(ConfigError, match=r"no C\+\+ compiler\. Install g\+\+"):
         check_compiler(CPU)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
-    with pytest.raises(ConfigError, match="install triton"):
+    with pytest.raises(ConfigError, match="Install triton"):
         check_compiler(torch.device("cuda"))

@@ -76,7 +76,7 @@ class ModelFolder:
         return (self.origin / name).is_file()
 
     def read_bytes(self, name: str) -> bytes:
-        """A whole small file."""
+        """Return the content of a small file."""
         return read_bytes(
             self.origin / name, limit=_MAX_BYTES, error=CheckpointError, fix=_RESTORE_CLAUSE
         )

@@ -1,8 +1,8 @@
 """Encoder front ends of byte-level models: MSC, MSHA, Ada-MSHA, Byte-nCF and Byte-WSF.
 
-Read ``settings.py`` first, then ``extension.py`` and the module of a front end. A front end lets
-queries, keys and values see their neighbors (MSC, MSHA, Ada-MSHA), fuses n-grams (nCF), or keeps
-attention within words (WSF). Its parameters are named ``front.…``.
+Read ``settings.py`` first, then ``extension.py`` and the module of a front end. A front end makes
+queries, keys and values depend on neighboring tokens (MSC, MSHA, Ada-MSHA), fuses n-grams (nCF), or
+restricts attention to words (WSF). Its parameters are named ``front.…``.
 """
 
 from typing import Any

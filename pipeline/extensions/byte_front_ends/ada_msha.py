@@ -1,7 +1,7 @@
-"""Ada-MSHA: every head of every token mixes the scales that a router chooses (MoCE, §3.2, §3.3).
+"""Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2, §3.3).
 
-One pool of experts, the scales δ = 0 … Δ, and one router are shared by queries, keys and values and
-by all heads. There is no balance loss.
+Queries, keys and values of all heads share one pool of experts, the scales δ = 0 … Δ, and one
+router. There is no balance loss.
 
 Legend: N real tokens, P positions with gaps, D model width, H heads, K head width, Q routers (1, or
 one each for queries, keys and values), S scales (Δ + 1), C choices per vector (top-k).
@@ -24,19 +24,19 @@ from pipeline.model.spec import ModelSpec
 
 
 class ScaleRouter(nn.Module):
-    """logits = W [x | lid], without a bias; one matrix for all, or one for each of q, k, v."""
+    """Router without bias: logits = W [x | lid], with one W, or one each for q, k and v."""
 
     def __init__(self, *, inputs: int, scales: int, routers: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(routers, scales, inputs))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """U(±1/sqrt(inputs)), as PyTorch's linear layers."""
+        """Return U(±1/sqrt(inputs)), as PyTorch's linear layers start."""
         bound = 1 / math.sqrt(shape[-1])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_N3HK: Tensor, lid_NHK: Tensor | None) -> Tensor:
-        """Logits, (N, 3, H, S), in float32; ``lid_NHK`` stands behind every vector of a token."""
+        """Return logits (N, 3, H, S) in float32; ``lid_NHK`` is appended to a token's vectors."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
         x_N3HI = x_N3HK
         if lid_NHK is not None:
@@ -48,7 +48,11 @@ class ScaleRouter(nn.Module):
 
 
 class AdaMsha(nn.Module):
-    """Experts are named by their scale, ``experts.1`` to ``experts.Δ``; δ = 0 has no weights."""
+    """The Ada-MSHA front end.
+
+    Experts are named by their scale, ``experts.1`` to ``experts.Δ``. Scale 0 is the vector itself
+    and has no weights.
+    """
 
     def __init__(self, config: AdaMshaConfig, spec: ModelSpec) -> None:
         super().__init__()
@@ -68,36 +72,36 @@ class AdaMsha(nn.Module):
         )
         if config.language_vector and spec.language_token_ids is None:
             raise ConfigError(
-                "model.front.language_vector wants the ids of the languages' tokens, and the "
-                "model's description has none: make it anew from its recipe and tokenizer."
+                "model.front.language_vector is true, but the model's spec has no ids of language "
+                "tokens. Initialize the model again from its recipe and tokenizer."
             )
         self._spec_token_ids = spec.language_token_ids or ()
         self.language_token_L: Tensor
         self.register_buffer("language_token_L", torch.empty(0), persistent=False)
 
     def reset_buffers(self, device: torch.device) -> None:
+        """Recompute the ids of language tokens on a device."""
         self.language_token_L = torch.tensor(self._spec_token_ids, device="cpu").to(device)
 
     @property
     def sees_language(self) -> bool:
-        """Whether the router sees a vector of the source language."""
+        """Return whether the router sees a vector of the source language."""
         return self.config.language_vector
 
     def show_as(self, language: int | None) -> None:
-        """From now on the router sees the vector of this language whatever the source's is; None:
-        of the source's.
-        """
+        """Make the router see the vector of this language; None restores the source's."""
         self.reset_buffers(self.language_token_L.device)
         if language is not None:
             self.language_token_L.fill_(self._spec_token_ids[language])
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        """Run the encoder's layers, one of them with mixed scales; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)
 
     def route(self, source: Source, states_N3HK: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the heads of queries, keys and values: their scales and weights."""
+        """Return scales and weights of the heads of queries, keys and values, (N, 3, H, C)."""
         return choose_scales(self.router(states_N3HK, self._lid(source)), self.config)
 
     def _contextualize(self, source: Source, attention: Attention, x_ND: Tensor) -> Projected:
@@ -122,7 +126,7 @@ class AdaMsha(nn.Module):
         return found
 
     def _lid(self, source: Source) -> Tensor | None:
-        """The embedding of each token's source language, unscaled, cut into heads."""
+        """Return the unscaled embedding of each token's source language, split into heads."""
         if not self.config.language_vector:
             return None
         tokens = source.tokens
@@ -133,7 +137,11 @@ class AdaMsha(nn.Module):
 
 
 def choose_scales(logits: Tensor, config: AdaMshaConfig) -> tuple[Tensor, Tensor]:
-    """The top-k of the last dimension and their weights, which sum to 1."""
+    """Return the top-k scales of the last dimension, and their weights.
+
+    Several weights sum to 1. The weight of a single scale is 1 with a gradient to its logit
+    (straight-through), or the logit itself, as configured.
+    """
     if config.weights == "probabilities":
         logits = F.softmax(logits, dim=-1)
     best, scale = logits.topk(config.top_k, dim=-1)

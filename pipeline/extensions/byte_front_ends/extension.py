@@ -1,6 +1,6 @@
-"""What byte-level front ends change: the encoder's front end, and how its operators are counted.
+"""Implementation of the model's extension points by byte-level front ends.
 
-A new front end is a module of its own, a config type in ``settings.py``, and a ``case`` of
+To add a front end, write a module, a settings class in ``settings.py`` and a ``case`` of
 :meth:`ByteFrontEnds.build_front`.
 """
 
@@ -25,10 +25,10 @@ from pipeline.model.transformer import Transformer
 
 
 class ByteFrontEnds(Extension):
-    """The front ends of byte-level models."""
+    """Extension that adds encoder front ends for byte-level models."""
 
     def build_front(self, spec: ModelSpec) -> nn.Module | None:
-        """Return the front end of the kind that the settings name."""
+        """Return the configured front end, if it is one of this extension."""
         width = spec.model.width
         match spec.model.front:
             case MscConfig() as config:
@@ -44,7 +44,7 @@ class ByteFrontEnds(Extension):
         return None
 
     def shares_multiplied(self, model: Transformer) -> dict[int, float]:
-        """Return 1 / n for the convolutions of n-grams, each of which stands for n tokens."""
+        """Return 1 / n for convolutions over n-grams, which run once per n tokens."""
         return {
             id(parameter): 1 / module.weight.shape[2]
             for module in model.modules()
@@ -53,6 +53,6 @@ class ByteFrontEnds(Extension):
         }
 
     def operator_parts(self) -> tuple[tuple[type, str], ...]:
-        """Count all operators of a front end, those of its parts by the part's name."""
+        """Return the part "front" for the modules of all front ends."""
         kinds = (LocalConvolution, ScaleRouter, Msc, Msha, AdaMsha, Ncf, Wsf)
         return tuple((kind, "front") for kind in kinds)

@@ -1,4 +1,4 @@
-"""What looks at the tokens around one, along the sentence, and the heads that are looked at.
+"""Convolutions over neighboring tokens, and conversion of queries, keys and values to heads.
 
 Legend: P positions, V vectors of a position, C their width, N real tokens, H heads, K head width.
 """
@@ -13,7 +13,7 @@ from pipeline.model.attention import Attention, Projected
 
 
 class LocalConvolution(nn.Module):
-    """Every vector with kernel // 2 neighbours on each side; zeros beyond a sentence."""
+    """Convolution of every vector with kernel // 2 neighbors on each side, zero-padded."""
 
     def __init__(self, width: int, *, kernel: int) -> None:
         super().__init__()
@@ -21,17 +21,20 @@ class LocalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """U(±1/sqrt(inputs)), as PyTorch's convolutions."""
+        """Return U(±1/sqrt(inputs)), as PyTorch's convolutions start."""
         bound = 1 / math.sqrt(self.weight.shape[1] * self.weight.shape[2])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_PVC: Tensor) -> Tensor:
-        """(P, V, C) of sentences that stand apart by kernel // 2 rows of zeros or more."""
+        """Return (P, V, C); at least kernel // 2 rows of zeros must separate sentences."""
         return convolve(x_PVC, self.weight, self.bias)
 
 
 def heads_of(projected: Projected, attention: Attention, *, scales_first: bool) -> Tensor:
-    """Heads of queries, keys and values, (N, 3, H, K); queries scaled, where that comes first."""
+    """Return the heads of queries, keys and values, (N, 3, H, K).
+
+    With ``scales_first``, queries are scaled by 1 / sqrt(K) before they are contextualized.
+    """
     query_ND, key_ND, value_ND = projected
     if scales_first:
         query_ND = query_ND * _scale(attention)
@@ -40,9 +43,9 @@ def heads_of(projected: Projected, attention: Attention, *, scales_first: bool) 
 
 
 def projected_of(states_N3HK: Tensor, attention: Attention, *, scales_first: bool) -> Projected:
-    """Back to queries, keys and values, of which attention scales the queries (again)."""
+    """Return queries, keys and values, (N, D) each, from heads (N, 3, H, K)."""
     query_ND, key_ND, value_ND = states_N3HK.flatten(2).unbind(1)
-    if scales_first:
+    if scales_first:  # attention scales queries itself, so that the first scaling is undone
         query_ND = query_ND / _scale(attention)
     return Projected(query_ND, key_ND, value_ND)
 

@@ -1,7 +1,8 @@
-"""MSC: multi-scale contextualisation (Huang and Feng 2024; MoCE, §2.2, eq. 4).
+"""MSC: multi-scale contextualization (Huang and Feng 2024; MoCE, §2.2, eq. 4).
 
-Before one layer's queries, keys and values, the width is cut into groups, each of which passes a
-convolution of its own kernel, or stays as it is. What the residual adds to is the input as it was.
+The input of one layer's query, key and value projections is split along its width into groups. Each
+group passes a convolution with its own kernel size, or stays unchanged. The residual connection
+uses the original input.
 
 Legend: P positions with gaps, N real tokens, D model width, C width of a group.
 """
@@ -18,7 +19,7 @@ from pipeline.model.front_end import Passage, Source
 
 
 class Msc(nn.Module):
-    """A convolution for each group that has a kernel, named by the group's number."""
+    """The MSC front end: one convolution per group with a kernel, named by the group's number."""
 
     def __init__(self, config: MscConfig, *, width: int) -> None:
         super().__init__()
@@ -32,6 +33,7 @@ class Msc(nn.Module):
         )
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        """Run the encoder's layers, one of them with MSC; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)
@@ -40,7 +42,7 @@ class Msc(nn.Module):
         return attention.project(self._mixed(source, x_ND), source.tokens)
 
     def _mixed(self, source: Source, x_ND: Tensor) -> Tensor:
-        """Every group seen at its scale."""
+        """Return the states with each group convolved by its kernel, (N, D)."""
         gaps = source.gaps(max(self.config.kernels) // 2)
         groups_PC = gaps.open(x_ND).chunk(len(self.config.kernels), dim=1)
         mixed_PC = [

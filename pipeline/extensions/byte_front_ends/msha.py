@@ -1,4 +1,4 @@
-"""MSHA: attention whose heads see at scales of their own (MoCE, §3.1, eqs. 8 to 10).
+"""MSHA: multi-scale attention, where each head has its own scale (MoCE, §3.1, eqs. 8 to 10).
 
 Legend: P positions with gaps, N real tokens, D model width, H heads, K head width.
 """
@@ -15,7 +15,11 @@ from pipeline.model.front_end import Passage, Source
 
 
 class Msha(nn.Module):
-    """One convolution per head with δ > 0, shared by its query, key and value (``heads.3``)."""
+    """The MSHA front end.
+
+    Each head with δ > 0 has one convolution for its query, key and value, named by the head's
+    number (``heads.3``).
+    """
 
     def __init__(self, config: MshaConfig, *, width: int) -> None:
         super().__init__()
@@ -29,6 +33,7 @@ class Msha(nn.Module):
         )
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        """Run the encoder's layers, one of them with MSHA; return the last states."""
         x_ND = passage.through(x_ND, self.config.layer)
         x_ND = passage.through(x_ND, 1, contextualizer=partial(self._contextualize, source))
         return passage.through(x_ND)

@@ -1,7 +1,8 @@
-"""Byte-nCF: n-grams of states, fused after the first layers (LOBEF, §3.1).
+"""Byte-nCF: n-gram convolutional fusion after the first layers (LOBEF, §3.1).
 
-For every n a convolution of kernel n and stride n goes over the sentence, padded on the right to a
-multiple of n; each of its results stands for n tokens. What is passed on is their weighted sum.
+For every n, a convolution with kernel n and stride n runs over the sentence, padded on the right to
+a multiple of n, and each result is repeated for its n tokens. The next layer receives the weighted
+sum over all n.
 
 Legend: B sentences, T their length, N real tokens, D model width, G n-grams, I their width (n · D).
 """
@@ -18,7 +19,7 @@ from pipeline.model.front_end import Passage, Source
 
 
 class NgramConvolution(nn.Module):
-    """The weights of one n, (D, D, n) and (D,)."""
+    """Convolution over n-grams, with weights (D, D, n) and (D,)."""
 
     def __init__(self, width: int, *, order: int) -> None:
         super().__init__()
@@ -26,12 +27,12 @@ class NgramConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(width))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """U(±1/sqrt(inputs)), as PyTorch's convolutions."""
+        """Return U(±1/sqrt(inputs)), as PyTorch's convolutions start."""
         bound = 1 / math.sqrt(self.weight.shape[1] * self.weight.shape[2])
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Of sentences padded with zeros: each token's n-gram."""
+        """Return the result of each token's n-gram, (B, T, D), of zero-padded sentences."""
         order, length = self.weight.shape[2], x_BTD.shape[1]
         padded_BTD = F.pad(x_BTD, (0, 0, 0, -length % order))
         ngrams_BGI = padded_BTD.unflatten(1, (-1, order)).flatten(2)
@@ -41,7 +42,10 @@ class NgramConvolution(nn.Module):
 
 
 class Ncf(nn.Module):
-    """``orders.2`` and so on, and the mixture, one unconstrained number per n."""
+    """The Byte-nCF front end.
+
+    Convolutions are named by n (``orders.2``); ``mixture`` has one unconstrained weight per n.
+    """
 
     def __init__(self, config: NcfConfig, *, width: int) -> None:
         super().__init__()
@@ -52,11 +56,12 @@ class Ncf(nn.Module):
         self.mixture = nn.Parameter(torch.empty(len(config.orders)))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:  # noqa: ARG002
-        """Return U(±1/sqrt(orders)), as the bias-free linear layer in LOBEF's code starts."""
+        """Return U(±1/sqrt(orders)), as LOBEF's code: the mixture is a linear layer there."""
         bound = 1 / math.sqrt(len(self.mixture))
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        """Run the encoder's layers, with fusion after the first ones; return the last states."""
         x_ND = passage.through(x_ND, self.config.layers_before)
         return passage.through(self._fused(x_ND, source))
 

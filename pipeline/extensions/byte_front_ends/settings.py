@@ -9,20 +9,21 @@ from pipeline.config.variants import FrontSettings, ModelShape, Vocabulary
 
 OddKernel = Literal[0, 1, 3, 5, 7, 9, 11, 13, 15]
 Scale = Annotated[int, whole(0, 8)]
-"""δ of MoCE: 0 looks at the token alone, δ > 0 convolves 2 δ - 1 tokens around it (its eq. 9)."""
+"""Scale δ of MoCE (eq. 9): 0 uses the token alone; δ > 0 convolves 2 δ - 1 tokens around it."""
 
 
 class MscConfig(FrontSettings):
-    """Multi-scale contextualisation before a layer's queries, keys and values (MoCE, §2.2)."""
+    """MSC: convolutions before the queries, keys and values of one layer (MoCE, §2.2)."""
 
     kind: Literal["msc"] = "msc"
     kernels: Annotated[tuple[OddKernel, ...], Field(min_length=1)] = (0, 0, 3, 3, 5, 5, 7, 7)
-    """Of each group that the width is cut into; 0: it stays as it is. MoCE takes 0, 0, 1, 1, 3, 5,
-    5, 7 for OPUS-100."""
+    """Kernel size of each group that the width is split into; 0 leaves a group unchanged. MoCE uses
+    0, 0, 1, 1, 3, 5, 5, 7 for OPUS-100."""
     layer: Annotated[int, whole(0, 999)] = 0
-    """Of the encoder, counted from 0."""
+    """Encoder layer with contextualization, counted from 0."""
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the layer does not exist or the groups do not divide the width."""
         _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
         if model.width % len(self.kernels):
             raise ValueError(
@@ -32,16 +33,18 @@ class MscConfig(FrontSettings):
 
 
 class MshaConfig(FrontSettings):
-    """Every head of a layer's attention at a scale of its own (MoCE, §3.1)."""
+    """MSHA: each attention head of one layer has its own scale (MoCE, §3.1)."""
 
     kind: Literal["msha"] = "msha"
     scales: Annotated[tuple[Scale, ...], Field(min_length=1)] = (0, 0, 2, 2, 3, 3, 4, 4)
-    """δ of each head."""
+    """Scale δ of each head."""
     layer: Annotated[int, whole(0, 999)] = 0
+    """Encoder layer with contextualization, counted from 0."""
     scaled: Literal["after", "before"] = "after"
-    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
+    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the layer does not exist or the scales do not match the heads."""
         _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
         if len(self.scales) != model.num_heads:
             raise ValueError(
@@ -51,24 +54,28 @@ class MshaConfig(FrontSettings):
 
 
 class AdaMshaConfig(FrontSettings):
-    """Every head of every token mixes the scales that a router chooses (MoCE, §3.2)."""
+    """Ada-MSHA: a router chooses the scales that each head of each token mixes (MoCE, §3.2)."""
 
     kind: Literal["ada_msha"] = "ada_msha"
     max_scale: Annotated[int, whole(1, 8)] = 5
-    """Δ: experts are δ = 0 … Δ."""
+    """Largest scale Δ: the experts are δ = 0 … Δ."""
     top_k: Annotated[int, whole(1, 9)] = 2
+    """Number of scales that a head mixes."""
     layer: Annotated[int, whole(0, 999)] = 0
+    """Encoder layer with contextualization, counted from 0."""
     language_vector: bool = False
-    """The router sees the embedding of the source language's token, too (``+lid``, §3.3)."""
+    """Whether the router also sees the embedding of the source language's token (``+lid``,
+    §3.3)."""
     separate_routers: bool = False
-    """One router each for queries, keys and values, not one for all."""
+    """Whether queries, keys and values have a router each instead of one for all."""
     weights: Literal["logits", "probabilities"] = "logits"
-    """A softmax over the chosen experts' logits, as MoCE's code, or over their probabilities, as
-    its eqs. 2 and 12 say."""
+    """Input of the softmax that weights the chosen experts: their logits (MoCE's code), or their
+    probabilities (its eqs. 2 and 12)."""
     single_weight: Literal["straight_through", "logit"] = "straight_through"
-    """With top_k 1: the weight 1 with a gradient to its logit, or, as in MoCE's code, the logit."""
+    """Weight with top_k = 1: the value 1 with a gradient to the logit, or the logit itself (MoCE's
+    code)."""
     scaled: Literal["after", "before"] = "after"
-    """Queries are scaled after they are contextualised (MoCE, eq. 8), or before, as its code."""
+    """Whether queries are scaled after (MoCE, eq. 8) or before contextualization (its code)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -80,9 +87,11 @@ class AdaMshaConfig(FrontSettings):
         return self
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the layer does not exist."""
         _check_layer("layer", self.layer, last=model.encoder_layers - 1, model=model)
 
     def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+        """Return the ids of the language tokens, if the router sees them."""
         if not self.language_vector:
             return {}
         return {
@@ -91,13 +100,13 @@ class AdaMshaConfig(FrontSettings):
 
 
 class NcfConfig(FrontSettings):
-    """n-grams of states fused after the first layers (LOBEF, §3.1)."""
+    """Byte-nCF: fusion of n-grams of states after the first layers (LOBEF, §3.1)."""
 
     kind: Literal["ncf"] = "ncf"
     layers_before: Annotated[int, whole(0, 999)] = 1
-    """Layers of the encoder that come before it; LOBEF's code has 4 of 6."""
+    """Number of encoder layers before the fusion. LOBEF's code has 4 of 6."""
     orders: Annotated[tuple[Annotated[int, whole(1, 16)], ...], Field(min_length=1)] = (1, 2, 3, 4)
-    """n; 1 is the state itself."""
+    """Values of n; 1 is the state itself."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -106,28 +115,31 @@ class NcfConfig(FrontSettings):
         return self
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the encoder has fewer layers."""
         _check_layer("layers_before", self.layers_before, last=model.encoder_layers, model=model)
 
 
 class WsfConfig(FrontSettings):
-    """Attention within words in the first layers (LOBEF, §3.2).
+    """Byte-WSF: attention within words in the first layers (LOBEF, §3.2).
 
-    Words are what white space parts. In a language that is written without (Chinese, Japanese,
-    Thai, Lao, Khmer, Burmese, Tibetan) a line has hardly more than one word, and these layers see
-    it as the others do; training names such languages with their lines. As sources alone they can
-    be had with spaces: part their words by any segmenter before the text is imported.
+    White space separates words. In a language written without spaces (Chinese, Japanese, Thai, Lao,
+    Khmer, Burmese, Tibetan), a line is about one word, so that these layers attend to the whole
+    line; training lists such languages with their lines. If such a language is only a source,
+    insert spaces with a segmenter before the import.
     """
 
     parts_words: ClassVar[bool] = True
 
     kind: Literal["wsf"] = "wsf"
     layers: Annotated[int, whole(1, 1000)] = 4
-    """Of the encoder, from the first on; LOBEF's code has 2 of 6."""
+    """Number of first encoder layers that attend within words. LOBEF's code has 2 of 6."""
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if the encoder has fewer layers."""
         _check_layer("layers", self.layers, last=model.encoder_layers, model=model)
 
     def marks(self, vocabulary: Vocabulary) -> dict[str, Any]:
+        """Return the ids that are a word each: white space and language tokens."""
         tags = map(vocabulary.language_token_id, vocabulary.languages)
         return {"lone_ids": (*vocabulary.white_space_ids(), *tags)}
 

@@ -1,8 +1,8 @@
 """Byte-WSF: attention within words in the first layers (LOBEF, §3.2).
 
-A word is what stands between white space, and in a language with a segmenter what that finds
-there; a white space is a word of its own, and so is every tag and the end of a sentence. Where
-attention takes packed sentences, words are handed over as such; elsewhere it is masked.
+White space separates words; in a language with a segmenter, its boundaries separate words, too.
+Each white space, each tag and the end of a sentence is a word. If attention has a kernel for packed
+sentences, words are passed to it as sentences; otherwise attention is masked.
 
 Legend: B sentences, T their length, N real tokens.
 """
@@ -21,14 +21,14 @@ from pipeline.model.spec import ModelSpec
 
 
 class Wsf(nn.Module):
-    """No weights of its own."""
+    """The Byte-WSF front end, which has no weights."""
 
     def __init__(self, config: WsfConfig, spec: ModelSpec) -> None:
         super().__init__()
         if spec.lone_ids is None:
             raise ConfigError(
-                "model.front wsf wants to know which ids are white space, and the model's "
-                "description does not say: make it anew from its recipe and tokenizer."
+                "model.front is wsf, but the model's spec has no ids of white space. Initialize "
+                "the model again from its recipe and tokenizer."
             )
         self.config = config
         self._head_width = spec.model.width // spec.model.num_heads
@@ -37,9 +37,11 @@ class Wsf(nn.Module):
         self.register_buffer("lone_ids", torch.empty(0), persistent=False)
 
     def reset_buffers(self, device: torch.device) -> None:
+        """Recompute the ids that are a word each, on a device."""
         self.lone_ids = torch.tensor(self._spec_lone_ids, device="cpu").to(device)
 
     def forward(self, x_ND: Tensor, source: Source, passage: Passage) -> Tensor:
+        """Run the encoder's layers, the first ones within words; return the last states."""
         begins_N = word_begins(source, self.lone_ids)
         if can_attend_packed(x_ND, head_width=self._head_width):
             words = words_as_sentences(begins_N, source.packing)
@@ -51,7 +53,7 @@ class Wsf(nn.Module):
 
 
 def word_begins(source: Source, lone_ids: Tensor) -> Tensor:
-    """True at the first token of every word, (N,)."""
+    """Return a mask that is True at the first token of every word, (N,)."""
     is_lone_N = torch.isin(source.ids_N, lone_ids)
     begins_N = is_lone_N | (source.tokens.position_N == 0)
     begins_N[1:] |= is_lone_N[:-1]
@@ -61,14 +63,16 @@ def word_begins(source: Source, lone_ids: Tensor) -> Tensor:
 
 
 def within_words(begins_N: Tensor, packing: Packing) -> Tensor:
-    """True where two tokens of a sentence are of one word, (B, T, T)."""
+    """Return a mask that is True where two tokens belong to one word, (B, T, T)."""
     word_BT = packing.unpack(begins_N.cumsum(0)[:, None]).squeeze(-1)
     return word_BT[:, :, None] == word_BT[:, None, :]
 
 
 def words_as_sentences(begins_N: Tensor, packing: Packing) -> Packing:
-    """Spans of words. There are as many spans as tokens, so that the host need not know the number
-    of words: those that are left over are empty.
+    """Return a packing whose spans are words.
+
+    It has as many spans as tokens, so that the host need not know the number of words; the
+    remaining spans are empty.
     """
     tokens = len(begins_N)
     number_N = torch.arange(tokens, device=begins_N.device)

@@ -1,6 +1,6 @@
-"""Weights of single languages: low-rank (LMS), whole feed-forwards, or gated projections (CLSR).
+"""Language-specific modules: low-rank matrices (LMS), feed-forwards, gated projections (CLSR).
 
-Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module of a kind.
+Read ``settings.py`` first, then ``extension.py``, ``stack.py`` and the module of one kind.
 """
 
 from typing import Any

@@ -1,13 +1,13 @@
 """Conditional language-specific routing (CLSR; Zhang et al., 2021).
 
-Replace the result y of a sublayer by g · y W_lang + (1 - g) · y W_shared. As in the authors' code
-(``models/transformer_multilingual_clsr.py``), W_lang is of the target language and one table
-serves all sublayers of a side, while W_shared is a linear layer of each sublayer and, in attention,
-takes the place of the output projection. Without W_shared the second term is (1 - g) · y.
+CLSR replaces the result y of a sublayer by g · y W_lang + (1 - g) · y W_shared. As in the authors'
+code (``models/transformer_multilingual_clsr.py``), W_lang belongs to the target language and all
+sublayers of a side share one table, while each sublayer has its own W_shared, which replaces the
+output projection in attention. Without W_shared, the second term is (1 - g) · y.
 
-A small network decides the gate g of every token by the input x of the sublayer: in training
-sigmoid(logit + α n), n ~ N(0, 1), where α grows from 0; otherwise 1 where the logit is at least 0,
-else 0. The loss holds the mean of the gates to a budget.
+A small network computes the gate g of every token from the input x of the sublayer. In training, g
+is sigmoid(logit + α n) with n ~ N(0, 1), where α grows from 0; otherwise g is 1 if the logit is at
+least 0, else 0. A loss keeps the mean of the gates close to a budget.
 
 Legend: N tokens, D model width, G gate width, S slots.
 """
@@ -23,11 +23,11 @@ from pipeline.kernels.products import Linear, SentenceSlots, row_products
 from pipeline.model.tokens import Tokens
 
 FLOAT32 = 4
-"""Bytes of a gate."""
+"""Bytes of a gate, which is computed in float32."""
 
 
 class Projections(LanguageStack):
-    """W_lang of every language, (S, D, D): rows are outputs."""
+    """Projections W_lang of all languages, (S, D, D), with outputs in rows."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Projections(LanguageStack):
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
         """Return the initial W_lang: the identity, or the uniform values of the authors' code.
 
-        Their table is one (languages × D²) matrix, whose Xavier bound is sqrt(6 / (languages + D²))
-        and so about sqrt(D / 2) times smaller than that of a D × D matrix.
+        The authors' table is one (languages × D²) matrix. Its Xavier bound is
+        sqrt(6 / (languages + D²)), about sqrt(D / 2) times smaller than that of a D × D matrix.
         """
         del name
         if self.starts_as_identity:
@@ -54,7 +54,7 @@ class Projections(LanguageStack):
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
     def forward(self, y_ND: Tensor, tokens: Tokens) -> Tensor:
-        """Return y W_lang."""
+        """Return y W_lang, with the matrix of each row's target language."""
         return row_products(y_ND, self.weight, self._slots(tokens))
 
     def _slots(self, tokens: Tokens) -> SentenceSlots:
@@ -67,7 +67,7 @@ class Projections(LanguageStack):
 
 
 class XavierLinear(Linear):
-    """A linear layer that starts Xavier-uniform, as all of the authors' do."""
+    """Linear layer with Xavier-uniform initial weights, as in the authors' code."""
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
         """Return U(±sqrt(6 / (inputs + outputs))) for weights, 0 for biases."""
@@ -78,7 +78,7 @@ class XavierLinear(Linear):
 
 
 class Gate(nn.Module):
-    """Two layers, Linear(D → G), ReLU, Linear(G → 1), and noise."""
+    """Gate network: Linear(D → G), ReLU, Linear(G → 1), with noise in training."""
 
     def __init__(self, *, width: int, gate_width: int, noise: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Gate(nn.Module):
         self.down = XavierLinear(gate_width, 1)
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Tensor:
-        """(N,), between 0 and 1 in training, 0 or 1 without."""
+        """Return the gates (N,): between 0 and 1 in training, else 0 or 1."""
         logit_N: Tensor = self.down(F.relu(self.up(x_ND)))[:, 0].float()
         if not self.training:
             return (logit_N >= 0).float()
@@ -96,13 +96,13 @@ class Gate(nn.Module):
 
 
 class ConditionalRouting(nn.Module):
-    """The gate and the projections that follow one sublayer.
+    """Gate and projections after one sublayer.
 
     Args:
-        gate: decides between them.
-        projections: W_lang; may be the table of all sublayers of a side, which the side then owns.
-        owns_projections: whether they are of this sublayer alone.
-        shared: W_shared; None: the result of the sublayer passes unchanged where the gate is 0.
+        gate: network that computes the gates.
+        projections: W_lang of this sublayer, or the table that all sublayers of a side share.
+        owns_projections: whether ``projections`` belongs to this sublayer; else the side owns it.
+        shared: W_shared; None: the result of the sublayer is unchanged where the gate is 0.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ConditionalRouting(nn.Module):
         self.gate = gate
         if owns_projections:
             self.projections = projections
-        self._projections = (projections,)  # a tuple, so that a table has one owner
+        self._projections = (projections,)  # a tuple hides the table from nn.Module: one owner
         self.shared = shared
 
     def forward(self, x_ND: Tensor, y_ND: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ class ConditionalRouting(nn.Module):
         Args:
             x_ND: the input of the sublayer.
             y_ND: its result so far.
-            tokens: whose rows these are.
+            tokens: metadata of the rows.
         """
         gate_N = self.gate(x_ND, tokens)
         specific_ND = self._projections[0](y_ND, tokens)
@@ -134,9 +134,11 @@ class ConditionalRouting(nn.Module):
         return torch.lerp(shared_ND, specific_ND, gate_N[:, None].to(y_ND.dtype)), gate_N
 
     def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
-        """Return (3 e D + e G + 5 · 4) N: the sublayer's result, both projections, and the gate.
+        """Return (3 e D + e G + 5 · 4) N, where e is ``value``, the bytes of a number.
 
-        It is 2 e D without W_shared, where the result itself is one of the two.
+        The terms are the sublayer's result and both projections, the hidden layer of the gate, and
+        float32 values of the gate. Without W_shared, the first is 2 e D: the result is one of the
+        two terms.
         """
         kept = 2 if self.shared is None else 3
         return tokens * (value * (kept * width + self.gate.up.out_features) + 5 * FLOAT32)

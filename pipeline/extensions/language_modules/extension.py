@@ -1,9 +1,9 @@
-"""What modules of languages change: linear layers, feed-forwards, sublayers and checkpoints.
+"""Implementation of the model's extension points by language modules.
 
-A new kind is a module of its own, a config type in ``settings.py``, and a ``case`` of
-:meth:`LanguageModules.change_side` or :meth:`LanguageModules.build_feed_forward`. Parameters of a
-:class:`~pipeline.extensions.language_modules.stack.LanguageStack` are named, counted, pruned and
-trained without more.
+To add a kind, write a module, a settings class in ``settings.py`` and a ``case`` of
+:meth:`LanguageModules.change_side` or :meth:`LanguageModules.build_feed_forward`. The core names,
+counts, prunes and trains the parameters of any
+:class:`~pipeline.extensions.language_modules.stack.LanguageStack`.
 """
 
 import re
@@ -55,12 +55,12 @@ _OF_LANGUAGES = re.compile(
 
 
 class LanguageModules(Extension):
-    """Weights of single languages, beside those of all."""
+    """Extension that adds language-specific weights to a model."""
 
     def build_feed_forward(
         self, spec: ModelSpec, *, side: Side, layer: int, expert_parallel: ExpertParallel | None
     ) -> nn.Module | None:
-        """Return a layer's feed-forwards of languages, if it has them."""
+        """Return the language experts of a layer, if it has any."""
         match spec.model.language_modules:
             case LanguageExpertsConfig() as config if has_language_experts(spec.model, layer):
                 return build_language_experts(
@@ -69,7 +69,7 @@ class LanguageModules(Extension):
         return None
 
     def change_side(self, spec: ModelSpec, stack: Stack, *, side: Side) -> None:
-        """Put low-rank modules beside linear layers, or gated projections behind sublayers."""
+        """Add low-rank modules to linear layers, or gated projections after sublayers."""
         match spec.model.language_modules:
             case LowRankConfig() as config:
                 add_low_rank(spec, config, stack, side=side)
@@ -77,15 +77,15 @@ class LanguageModules(Extension):
                 add_gates(spec, config, stack)
 
     def exchanges_rows(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether a layer has a feed-forward per language."""
+        """Return whether a layer has language experts, which may be spread over ranks."""
         return has_language_experts(model, layer)
 
     def parts(self, model: Transformer) -> dict[int, str]:
-        """Count the modules of languages as a part of their own."""
+        """Return the part "language modules" for all parameters of language modules."""
         return {id(one): "language modules" for each in _stacks(model) for one in each.parameters()}
 
     def shares_met(self, model: Transformer) -> dict[int, float]:
-        """Return 1 / slots for stacks; 0 for the shared module in whose place they stand."""
+        """Return 1 / slots for stacks; 0 for the shared feed-forward, the alternative to a slot."""
         met = {
             id(parameter): 1 / len(stack.slots)
             for stack in _stacks(model)
@@ -98,7 +98,7 @@ class LanguageModules(Extension):
         return met
 
     def shares_multiplied(self, model: Transformer) -> dict[int, float]:
-        """Return the share of a side's table that one token meets, times the table's uses."""
+        """Return uses / slots for a CLSR table that the sublayers of a side share."""
         found: dict[int, float] = {}
         for side in (model.encoder, model.decoder):
             uses = sum(isinstance(module, ConditionalRouting) for module in side.modules())
@@ -108,7 +108,7 @@ class LanguageModules(Extension):
         return found
 
     def added_tensor(self, name: str) -> AddedTensor | None:
-        """Return what a tensor of language modules is."""
+        """Return the description of a tensor, if it belongs to a language module."""
         found = _OF_LANGUAGES.fullmatch(name)
         if found is None:
             return None
@@ -116,7 +116,7 @@ class LanguageModules(Extension):
         if layer is not None:
             return AddedTensor(f"{layer}.of_language", f"{layer}.{found['inner']}")
         if found["shared"] is not None:
-            # It takes the place of the output projection of attention; a feed-forward has none.
+            # W_shared replaces the output projection of attention; feed-forwards have none.
             output = f"{found['sublayer']}.output.{found['kind']}"
             is_attention = found["sublayer"].endswith("attention")
             return AddedTensor(found["shared"], output if is_attention else None)
@@ -126,9 +126,9 @@ class LanguageModules(Extension):
     def folded(
         self, name: str, names: Collection[str], read: Callable[[str], Tensor]
     ) -> Tensor | None:
-        """Return W + V F of the shared slot, summed in float64.
+        """Return W + V F of the shared slot, computed in float64.
 
-        A shared feed-forward has the names of a plain one, so that it needs no folding.
+        A shared feed-forward needs no folding: its tensors have the names of a plain one.
         """
         shared = f"{name.removesuffix('.weight')}.low_rank.{SHARED}"
         if not name.endswith(".weight") or f"{shared}.flat" not in names:
@@ -142,7 +142,7 @@ def _stacks(model: Transformer) -> list[LanguageStack]:
 
 
 def has_language_experts(model: ModelConfig, layer: int) -> bool:
-    """Return whether layer ``layer`` (from 0) of both sides has a feed-forward per language."""
+    """Return whether layer ``layer`` (from 0) of encoder and decoder has language experts."""
     modules = model.language_modules
     if has_experts(model, layer) or not isinstance(modules, LanguageExpertsConfig):
         return False
@@ -150,7 +150,7 @@ def has_language_experts(model: ModelConfig, layer: int) -> bool:
 
 
 def add_low_rank(spec: ModelSpec, config: LowRankConfig, stack: Stack, *, side: Side) -> None:
-    """Give the linear layers of a side low-rank modules."""
+    """Add low-rank modules to the configured linear layers of a side."""
     chosen = config.encoder_layers if side == "encoder" else config.decoder_layers
     shape = LowRankShape(
         languages=spec.languages,
@@ -175,16 +175,16 @@ def _wrap(layer: nn.Module, config: LowRankConfig, shape: LowRankShape) -> None:
 
 
 def synthesis_of(config: LowRankConfig, *, side: Side) -> Synthesis:
-    """Whose V and F a side has."""
+    """Return the languages that select V and F on a side."""
     if config.synthesis == "pair_wise":
         return "pair_wise"
     return "source" if side == "encoder" else config.decoder_language
 
 
 def add_gates(spec: ModelSpec, config: ClsrConfig, stack: Stack) -> None:
-    """Let gated projections follow every sublayer of a side.
+    """Add a gate and projections after every sublayer of a side.
 
-    The table that sublayers share belongs to the side.
+    If the sublayers share a table, the side owns it.
     """
     table = _projections(spec, config) if config.tables == "per_side" else None
     for layer in stack.layers:
@@ -216,7 +216,7 @@ def _projections(spec: ModelSpec, config: ClsrConfig) -> Projections:
 def _shared_projection(
     spec: ModelSpec, config: ClsrConfig, sublayer: nn.Module
 ) -> nn.Module | None:
-    """Return W_shared of a sublayer, which replaces the output projection of attention."""
+    """Return W_shared of a sublayer; in attention, remove the output projection it replaces."""
     if config.shared_projection == "none":
         return None
     if isinstance(sublayer, Attention):

@@ -1,10 +1,11 @@
-"""A language-level mixture of experts: one whole feed-forward per language.
+"""Language experts: one feed-forward per language, without a router.
 
-No router decides: a sentence is served by its language's feed-forward or, on the shared route, by
-the one of all, which has the names of a plain feed-forward (fuse distillation; paper, §3.1).
+The feed-forward of a sentence's language processes it or, on the shared route, the feed-forward of
+all languages, whose tensors have the names of a plain one (fuse distillation; Xu et al. 2023,
+§3.1).
 
-Where experts are spread over ranks, so are the feed-forwards of languages: rows travel to the rank
-of their language and back, as those of routed experts do.
+With expert parallelism, the language experts are spread over ranks as well: rows go to the rank of
+their language and back, like those of routed experts.
 
 Legend: N tokens, R rows sorted by slot, S slots, D model width, F hidden width.
 """
@@ -26,7 +27,7 @@ from pipeline.model.tokens import Tokens
 
 
 class FeedForwardStack(LanguageStack):
-    """The feed-forwards of languages: (S, F, D) and (S, D, F), with biases; S of this rank."""
+    """Feed-forwards of this rank's S languages: weights (S, F, D) and (S, D, F), and biases."""
 
     can_spread = True
 
@@ -48,13 +49,13 @@ class FeedForwardStack(LanguageStack):
         self.down = StackedLinear(num_experts=share, in_features=hidden_width, out_features=width)
 
     def forward(self, x_RD: Tensor, rows_S: Sequence[int] | Tensor) -> Tensor:
-        """Apply each feed-forward of this rank to its slice of rows."""
+        """Apply each feed-forward of this rank to its slice of rows, (R, D)."""
         weights = ExpertWeights(self.up.weight, self.up.bias, self.down.weight, self.down.bias)
         return serve_rows(x_RD, rows_S, weights, activation=self.activation)
 
 
 class LanguageExperts(nn.Module):
-    """A feed-forward per language, and one for all."""
+    """A feed-forward per language and, if configured, one for all languages."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class LanguageExperts(nn.Module):
         self.of_language = experts
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord | None]:
-        """Through the feed-forwards of the route."""
+        """Apply the feed-forwards of the route; there is no routing record."""
         if tokens.route == "shared" and self.has_shared:
             y_ND = self.down(activate(self.up(x_ND), self.activation))
         else:
@@ -94,7 +95,7 @@ class LanguageExperts(nn.Module):
     def _by_rank(
         self, x_ND: Tensor, slots: SentenceSlots, expert_parallel: ExpertParallel
     ) -> Tensor:
-        """Through the feed-forwards of all ranks, to which rows go sorted by slot."""
+        """Apply the feed-forwards of all ranks to rows sorted by slot, and restore the order."""
         stack = self.of_language
         order_N = slots.order_N
         count_S = torch.bincount(slots.first_N, minlength=stack.share * stack.ranks)
@@ -120,7 +121,7 @@ def build_language_experts(
     side: Side,
     expert_parallel: ExpertParallel | None,
 ) -> LanguageExperts:
-    """The language experts of one layer, or this rank's share of them."""
+    """Return this rank's share of the language experts of one layer."""
     model = spec.model
     widths = {"width": model.width, "hidden_width": model.feed_forward_width}
     size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)

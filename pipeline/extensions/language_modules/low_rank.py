@@ -1,10 +1,10 @@
-"""Language-specific matrix synthesis (LMS): W + V_a F_b, of rank d, per language (paper, eq. 1).
+"""Language-specific matrix synthesis (LMS): W + V_a F_b of rank d (Xu et al. 2023, eq. 1).
 
-Pair-wise, a is the source language and b the target language; language-wise both are one language.
-V starts as N(0, 0.01²) and F as zeros, so that the layer starts as the plain one. The low rank
-comes first, V (F x): no matrix is ever formed. Batches may mix languages.
+In pair-wise synthesis, a is the source and b the target language; in language-wise synthesis, both
+are the same language. V starts as N(0, 0.01²) and F as zeros, so that the layer starts as the plain
+one. The product is computed as V (F x): V F is never formed. Batches may mix languages.
 
-The shared slot is that of fuse distillation; a layer with one has two routes.
+The shared slot serves fuse distillation; a layer that has one has two routes.
 
 Legend: N rows, S slots, R rank, I inputs, O outputs.
 """
@@ -21,17 +21,21 @@ from pipeline.kernels.products import SentenceSlots, add_low_rank, linear
 from pipeline.model.tokens import TokenLinear, Tokens
 
 VERTICAL_STD = 0.01
+"""Standard deviation of the initial V."""
 Synthesis = Literal["pair_wise", "source", "target"]
-"""The languages of V and F: source and target, twice the source, twice the target."""
+"""Languages of V and F: source and target, the source for both, or the target for both."""
 
 
 @dataclass(frozen=True)
 class LowRankShape:
-    """What the low-rank modules of a linear layer are.
+    """Properties of the low-rank modules of a linear layer.
 
     Attributes:
-        languages: codes, by the language indices of batches.
-        kept: those that have a module; None: all.
+        languages: codes, in the order of the language indices of batches.
+        rank: the rank d.
+        synthesis: languages that select V and F.
+        has_shared: whether there is a slot for all languages.
+        kept: languages that have a module; None: all.
     """
 
     languages: tuple[str, ...]
@@ -42,7 +46,7 @@ class LowRankShape:
 
 
 class LowRankStack(LanguageStack):
-    """V and F of every language: (S, O, R) and (S, R, I)."""
+    """Matrices of every language: V (S, O, R) and F (S, R, I)."""
 
     def __init__(self, shape: LowRankShape, *, in_features: int, out_features: int) -> None:
         super().__init__(shape.languages, kept=shape.kept, has_shared=shape.has_shared)
@@ -51,22 +55,22 @@ class LowRankStack(LanguageStack):
         self.flat = nn.Parameter(torch.empty(slots, shape.rank, in_features))
 
     def initial_value(self, name: str, shape: torch.Size, *, generator: torch.Generator) -> Tensor:
-        """Of one language's tensor, or of the stacked one."""
+        """Return N(0, 0.01²) for V, zeros for F; ``shape`` may be one slot's or the stack's."""
         if name == "flat":
             return torch.zeros(shape)
         return torch.empty(shape).normal_(0, VERTICAL_STD, generator=generator)
 
     def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
-        """Initial values, where nothing else gives them."""
+        """Set initial values in place, for modules added to a finished model."""
         nn.init.normal_(self.vertical, 0, VERTICAL_STD, generator=generator)
         nn.init.zeros_(self.flat)
 
 
 class LowRankLinear(TokenLinear):
-    """A linear layer, whose weight and bias keep their names, beside modules of languages.
+    """A linear layer with a low-rank module per language; weight and bias keep their names.
 
-    It takes the parameters of the layer that it is made of; the modules' values are not yet set
-    (``low_rank.reset_parameters``, or loaded).
+    It takes over the parameters of the plain layer. The modules are uninitialized: call
+    ``low_rank.reset_parameters``, or load their values.
     """
 
     def __init__(self, plain: nn.Linear, shape: LowRankShape) -> None:
@@ -79,7 +83,7 @@ class LowRankLinear(TokenLinear):
         )
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """(…, I) → (…, O); the rows are those of ``tokens``, in order."""
+        """Return (…, O) for states (…, I), whose rows are those of ``tokens`` in order."""
         y = linear(x, self.weight, self.bias)
         y_NO = add_low_rank(
             y.flatten(0, -2),
@@ -92,11 +96,11 @@ class LowRankLinear(TokenLinear):
 
     @property
     def kept_values(self) -> int:
-        """The rank: F x is kept."""
+        """Return the rank: autograd keeps F x."""
         return self.low_rank.flat.shape[1]
 
     def _slots(self, tokens: Tokens) -> SentenceSlots:
-        """The same for all layers of this kind that see these tokens."""
+        """Return the slots of each sentence, cached for all such layers of a pass."""
         stack = self.low_rank
         key = ("low_rank", self.synthesis, stack.slots)
         found = tokens.kept_slots.get(key)
@@ -114,13 +118,13 @@ class LowRankLinear(TokenLinear):
 
     @torch.no_grad()
     def folded_weight(self) -> Tensor:
-        """W + V F of the shared slot: what the plain layer of that route has."""
+        """Return W + V F of the shared slot, the weight of an equivalent plain layer."""
         assert self.low_rank.has_shared
         return self.weight + self.low_rank.vertical[-1] @ self.low_rank.flat[-1]
 
 
 def wrap_linear_layers(module: nn.Module, names: Sequence[str], shape: LowRankShape) -> None:
-    """Give linear layers of a module, by their names in it, modules of languages."""
+    """Replace the named linear layers of a module by :class:`LowRankLinear`."""
     for name in names:
         parent, _, own = name.rpartition(".")
         owner = module.get_submodule(parent)

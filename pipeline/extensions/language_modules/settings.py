@@ -1,4 +1,4 @@
-"""Settings of weights that belong to single languages (``model.language_modules``)."""
+"""Settings of language-specific modules (``model.language_modules``)."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -16,23 +16,25 @@ class LowRankConfig(LanguageModuleSettings):
     kind: Literal["low_rank"] = "low_rank"
     rank: Annotated[int, whole(1, 2**16)] = 32
     synthesis: Literal["pair_wise", "language_wise"] = "pair_wise"
-    """V of the source and F of the target language; or both of one language, in the encoder the
-    source."""
+    """``pair_wise``: V of the source and F of the target language; ``language_wise``: both of the
+    same language, which is the source in the encoder."""
     decoder_language: Literal["target", "source"] = "target"
-    """Of language-wise synthesis: whose modules the decoder has (paper: the target's; its code: the
-    source's)."""
+    """Language that selects the decoder's modules in language-wise synthesis (target in the paper,
+    source in its code)."""
     within: Literal["feed_forward", "attention", "both"] = "feed_forward"
-    """Which linear layers have modules; those of experts (model.moe) have none."""
+    """Linear layers that have modules. Those of experts (model.moe) have none."""
     cross_attention: bool = True
-    """With modules in attention, whether the attention of the decoder to the source has them, too,
-    as in the authors' code. Without, the sizes are those of the paper's table 6."""
+    """Whether cross-attention has modules, if attention has them. True is the authors' code; false
+    gives the sizes of the paper's table 6."""
     encoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
-    """Layers that have modules, counted from 0; None: all."""
+    """Encoder layers that have modules, counted from 0. None: all."""
     decoder_layers: tuple[Annotated[int, whole(0, 999)], ...] | None = None
+    """Decoder layers that have modules, counted from 0. None: all."""
     shared: bool = False
-    """A further module for all languages, which fuse distillation teaches, and its route."""
+    """Add a module for all languages and its route, which fuse distillation trains."""
 
     def check_shape(self, model: ModelShape) -> None:
+        """Raise ValueError if a chosen layer does not exist."""
         for name, chosen, layers in (
             ("encoder_layers", self.encoder_layers, model.encoder_layers),
             ("decoder_layers", self.decoder_layers, model.decoder_layers),
@@ -45,22 +47,24 @@ class LowRankConfig(LanguageModuleSettings):
 
     @property
     def has_shared_route(self) -> bool:
+        """Return whether the model has a route for all languages."""
         return self.shared
 
 
 class LanguageExpertsConfig(LanguageModuleSettings):
-    """A language-level mixture of experts: one whole feed-forward per language."""
+    """Language experts: one feed-forward per language."""
 
     kind: Literal["language_experts"] = "language_experts"
     every: Annotated[int, whole(1, 1000)] = 1
-    """Every n-th layer has them: layers n, 2n, … counted from 1."""
+    """Interval of layers with language experts: layers n, 2n, … counted from 1."""
     shared: bool = False
-    """A further feed-forward for all languages, which fuse distillation teaches, and its route."""
+    """Add a feed-forward for all languages and its route, which fuse distillation trains."""
     decoder_language: Literal["target", "source"] = "target"
-    """Whose feed-forwards the decoder has; the encoder has the source's."""
+    """Language that selects the decoder's feed-forward. The encoder's is the source."""
 
     @property
     def has_shared_route(self) -> bool:
+        """Return whether the model has a route for all languages."""
         return self.shared
 
 
@@ -72,26 +76,26 @@ class ClsrConfig(LanguageModuleSettings):
     """One set of projections for the encoder and one for the decoder, or (CLSR*) one for every
     sublayer."""
     shared_projection: Literal["per_sublayer", "none"] = "per_sublayer"
-    """W_shared. ``per_sublayer``: a linear layer in every sublayer, in place of the output
+    """W_shared. ``per_sublayer``: a linear layer in every sublayer, which replaces the output
     projection of attention (the authors' code). ``none``: attention keeps its output projection,
-    and where the gate is 0 the result of the sublayer passes unchanged; the model starts as the
-    plain one. Without ``cross_attention`` and with a ``gate_width`` of 64, ``none`` gives the sizes
-    that Xu et al. (2023) state for CLSR and CLSR*."""
+    a gate of 0 leaves the result of the sublayer unchanged, and the model starts as the plain one.
+    Without ``cross_attention`` and with a ``gate_width`` of 64, ``none`` gives the sizes that Xu et
+    al. (2023) state for CLSR and CLSR*."""
     cross_attention: bool = True
-    """Whether projections follow the attention of the decoder to the source, too."""
+    """Whether projections also follow cross-attention."""
     gate_width: Annotated[int, whole(1, 2**16)] = 128
+    """Hidden width of the gate network."""
     noise: Annotated[float, number(least=0, most=1000)] = 5.0
-    """Standard deviation of the noise on gates at the end of training; it grows from 0."""
+    """Standard deviation of the noise on gate logits at the end of training. It grows from 0."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_shared_tables(cls, values: object) -> object:
-        """Refuse models of earlier versions, whose sublayers shared one W_shared per table."""
+        """Reject models of earlier versions, whose sublayers shared one W_shared per table."""
         if isinstance(values, dict) and "attention_output" in values:
             raise ValueError(
-                "attention_output is of an earlier version, which shared W_shared between the "
-                "sublayers and so was not CLSR: set shared_projection instead, and train the "
-                "model again"
+                "attention_output belongs to an earlier version, whose sublayers shared W_shared, "
+                "which is not CLSR: set shared_projection instead, and train the model again"
             )
         return values
 

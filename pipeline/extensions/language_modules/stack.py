@@ -1,12 +1,12 @@
-"""Modules of several languages as stacked tensors, and which of them serves a sentence.
+"""Modules of several languages as stacked tensors, and the slot of each sentence.
 
-In memory a parameter of all languages is one tensor, (S, …), so that every rank gives every
-language a gradient, of zeros where its sentences have none of that language. In artifacts every
-language has tensors of its own, under its code: ``….low_rank.de.vertical``.
+In memory, a parameter of all languages is one tensor (S, …), so that every rank has a gradient for
+every language: zeros if none of its sentences is in that language. In checkpoints, every language
+has its own tensors under its code: ``….low_rank.de.vertical``.
 
-Slots may be spread over ranks, in order and as evenly as they go. All ranks then have parameters of
-one shape, since DeepSpeed cuts its buckets by size: behind the last slot there is padding, which
-serves nobody and belongs to no artifact.
+Slots may be spread over ranks, in order and as evenly as possible. DeepSpeed cuts its buckets by
+size, so that parameters must have one shape on all ranks: the last slot is followed by padding,
+which is never used and not saved.
 
 Legend: B sentences, S slots.
 """
@@ -23,13 +23,14 @@ from pipeline.model.tokens import Tokens
 
 
 class LanguageStack(StackedModules):
-    """Parameters below it have a first dimension over ``slots``.
+    """A module whose parameters have a first dimension over ``slots``.
 
     Args:
-        languages: codes, by the language indices of batches.
-        kept: codes of those that have a module; None: all of them.
-        has_shared: whether there is one for all of them, behind theirs.
-        ranks, rank: over how many ranks the slots are spread, and which of these this one is.
+        languages: codes, in the order of the language indices of batches.
+        kept: codes of the languages that have a module; None: all of them.
+        has_shared: whether a slot for all languages follows theirs.
+        ranks: number of ranks that the slots are spread over.
+        rank: index of this rank among them.
     """
 
     def __init__(
@@ -51,20 +52,21 @@ class LanguageStack(StackedModules):
 
     @property
     def share(self) -> int:
-        """Slots for which a rank has parameters, padding included."""
+        """Return the number of slots that a rank has parameters for, padding included."""
         return -(-len(self.slots) // self.ranks)
 
     @property
     def is_spread(self) -> bool:
+        """Return whether ranks hold different slots."""
         return self.ranks > 1
 
     @property
     def held_slots(self) -> tuple[str, ...]:
-        """Those whose parameters this rank has, in their order."""
+        """Return the slots whose parameters this rank holds, in order."""
         return self.slots[self.first_slot : self.first_slot + self.share]
 
     def slots_of(self, language_B: Tensor, tokens: Tokens) -> Tensor:
-        """The slot of each sentence: its language's, or, on the shared route, the shared one."""
+        """Return the slot of each sentence: its language's, or the shared one on that route."""
         if tokens.route == "shared" and self.has_shared:
             return torch.full_like(language_B, len(self.slots) - 1)
         if self._slot_of_language is None:
@@ -72,12 +74,12 @@ class LanguageStack(StackedModules):
         return language_B.new_tensor(self._slot_of_language)[language_B]
 
     def sentence_slots(self, first_B: Tensor, second_B: Tensor, tokens: Tokens) -> SentenceSlots:
-        """The slots of two stacked tensors, by two languages per sentence."""
+        """Return the slots of two stacked tensors, selected by two languages per sentence."""
         return SentenceSlots(
             tokens.sentence_N, self.slots_of(first_B, tokens), self.slots_of(second_B, tokens)
         )
 
 
 def _place(codes: Sequence[str], code: str) -> int:
-    """Of a language without a module, a slot that is not there."""
+    """Return the slot of a language, or an invalid one that no kernel can read by mistake."""
     return codes.index(code) if code in codes else -(2**31)

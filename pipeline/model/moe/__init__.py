@@ -1,1 +1,1 @@
-"""The mixture of experts: layer, router, dispatch, experts, and how they are spread over ranks."""
+"""The mixture of experts: layer, router, dispatch, experts and expert parallelism."""

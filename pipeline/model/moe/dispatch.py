@@ -1,8 +1,8 @@
-"""Which routes are kept, and with which weight.
+"""Dispatch: select the routes that experts serve, and their combine weights.
 
-A *route* is one (token, choice) pair. Dropless keeps every route. The capacity form keeps at most C
-routes per expert: first choices before second choices, by position or by descending top
-probability.
+A *route* is one (token, choice) pair. Dropless dispatch keeps every route. Capacity dispatch keeps
+a limited number of routes per expert: first choices before second choices, by position or by
+descending top probability.
 
 Legend: N tokens, C choices per token, E experts, R rows: kept routes and spare rows.
 """
@@ -19,10 +19,10 @@ from pipeline.model.moe.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Placement):
-    """The plan of one MoE layer for one micro-batch: where every route is served, and its weight.
+    """Placement and combine weights of all routes of one MoE layer and one micro-batch.
 
     Attributes:
-        weight_NC: combine weights; 0 where dropped.
+        weight_NC: combine weights; 0 for dropped routes.
     """
 
     weight_NC: Tensor
@@ -31,7 +31,7 @@ class Dispatch(Placement):
 def dispatch_dropless(
     routing: Routing, *, spare_rows: bool = False, numbers: RouteNumbers | None = None
 ) -> Dispatch:
-    """Every route is kept."""
+    """Keep every route."""
     placement = place_routes(
         routing.expert_NC,
         num_experts=routing.probability_NE.shape[1],
@@ -43,7 +43,8 @@ def dispatch_dropless(
 
 
 def expert_capacity(num_tokens: int, *, num_experts: int, top_k: int, factor: float) -> int:
-    """C = ceil(factor · top_k · tokens / experts) slots per expert (MMNMT, §5.1: factor 1.25)."""
+    """Return ceil(factor · top_k · tokens / experts) slots per expert (MMNMT, §5.1: 1.25)."""
+    # Rounded first, lest a rounding error of the product add a slot.
     return math.ceil(round(factor * top_k * num_tokens / num_experts, 6))
 
 
@@ -56,12 +57,11 @@ def dispatch_with_capacity(
     spare_rows: bool = False,
     numbers: RouteNumbers | None = None,
 ) -> Dispatch:
-    """At most ``capacity`` routes per expert.
-
-    With ``renormalize`` a token that loses one choice gives the others all its weight.
+    """Keep at most ``capacity`` routes per expert.
 
     Slots go to first choices before second ones, and within a choice by position or, with
-    ``prioritized``, by descending top probability (ties by position).
+    ``prioritized``, by descending top probability (ties by position). With ``renormalize``, the
+    weights of a token's kept choices sum to 1.
     """
     placement = place_routes(
         routing.expert_NC,

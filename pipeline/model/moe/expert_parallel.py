@@ -1,9 +1,10 @@
-"""Experts spread over the ranks of an expert-parallel group: uneven all-to-all, there and back.
+"""Expert parallelism: uneven all-to-all exchanges of rows between the ranks of a group.
 
-Per MoE layer: one small all-to-all of counts and two of rows in the forward pass, two of rows in
-the backward pass, and one device-to-host copy: the counts, by which a rank also learns how many
-routes of its own are kept. Ranks may hold different numbers of tokens, none included, but all ranks
-of the group must call the same layers in the same order.
+An MoE layer does one small all-to-all of counts and two of rows in the forward pass, and two of
+rows in the backward pass. It copies the counts to the host once, which also tells a rank how many
+of its routes are kept. Ranks may hold different numbers of tokens, including none, but all ranks of
+the group must call the same layers in the same order: a rank that leaves one out would deadlock the
+others.
 
 Legend: R routes of this rank sorted by global expert, Q rows received, E experts of a rank,
 S source ranks.
@@ -20,16 +21,16 @@ from torch import Tensor
 from pipeline.kernels.placement import slice_lengths
 
 RankExperts = Callable[[Tensor, list[int]], Tensor]
-"""The experts of a rank: rows sorted by expert, how many each has → results in the same order."""
+"""The experts of a rank: rows sorted by expert and the rows of each → results in that order."""
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How many rows go where, as the host knows it.
+    """Number of rows that ranks exchange, on the host.
 
     Attributes:
-        sent_SE: from this rank to every rank and its experts.
-        received_SE: from every rank to each of this rank's experts.
+        sent_SE: rows from this rank to each rank and expert.
+        received_SE: rows from each rank to each of this rank's experts.
     """
 
     sent_SE: list[list[int]]
@@ -37,29 +38,32 @@ class RowCounts:
 
     @property
     def num_sent(self) -> int:
+        """Return the number of rows that this rank sends."""
         return sum(self.send_splits)
 
     @property
     def send_splits(self) -> list[int]:
+        """Return the number of rows sent to each rank."""
         return [sum(row) for row in self.sent_SE]
 
     @property
     def receive_splits(self) -> list[int]:
+        """Return the number of rows received from each rank."""
         return [sum(row) for row in self.received_SE]
 
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """The process group that shares one copy of the experts, and this rank's place in it."""
+    """The process group that shares one copy of the experts, and this rank in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
     def exchange_counts(self, count_E: Tensor) -> RowCounts:
-        """Tell the others how many rows they will get; ``count_E`` is per GLOBAL expert.
+        """Exchange the numbers of rows with all ranks; ``count_E`` is per global expert.
 
-        The host waits for the device here, and nowhere else.
+        This is the only place in an MoE layer where the host waits for the device.
         """
         sent = count_E.view(self.size, -1)
         received = torch.empty_like(sent)
@@ -67,7 +71,7 @@ class ExpertParallel:
         return RowCounts(*torch.stack([sent, received]).tolist())
 
     def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
-        """Send every row to the rank of its expert, apply the experts, bring the results back."""
+        """Send every row to the rank of its expert, apply the experts, and return the results."""
         send_splits, receive_splits = counts.send_splits, counts.receive_splits
         arrived_QD = _exchange(x_RD, send_splits, receive_splits, self.group)
         y_QD = _apply(experts, arrived_QD, counts.received_SE)
@@ -75,9 +79,9 @@ class ExpertParallel:
 
 
 def _apply(experts: RankExperts, x_QD: Tensor, count_SE: list[list[int]]) -> Tensor:
-    """The experts on rows that came sorted by source, then expert; results in the same order.
+    """Apply the experts to rows sorted by source rank, then expert; return that order.
 
-    Experts may get rows of zeros beside their own
+    The slices of experts may be padded with rows of zeros
     (:func:`~pipeline.kernels.placement.slice_lengths`).
     """
     per_expert = [sum(column) for column in zip(*count_SE, strict=True)]
@@ -107,7 +111,7 @@ def _exchange(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Uneven all-to-all of rows; its gradient is the same exchange the other way round."""
+    """Uneven all-to-all of rows; the gradient takes the reverse exchange."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""The experts' weights, stacked over experts, and what they compute.
+"""Experts: feed-forwards of equal shape with stacked weights.
 
 Legend: E experts (on this rank), R rows sorted by expert, N tokens, D model width.
 """
@@ -15,7 +15,7 @@ from pipeline.model.stacked import StackedModules
 
 
 class StackedLinear(nn.Module):
-    """The weights of one linear layer of every expert: (E, out, in) and (E, out)."""
+    """One linear layer of every expert: weights (E, out, in) and biases (E, out)."""
 
     def __init__(self, *, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class StackedLinear(nn.Module):
 
 
 class Experts(StackedModules):
-    """E feed-forwards of one shape; ``first_expert`` is the global id of the first one here."""
+    """The E experts of this rank; ``first_expert`` is the global id of the first one."""
 
     can_spread = True
 
@@ -50,20 +50,20 @@ class Experts(StackedModules):
 
     @property
     def is_spread(self) -> bool:
-        """Return True: an expert belongs to one rank, with one rank as well."""
+        """Return True: each expert belongs to one rank, even if there is only one rank."""
         return True
 
     @property
     def held_slots(self) -> tuple[str, ...]:
-        """Global ids of the experts of this rank."""
+        """Return the global ids of this rank's experts."""
         return tuple(str(self.first_expert + index) for index in range(self.num_experts))
 
     def forward(self, x_RD: Tensor, rows_E: Sequence[int] | Tensor) -> Tensor:
-        """Apply each expert to its slice of rows."""
+        """Apply each expert to its slice of ``rows_E`` rows, in order, (R, D)."""
         return serve_rows(x_RD, rows_E, self._weights(), activation=self.activation)
 
     def serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
-        """Every token's experts, weighted and summed, (N, D)."""
+        """Return the weighted sum of every token's experts, (N, D)."""
         return serve_tokens(
             x_ND, dispatch.weight_NC, dispatch, self._weights(), activation=self.activation
         )

@@ -30,7 +30,7 @@ from pipeline.model.tokens import Tokens
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward whose every token is served by ``top_k`` of E experts."""
+    """A feed-forward that applies ``top_k`` of E experts to every token."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         self.expert_parallel = expert_parallel
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> tuple[Tensor, RoutingRecord]:
-        """Route, compute and combine."""
+        """Return the weighted sum of every token's experts, and the routing record."""
         x_ND, routed_ND = beside_float32(x_ND)
         routing: Routing = self.router(self._jittered(routed_ND), tokens)
         dispatch = self._dispatch(routing, tokens)
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         return y_ND, record
 
     def _jittered(self, x_ND: Tensor) -> Tensor:
-        """The router's input, multiplied by noise in training."""
+        """Return the router's input, multiplied by U(1 - jitter, 1 + jitter) in training."""
         jitter = self.regularization.router_jitter
         if not self.training or jitter == 0:
             return x_ND
@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _masked(self, dispatch: Dispatch) -> Dispatch:
-        """Combine weights with some (token, choice) routes masked in training."""
+        """Drop combine weights at random in training (expert output masking)."""
         rate = self.regularization.expert_output_masking
         if not self.training or rate == 0:
             return dispatch
@@ -82,6 +82,7 @@ class MixtureOfExperts(nn.Module):
     def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config
         numbers = tokens.route_numbers(num_choices=config.top_k, num_experts=config.num_experts)
+        # Expert parallelism pads slices on the receiving rank, after the exchange.
         spare_rows = self.expert_parallel is None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
@@ -102,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _serve(self, x_ND: Tensor, dispatch: Dispatch) -> Tensor:
-        """Every token's experts, weighted and summed."""
+        """Return the weighted sum of every token's experts, (N, D)."""
         if self.expert_parallel is None:
             return self.experts.serve(x_ND, dispatch)
         counts = self.expert_parallel.exchange_counts(dispatch.rows_E)
@@ -125,15 +126,15 @@ def build_mixture_of_experts(
     regularization: Regularization,
     expert_parallel: ExpertParallel | None,
 ) -> MixtureOfExperts:
-    """An MoE layer with this rank's share of the experts.
+    """Return an MoE layer with this rank's share of the experts.
 
     Raises:
-        ConfigError: the experts cannot be spread over the expert-parallel ranks.
+        ConfigError: the number of ranks does not divide the number of experts.
     """
     size, rank = (1, 0) if expert_parallel is None else (expert_parallel.size, expert_parallel.rank)
     if moe.num_experts % size:
         raise ConfigError(
-            f"{moe.num_experts} experts cannot be spread over {size} ranks: choose a "
+            f"{moe.num_experts} experts cannot be spread over {size} ranks. Choose a "
             "training.expert_parallel_size that divides model.moe.num_experts."
         )
     local_experts = moe.num_experts // size

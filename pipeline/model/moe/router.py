@@ -1,7 +1,7 @@
-"""Routers: which experts each token goes to, and with which weight (MMNMT, eq. 1).
+"""Routers: choose the experts of each token and their weights (MMNMT, eq. 1).
 
-All of it runs in float32, the matrix product included. A router has no bias and adds no noise. A
-new one is a class like those below in a module of its own, a name in ``config.DecoderRouter`` and a
+Routers compute in float32, the matrix product included. They have no bias and add no noise. To add
+one, write a class like those below, a name in :data:`pipeline.model.settings.DecoderRouter` and a
 ``case`` of :func:`build_router`.
 
 Legend: N tokens, D model width, E experts, C choices per token (top-k), G language groups.
@@ -19,7 +19,7 @@ from pipeline.model.tokens import Tokens
 
 
 class TokenRouter(nn.Module):
-    """logits = W x."""
+    """Route each token by its state: logits = W x."""
 
     def __init__(self, moe: MoEConfig, *, width: int) -> None:
         super().__init__()
@@ -27,15 +27,16 @@ class TokenRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(moe.num_experts, width))
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:  # noqa: ARG002 (one signature)
-        """Route every token by its state alone."""
+        """Return the routing of every token by its state."""
         logits_NE = linear(x_ND.float(), self.weight.float())
         return choose(logits_NE, top_k=self.moe.top_k, combine_weights=self.moe.combine_weights)
 
 
 class LanguageGroupRouter(nn.Module):
-    """logits = (W x + W_g x) / 2, g the group of the sentence's target language (MMNMT, eq. 1).
+    """Route by state and language group: logits = (W x + W_g x) / 2 (MMNMT, eq. 1).
 
-    The group routers are one stacked parameter, so that every rank gives every group a gradient.
+    g is the group of the sentence's target language. The group routers are one stacked parameter,
+    so that every rank has a gradient for every group, even for those not in its micro-batch.
     """
 
     def __init__(self, moe: MoEConfig, *, width: int, num_groups: int) -> None:
@@ -45,7 +46,7 @@ class LanguageGroupRouter(nn.Module):
         self.group_weight = nn.Parameter(torch.empty(num_groups, moe.num_experts, width))
 
     def forward(self, x_ND: Tensor, tokens: Tokens) -> Routing:
-        """Route every token by the shared router and by that of its language group."""
+        """Return the routing of every token by the mean of shared and group logits."""
         logits_NE = averaged_logits(
             x_ND.float(), self.weight.float(), self.group_weight.float(), tokens.language_group_N
         )

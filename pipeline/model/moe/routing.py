@@ -1,6 +1,7 @@
-"""What routers and MoE layers return: experts, weights and losses per token.
+"""Results of routers and MoE layers: experts and weights per token, and routing losses.
 
-A module of its own, so that a router can be one, too.
+Separate from :mod:`~pipeline.model.moe.layer` and :mod:`~pipeline.model.moe.router`, which both
+import it.
 
 Legend: N tokens, E experts, C choices per token (top-k).
 """
@@ -18,17 +19,17 @@ from pipeline.model.settings import CombineWeights
 
 @dataclass(frozen=True)
 class Routing:
-    """Where every token goes.
+    """Result of a router.
 
     Attributes:
-        logits_NE: what the router says; differentiable.
+        logits_NE: the router's logits; differentiable.
         probability_NE: softmax over all experts.
         expert_NC: chosen experts, best first.
-        made_weight_NC: the weights where they have been made with the choice.
+        made_weight_NC: combine weights, if the choice computed them.
         balance_loss: l_aux = E · Σ_e m_e c_e, of the mean probabilities m and the shares c of
             tokens that choose an expert first (Switch Transformer, §2.2): 1 when balanced, 0
             without tokens; differentiable.
-        chosen_logits_NC: of which the weights are a softmax, where they have not been made.
+        chosen_logits_NC: logits whose softmax is the combine weights, if the choice did not.
     """
 
     logits_NE: Tensor
@@ -40,7 +41,7 @@ class Routing:
 
     @cached_property
     def weight_NC(self) -> Tensor:
-        """How the outputs of the chosen experts are weighted; differentiable."""
+        """Return the combine weights of the chosen experts; differentiable."""
         if self.made_weight_NC is not None:
             return self.made_weight_NC
         assert self.chosen_logits_NC is not None, "weights are made with the choice or of these"
@@ -50,7 +51,7 @@ class Routing:
 def choose(
     logits_NE: Tensor, *, top_k: int, combine_weights: CombineWeights = "renormalized"
 ) -> Routing:
-    """Softmax and the ``top_k`` best, their probabilities renormalised to sum 1 or as they are."""
+    """Choose the ``top_k`` most probable experts of each token, and their combine weights."""
     choice = choose_experts(
         logits_NE, top_k=top_k, is_renormalized=combine_weights == "renormalized"
     )
@@ -58,20 +59,20 @@ def choose(
 
 
 def z_loss(logits_NE: Tensor) -> Tensor:
-    """Mean over tokens of the squared log-normaliser of the router's logits (ST-MoE, eq. 5)."""
+    """Return the mean over tokens of the router's squared log-sum-exp (ST-MoE, eq. 5)."""
     return logits_NE.logsumexp(-1).square().sum() / max(len(logits_NE), 1)
 
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """What one MoE layer did with one micro-batch; returned, never kept.
+    """Routing of one micro-batch by one MoE layer; the layer returns it and keeps no state.
 
     Attributes:
         balance_loss: E · Σ_e m_e c_e, differentiable; 1 when balanced (0 without tokens).
         logits_NE: the router's logits, differentiable.
         probability_NE: router probabilities, detached.
         expert_NC: chosen experts, best first.
-        placement: where every route was served.
+        placement: the row of every route.
     """
 
     balance_loss: Tensor
@@ -82,10 +83,10 @@ class RoutingRecord:
 
     @property
     def routed_E(self) -> Tensor:
-        """Routes per expert before capacity."""
+        """Return the routes per expert before the capacity limit."""
         return self.placement.routed_E
 
     @property
     def kept_E(self) -> Tensor:
-        """Routes per expert after capacity."""
+        """Return the routes per expert after the capacity limit."""
         return self.placement.count_E

@@ -1,4 +1,4 @@
-"""Which experts served which target language: counted per MoE layer, stored with a checkpoint.
+"""Routing statistics per MoE layer, target language and expert, stored with a checkpoint.
 
 Legend: L MoE layers (encoder first), G target languages, E experts.
 """
@@ -21,12 +21,12 @@ ROUTING_FILE = "routing.json"
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """Counts over some real tokens.
+    """Routing counts over a set of real tokens.
 
     Attributes:
-        layers: names of the MoE layers, ``decoder.layers.1``.
+        layers: names of the MoE layers, such as ``decoder.layers.1``.
         languages: codes of the target languages.
-        tokens_LG: tokens routed.
+        tokens_LG: number of routed tokens.
         entropy_LG: entropy of the router's probabilities, summed over tokens, in nats.
         routed_LGE: routes per expert before capacity.
         kept_LGE: routes per expert after capacity.
@@ -40,7 +40,7 @@ class RoutingStatistics:
     kept_LGE: npt.NDArray[np.float64]
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Per layer, over all languages: share dropped, mean entropy, max/mean load."""
+        """Return share dropped, mean entropy (nats) and max/mean load of each layer."""
         routed_LE, kept_LE = self.routed_LGE.sum(1), self.kept_LGE.sum(1)
         tokens_L = np.maximum(self.tokens_LG.sum(1), 1)
         return {
@@ -53,6 +53,7 @@ class RoutingStatistics:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Return the counts as a JSON object."""
         return {
             "layers": list(self.layers),
             "languages": list(self.languages),
@@ -64,7 +65,11 @@ class RoutingStatistics:
 
     @classmethod
     def from_json(cls, values: Any) -> Self:
-        """Raises ValueError where values are missing, of other shapes, or not counts."""
+        """Read the counts from a JSON object.
+
+        Raises:
+            ValueError: a table is missing, has the wrong shape, or holds values that are no counts.
+        """
         if not isinstance(values, dict):
             raise ValueError("no table")
         statistics = cls(
@@ -104,7 +109,7 @@ def _counts(values: dict[str, Any], name: str) -> npt.NDArray[np.float64]:
 
 
 def moe_layer_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Names of a model's MoE layers, in the order of its routing records."""
+    """Return the names of a model's MoE layers, in the order of its routing records."""
     sides = (("encoder", spec.model.encoder_layers), ("decoder", spec.model.decoder_layers))
     return tuple(
         f"{side}.layers.{layer}"
@@ -115,7 +120,7 @@ def moe_layer_names(spec: ModelSpec) -> tuple[str, ...]:
 
 
 class RoutingCounter:
-    """Adds up routing records; one tensor, so that ranks are summed in one collective."""
+    """Sum of routing records, in one tensor so that one collective sums it over ranks."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._layers, self._languages = moe_layer_names(spec), spec.languages
@@ -127,6 +132,7 @@ class RoutingCounter:
         """Count one batch of sentences into one target language."""
         for layer, record in enumerate(routing):
             probability_NE = record.probability_NE
+            # Clamped: a probability of 0 would contribute 0 · log 0 = NaN instead of 0.
             entropy = -(probability_NE * probability_NE.clamp_min(1e-30).log()).sum()
             counts: list[Tensor] = [record.routed_E.double(), record.kept_E.double()]
             row = self.sums[layer, language]
@@ -135,7 +141,7 @@ class RoutingCounter:
             row[2:] += torch.cat(counts).cpu()
 
     def result(self) -> RoutingStatistics:
-        """The statistics so far."""
+        """Return the statistics of all batches counted so far."""
         sums, experts = self.sums.numpy(), self.num_experts
         return RoutingStatistics(
             layers=self._layers,
