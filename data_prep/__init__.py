@@ -1,1 +1,6 @@
-"""Raw corpora into the artifacts that training reads."""
+"""Stages that turn raw text into the artifacts that training reads.
+
+The data flows through ``import_corpus``, ``clean``, ``train_tokenizer``, ``make_shards`` and
+``mix``; ``import_tests`` and ``group_languages`` stand beside it. Read ``import_corpus`` first.
+``readers`` has one module per form of raw text, ``rules`` the rules of ``clean``.
+"""

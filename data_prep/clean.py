@@ -1,14 +1,16 @@
 """Stage clean: drop bad, repeated and held-out training lines.
 
-Files used: a corpus, and further ones whose held-out lines are not to be trained on. Files built:
-the same corpus with fewer training lines; validation and test text is copied as it is. Beside it
-stand ten lines that each rule dropped (``dropped_samples.jsonl``), and how many training lines of
-each pair are in which held-out set, over all pairs (``held_out_leaks.json``). Each dropped line is
-counted under the first rule it breaks, and where one side breaks it, for that side. A pair that
-loses all its lines is left without training data, which the statistics say (``emptied``). Pairs are
-independent of each other, so the result does not depend on the number of workers; memory holds
-250 bytes per held-out line of a language; of a pair in work 1 byte per training line, 16 per line
-that repeats another, and a block of lines: import has bounded their length.
+Reads a corpus, and further ones whose held-out lines must not be trained on. Makes the same corpus
+with fewer training lines; validation and test text is copied unchanged. ``dropped_samples.jsonl``
+holds ten lines that each rule dropped, ``held_out_leaks.json`` the number of training lines of each
+pair found in each held-out set.
+
+A dropped line is counted under the first rule it breaks, and for the side that breaks it, if one
+does. A pair that loses all its lines is listed as ``emptied`` in the statistics. Pairs are
+independent, so the number of workers does not change the result.
+
+Memory: 250 bytes per held-out line of a language; for each pair in work 1 byte per training line,
+16 bytes per repeated line, and a block of lines, whose length import has limited.
 """
 
 import hashlib
@@ -19,12 +21,16 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.clean_pair import PairResult, PairTask, clean_pair
-from data_prep.dropped_samples import DROPPED_SAMPLES_NAME, DroppedSamples
+from data_prep.clean_pair import (
+    DROPPED_SAMPLES_NAME,
+    DroppedSamples,
+    PairResult,
+    PairTask,
+    clean_pair,
+)
 from data_prep.rules.held_out import HELD_OUT_SPLITS, HeldOutSets, held_out_sets
-from data_prep.rules.judge import PairFacts
+from data_prep.rules.judge import RULES, SIDED_RULES, PairFacts, Rule
 from data_prep.rules.line_language import line_identifier
-from data_prep.rules.rule import RULES, SIDED_RULES, Rule
 from pipeline.artifacts.artifact import Artifact, ArtifactWriter
 from pipeline.artifacts.corpus import (
     emptied_pairs,
@@ -48,7 +54,7 @@ LEAKS_NAME = "held_out_leaks.json"
 def run(call: StageCall) -> None:
     """Clean the training lines of every pair and leave the held-out lines as they are."""
     corpus, config = call.artifacts["corpus"], call.recipe.clean
-    line_identifier(config)  # refused now, not in a worker
+    line_identifier(config)  # fail here rather than in a worker
     held_out = held_out_sets(languages(corpus), corpus, call.many("tests"))
     with call.new_artifact() as writer:
         copy_held_out(corpus, writer)
@@ -64,13 +70,17 @@ def run(call: StageCall) -> None:
 
 
 def refuse_nothing(corpus: Artifact, results: list[PairResult]) -> None:
-    """Raises DataError where there were training lines and none are left in any pair."""
+    """Refuse to make a corpus that has lost all training lines of all pairs.
+
+    Raises:
+        DataError: Names the rules that dropped them.
+    """
     dropped: Counter[Rule] = Counter()
     for result in results:
         dropped += result.dropped
     if dropped and not any(result.lines for result in results):
         raise DataError(
-            f"{corpus.directory} has no training lines left ({_describe(dropped)}): look at its "
+            f"{corpus.directory} has no training lines left ({_describe(dropped)}). Look at its "
             "text, or relax the settings under [clean]."
         )
 
@@ -87,7 +97,7 @@ def copy_held_out(corpus: Artifact, writer: ArtifactWriter) -> None:
 def pair_tasks(
     corpus: Artifact, writer: ArtifactWriter, *, config: CleanConfig, held_out: HeldOutSets
 ) -> list[PairTask]:
-    """One task per pair that has training lines."""
+    """Return one task per pair that has training lines."""
     letters = letters_of_languages(corpus)
     corpus.check(corpus.names("train/"))
     tasks = []
@@ -112,14 +122,14 @@ def pair_tasks(
 
 
 def letters_of_languages(corpus: Artifact) -> dict[str, frozenset[str]]:
-    """Language → scripts of its letters: as import found them, else as CLDR has them."""
+    """Return language → scripts of its letters, as found at import, else from CLDR."""
     found = found_scripts(corpus)
     scripts = {code: found.get(code) or usual_script(code) for code in languages(corpus)}
     return {code: letters_of(script) if script else frozenset() for code, script in scripts.items()}
 
 
 def clean_all(tasks: list[PairTask], processes: int) -> Iterator[PairResult]:
-    """Results in the order of the tasks; workers are spawned, so they inherit no handlers."""
+    """Yield the results in the order of the tasks; workers are spawned."""
     if processes == 1 or len(tasks) < 2:
         yield from map(clean_pair, tasks)
         return
@@ -128,7 +138,7 @@ def clean_all(tasks: list[PairTask], processes: int) -> Iterator[PairResult]:
 
 
 def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:
-    """Ten lines that each rule dropped, over all pairs, one JSON object per line."""
+    """Write ten lines that each rule dropped, over all pairs, one JSON object per line."""
     samples = DroppedSamples()
     for result in results:
         samples.add(result.samples)
@@ -138,9 +148,9 @@ def write_samples(writer: ArtifactWriter, results: list[PairResult]) -> None:
 
 
 def leaks(held_out: HeldOutSets, results: list[PairResult]) -> dict[str, object]:
-    """Lines of each held-out set, and of each pair's training lines those with a side in it.
+    """Return the lines of each held-out set, and each pair's training lines with a side in it.
 
-    Counted are the lines that break no other rule, whether such lines are dropped or not.
+    Only lines that break no earlier rule count, whether or not they are dropped.
     """
     return {
         "sets": dict(zip(held_out.names, held_out.sizes, strict=True)),
@@ -155,7 +165,7 @@ def leaks(held_out: HeldOutSets, results: list[PairResult]) -> dict[str, object]
 
 
 def language_statistics(config: CleanConfig, results: list[PairResult]) -> dict[str, object]:
-    """Lines in languages that the identifier does not know, and what its model's file held."""
+    """Return the lines in languages unknown to the identifier, and its model's digest."""
     statistics: dict[str, object] = {
         "language_not_known": {result.pair: result.language_not_known for result in results}
     }
@@ -166,7 +176,7 @@ def language_statistics(config: CleanConfig, results: list[PairResult]) -> dict[
 
 
 def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, object]:
-    """Lines per pair and split; characters and dropped lines of the training text per pair."""
+    """Return lines per pair and split, and characters and dropped lines per pair."""
     pairs = {pair: dict(counts) for pair, counts in pair_counts(corpus).items()}
     for result in results:
         pairs[result.pair]["train"] = result.lines
@@ -200,8 +210,7 @@ def clean_statistics(corpus: Artifact, results: list[PairResult]) -> dict[str, o
 
 
 def summary(corpus: Artifact, results: list[PairResult], *, held_out: HeldOutSets) -> list[str]:
-    """Lines read and kept, dropped by rule and language, the largest leaks, pairs that lost most or
-    all."""
+    """Summarize lines read, kept and dropped, the largest leaks and the largest losses."""
     read, kept = (
         sum(numbers) for numbers in ([r.read for r in results], [r.lines for r in results])
     )
@@ -227,7 +236,7 @@ def summary(corpus: Artifact, results: list[PairResult], *, held_out: HeldOutSet
 
 
 def _largest_leaks(held_out: HeldOutSets, results: list[PairResult]) -> list[str]:
-    """``de-en 12 of de-fr/test``, the three largest numbers."""
+    """Return the three largest leaks, as ``de-en 12 of de-fr/test``."""
     found = [
         (-lines, result.pair, held_out.names[number])
         for result in results
@@ -237,7 +246,7 @@ def _largest_leaks(held_out: HeldOutSets, results: list[PairResult]) -> list[str
 
 
 def _dropped_by_rule(results: list[PairResult]) -> str:
-    """``empty 3 (de 1, en 2), copy 1``: per rule, and per language where a side breaks it."""
+    """Return lines per rule, and per language if a side breaks it: ``empty 3 (de 1, en 2)``."""
     parts = []
     for rule in RULES:
         number = sum(result.dropped[rule] for result in results)

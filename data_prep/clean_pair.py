@@ -1,23 +1,24 @@
-"""The work of clean on one pair, in whatever process: its training lines, but those that break a
-rule.
+"""Clean the training lines of one pair, in any process, and sample the dropped lines.
+
+The sample is uniform and does not depend on how pairs are spread over processes: every dropped line
+has a rank that depends on the seed, its rule, its pair and its line number, and the smallest ranks
+are kept. Memory is therefore constant, and samples of parts add up to the sample of all.
 """
 
+import hashlib
 from array import array
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from data_prep.dropped_samples import DroppedSamples
-from data_prep.rules.duplicates import LineDigests
-from data_prep.rules.judge import Judge, PairFacts, as_seen
-from data_prep.rules.length_ratio import LengthRatios
+from data_prep.rules.duplicates import LineDigests, NearDuplicates, sketches
+from data_prep.rules.judge import RULES, Judge, LengthRatios, PairFacts, Rule, as_seen
 from data_prep.rules.line_language import LanguageRule, line_identifier
-from data_prep.rules.near_duplicates import NearDuplicates, sketches
-from data_prep.rules.rule import Rule
 from pipeline.artifacts.corpus import aligned_lines
 from pipeline.artifacts.settings import CleanConfig
 
@@ -30,9 +31,23 @@ NEAR_DUPLICATE_SIMILARITY = 0.8
 Lines = list[tuple[str, str]]
 
 
+DROPPED_SAMPLES_NAME = "dropped_samples.jsonl"
+
+
+SAMPLES = 10
+"""Sampled lines per rule, over all pairs."""
+
+
+SHOWN_CHARACTERS = 300
+"""Characters kept of either side of a sampled line."""
+
+
+SEED = 1
+
+
 @dataclass(frozen=True)
 class PairTask:
-    """What a worker needs to clean the training lines of one pair."""
+    """Input of a worker: the files, facts and settings of one pair."""
 
     pair: str
     sources: tuple[Path, Path]
@@ -41,25 +56,83 @@ class PairTask:
     config: CleanConfig
 
 
+@dataclass(frozen=True)
+class DroppedLine:
+    """Line that a rule dropped."""
+
+    rule: Rule
+    pair: str
+    line: int
+    """Line number in the training text read, from 1."""
+    sides: tuple[str, ...]
+    """Languages of the sides that broke the rule; empty if both together did."""
+    text: dict[str, str]
+    """Language → beginning of its side."""
+
+
+Ranked = tuple[bytes, DroppedLine]
+
+
+@dataclass
+class DroppedSamples:
+    """Sample of the dropped lines of each rule."""
+
+    of_rule: dict[Rule, list[Ranked]] = field(default_factory=dict)
+
+    def offer(
+        self, rule: Rule, *, pair: str, line: int, sides: Iterable[bool], text: tuple[str, str]
+    ) -> None:
+        """Consider a dropped line for the sample."""
+        rank = hashlib.blake2b(f"{SEED} {rule} {pair} {line}".encode(), digest_size=8).digest()
+        if not self._has_room(rule, rank):
+            return
+        codes = pair.split("-")
+        cut = {code: side[:SHOWN_CHARACTERS] for code, side in zip(codes, text, strict=True)}
+        broken = tuple(code for code, breaks in zip(codes, sides, strict=True) if breaks)
+        self._take(rank, DroppedLine(rule, pair, line, broken, cut))
+
+    def add(self, other: "DroppedSamples") -> None:
+        """Merge the sample of other lines into this one."""
+        for ranked in other.of_rule.values():
+            for rank, dropped in ranked:
+                if self._has_room(dropped.rule, rank):
+                    self._take(rank, dropped)
+
+    def rows(self) -> Iterator[dict[str, object]]:
+        """Yield the sample as JSON objects by rule, pair and line."""
+        for rule in RULES:
+            dropped = [one for _, one in self.of_rule.get(rule, [])]
+            yield from map(asdict, sorted(dropped, key=lambda one: (one.pair, one.line)))
+
+    def _has_room(self, rule: Rule, rank: bytes) -> bool:
+        ranked = self.of_rule.setdefault(rule, [])
+        return len(ranked) < SAMPLES or rank < ranked[-1][0]
+
+    def _take(self, rank: bytes, dropped: DroppedLine) -> None:
+        ranked = self.of_rule[dropped.rule]
+        insort(ranked, (rank, dropped), key=lambda one: one[0])
+        del ranked[SAMPLES:]
+
+
 @dataclass
 class PairResult:
-    """What is left of a pair, and why the rest is not."""
+    """Lines kept of a pair, and the rules that dropped the others."""
 
     pair: str
     lines: int = 0
     characters: list[int] = field(default_factory=lambda: [0, 0])
     dropped: Counter[Rule] = field(default_factory=Counter)
     dropped_sides: Counter[tuple[Rule, int]] = field(default_factory=Counter)
-    """(Rule, side) → lines whose side breaks it; a line can count for both."""
+    """(Rule, side) → lines whose side breaks the rule; a line can count for both sides."""
     samples: DroppedSamples = field(default_factory=DroppedSamples)
     leaks: Counter[int] = field(default_factory=Counter)
     """Number of a held-out set → lines with a side in it."""
     language_not_known: dict[str, int] = field(default_factory=dict)
-    """Language → lines that were not judged for it, since the identifier does not know it."""
+    """Language unknown to the identifier → lines that were not judged for it."""
 
     @property
     def read(self) -> int:
-        """Training lines that came in."""
+        """Return the number of training lines read."""
         return self.lines + self.dropped.total()
 
 
@@ -96,7 +169,7 @@ def clean_pair(task: PairTask) -> PairResult:
 
 
 def _judge(task: PairTask, stack: ExitStack) -> Judge:
-    """The rules, with what only all lines of the pair say."""
+    """Build the rules, with the facts that need a pass over all lines of the pair."""
     ratios = LengthRatios()
     with LineDigests(task.outputs[0].with_suffix(".digests")) as digests:
         for block in _blocks(task):
@@ -121,14 +194,21 @@ def _judge(task: PairTask, stack: ExitStack) -> Judge:
     return judge
 
 
+def _blocks(task: PairTask) -> Iterator[Lines]:
+    lines = aligned_lines(*task.sources)
+    while block := list(islice(lines, BLOCK_LINES)):
+        yield block
+
+
 class StoredLines:
-    """The lines of two files by their number; keeps 16 bytes of each."""
+    """Lines of two files by number, with 16 bytes in memory per line."""
 
     def __init__(self, first: BinaryIO, second: BinaryIO) -> None:
         self._streams = first, second
         self._starts = [array("q", _starts(stream)) for stream in self._streams]
 
     def line_at(self, number: int) -> tuple[str, str]:
+        """Return both sides of a line."""
         first, second = (self._read(side, number) for side in (0, 1))
         return first, second
 
@@ -138,14 +218,8 @@ class StoredLines:
 
 
 def _starts(stream: BinaryIO) -> Iterator[int]:
-    """Where the lines of a file begin."""
+    """Yield the offset of each line of a file."""
     start = 0
     for line in stream:
         yield start
         start += len(line)
-
-
-def _blocks(task: PairTask) -> Iterator[Lines]:
-    lines = aligned_lines(*task.sources)
-    while block := list(islice(lines, BLOCK_LINES)):
-        yield block

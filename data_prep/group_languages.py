@@ -1,7 +1,7 @@
-"""group_languages: language groups by family, by family and embeddings, or the paper's table.
+"""Stage group_languages: form language groups by family, by embeddings, or from the paper.
 
-Reads shards (for the corpus sizes) and, for embeddings, a dense checkpoint; makes groups
-(``groups.json``: language → group, the groups' names, and why they are as they are).
+Reads shards, for the corpus sizes, and for embeddings a dense checkpoint. Makes groups
+(``groups.json``: language → group, the names of the groups, and a reason for each decision).
 """
 
 import sys
@@ -46,7 +46,7 @@ class Grouping:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """A group while groups are merged: its families, languages, size and embedding."""
+    """Group while groups are merged: families, languages, size and embedding."""
 
     families: tuple[str, ...]
     languages: tuple[str, ...]
@@ -56,6 +56,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
+        """Return the name of the group, which lists its families."""
         return " + ".join(self.families)
 
 
@@ -81,14 +82,14 @@ def run(call: StageCall) -> None:
 
 
 def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, str]:
-    """Language → family; a language of unknown family is the only one of a family of its own.
+    """Return language → family; a language of unknown family gets a family of its own.
 
     Args:
-        codes: the languages.
-        given: language, in any usual spelling → family; goes before the registry.
+        codes: Languages.
+        given: Language in any usual spelling → family; overrides the registry.
 
     Raises:
-        ConfigError: a spelling that is no language code.
+        ConfigError: A spelling is not a language code.
     """
     found = sorted(codes)
     named = {code: name for key, name in given.items() if (code := find_code(key, found))}
@@ -100,12 +101,12 @@ def families_of(codes: Iterable[str], *, given: Mapping[str, str]) -> dict[str, 
 
 
 def unknown_families(families: Mapping[str, str]) -> list[str]:
-    """The languages whose family is not known, sorted."""
+    """Return the languages of unknown family, sorted."""
     return sorted(code for code, name in families.items() if name == f"{UNKNOWN_FAMILY} ({code})")
 
 
 def by_family(families: Mapping[str, str]) -> Grouping:
-    """One group per family, families in alphabetical order."""
+    """Make one group per family, in alphabetical order."""
     members = _collect(families)
     alone = set(unknown_families(families))
     return Grouping(
@@ -120,10 +121,10 @@ def by_family(families: Mapping[str, str]) -> Grouping:
 
 
 def by_paper(codes: Iterable[str], *, extend: Mapping[str, int]) -> Grouping:
-    """The paper's table for OPUS-100 and its additions; groups without a language are left out.
+    """Take the groups of the paper for OPUS-100, with additions; empty groups are left out.
 
     Raises:
-        ConfigError: a language in no group.
+        ConfigError: A language is in no group.
     """
     table = {code: group for group, listed in PAPER_GROUPS.items() for code in listed}
     table |= extend
@@ -138,14 +139,14 @@ def by_embeddings(
     families: Mapping[str, str],
     config: GroupsConfig,
 ) -> Grouping:
-    """Families, merged by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
+    """Merge families by their embeddings in a dense model (MMNMT, §4.1, eqs. 2 and 3).
 
     Raises:
-        ConfigError: no checkpoint, or a language without a token in it.
+        ConfigError: No checkpoint, or a language without a token in it.
     """
     if checkpoint is None:
         raise ConfigError(
-            "groups.method = 'embeddings' needs a dense model: give its checkpoint as input "
+            "groups.method = 'embeddings' needs a dense model. Give its checkpoint as input "
             "'checkpoint', or set groups.method to 'typology' or 'paper'."
         )
     clusters = family_clusters(
@@ -154,14 +155,14 @@ def by_embeddings(
         families=families,
     )
     corpus_size = sum(line_counts(shards, "train").values())
-    # Rounded, so that a share such as 15/56 of 56 sentences is 15 exactly.
+    # Round, so that a share such as 15/56 of 56 sentences is exactly 15.
     limit = round(config.max_group_share * corpus_size, 6)
     merged, reasons = merge_closest(clusters, size_limit=limit)
     return Grouping({cluster.name: cluster.languages for cluster in merged}, tuple(reasons))
 
 
 def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
-    """Language → training sentences; the pivot, which is in every pair, as the largest other."""
+    """Return language → training sentences; the pivot counts as the largest other one."""
     sizes = lines_per_language(shards)
     if pivot in sizes:
         sizes[pivot] = max((size for code, size in sizes.items() if code != pivot), default=0)
@@ -169,13 +170,13 @@ def language_sizes(shards: Artifact, *, pivot: str) -> dict[str, int]:
 
 
 def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str, Vector]:
-    """Language → the embedding [width] of its token in a trained model."""
+    """Return language → embedding [width] of its token in a trained model."""
     tokenizer = load_tokenizer(tokenizer_folder(checkpoint))
     weight = read_tensor(checkpoint, EMBEDDING_NAME)
     if weight.dim() != 2 or len(weight) != tokenizer.size:
         raise ArtifactError(
             f"{checkpoint.directory} has embeddings of shape {tuple(weight.shape)} where its "
-            f"tokenizer has {tokenizer.size} ids: name a checkpoint whose files belong together."
+            f"tokenizer has {tokenizer.size} ids. Name a checkpoint whose files belong together."
         )
     return {code: weight[tokenizer.language_token_id(code)].double().numpy() for code in codes}
 
@@ -183,7 +184,7 @@ def language_embeddings(checkpoint: Artifact, codes: Iterable[str]) -> dict[str,
 def family_clusters(
     sizes: Mapping[str, int], *, embeddings: Mapping[str, Vector], families: Mapping[str, str]
 ) -> list[Cluster]:
-    """One cluster per family, E_G = Σ (T_i / T_G) E_i over its languages."""
+    """Make one cluster per family, with E_G = Σ (T_i / T_G) E_i over its languages."""
     return [
         Cluster(
             families=(name,),
@@ -200,10 +201,10 @@ def family_clusters(
 def merge_closest(
     clusters: Sequence[Cluster], *, size_limit: float
 ) -> tuple[list[Cluster], list[str]]:
-    """Merge the two closest clusters whose joint size stays below the limit, until none are left.
+    """Merge the two closest clusters whose joint size stays below the limit, until none do.
 
-    Close is a small cosine distance, to 12 decimals; ties go to the names that come first in the
-    alphabet. Returns the clusters by name, and a sentence per merge and on what ended it.
+    Distance is cosine distance to 12 decimals; ties go to the alphabetically first names. Return
+    the clusters by name, and a sentence for each merge and for the end.
     """
     left = sorted(clusters, key=lambda cluster: cluster.name)
     reasons = []
@@ -229,7 +230,7 @@ def merge_closest(
 
 
 def join(first: Cluster, second: Cluster) -> Cluster:
-    """Two clusters as one, its embedding weighted by size."""
+    """Join two clusters, weighting their embeddings by size."""
     return Cluster(
         families=tuple(sorted(first.families + second.families)),
         languages=tuple(sorted(first.languages + second.languages)),
@@ -241,20 +242,20 @@ def join(first: Cluster, second: Cluster) -> Cluster:
 
 
 def weighted_mean(vectors: Sequence[Vector], *, weights: Sequence[int]) -> Vector:
-    """Σ w v / Σ w; the plain mean where all weights are zero (languages without training text)."""
+    """Return Σ w v / Σ w; the plain mean if all weights are 0 (no training text)."""
     shares = np.asarray(weights if sum(weights) else [1] * len(vectors), dtype=np.float64)
     mean: Vector = (shares / shares.sum()) @ np.stack(vectors)
     return mean
 
 
 def cosine_distance(first: Vector, second: Vector) -> float:
-    """1 - cos; 1 where a vector is zero and has no direction."""
+    """Return 1 - cos; 1 for a zero vector, which has no direction."""
     norms = float(np.linalg.norm(first) * np.linalg.norm(second))
     return 1.0 - float(first @ second) / norms if norms else 1.0
 
 
 def groups_document(grouping: Grouping) -> dict[str, object]:
-    """The contents of ``groups.json``."""
+    """Return the contents of ``groups.json``."""
     return {
         "groups": {
             code: number for number, codes in enumerate(grouping.members.values()) for code in codes
@@ -265,7 +266,7 @@ def groups_document(grouping: Grouping) -> dict[str, object]:
 
 
 def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
-    """How many languages are in which groups, and whose family is not known."""
+    """Summarize the languages of each group and those of unknown family."""
     members = grouping.members
     number = sum(map(len, members.values()))
     lines = [
@@ -283,7 +284,7 @@ def summary(grouping: Grouping, *, unknown: Sequence[str]) -> list[str]:
 
 
 def _collect(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Language → name, turned into name → languages; both sorted."""
+    """Invert language → name into name → languages, both sorted."""
     return {
         name: tuple(sorted(code for code, given in names.items() if given == name))
         for name in sorted(set(names.values()))
@@ -295,8 +296,8 @@ def _group_in(table: Mapping[str, int], code: str) -> int:
     if group is None:
         nearest = ", ".join(nearest_codes(code, table)) or "none"
         raise ConfigError(
-            f"Language {code!r} is in none of the paper's groups, its nearest codes there are: "
-            f"{nearest}; put it into one with groups.extend = {{ {code} = 1 }}, say."
+            f"Language {code!r} is in none of the paper's groups. Its nearest codes there are: "
+            f"{nearest}. Put it into a group, for example groups.extend = {{ {code} = 1 }}."
         )
     return group
 

@@ -1,11 +1,11 @@
-"""Stage import_corpus: raw text, wherever it comes from, becomes a corpus.
+"""Stage import_corpus: turn raw text of any supported form into a corpus.
 
-Files used: what the reader of ``corpus.source`` reads; each is a file of ``readers/``, and one case
-of ``read_raw``. Files built: the corpus layout of ``pipeline/artifacts/corpus.py``, and
-``quarantine.jsonl`` with every line that is no text. Text is read in constant memory. Characters
-that some tools take for line ends become spaces. Where the raw text is pairs of files, sections of
-different pairs and splits are spread over worker processes; the result does not depend on their
-number. Other sources are read by one process.
+Reads raw text through the reader of ``corpus.source``, one module of ``readers/`` and one case of
+:func:`read_raw`. Makes a corpus (``pipeline/artifacts/corpus.py``), with ``quarantine.jsonl`` for
+every line that is not text. Characters that some tools take for line ends become spaces.
+
+Memory is constant. Pairs of files are imported by several worker processes, whose number does not
+change the result; other sources by one process.
 """
 
 import os
@@ -19,15 +19,13 @@ from typing import TextIO
 
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.cldr import read_phrases
-from data_prep.readers.columns import read_columns
+from data_prep.readers.file_pairs import read_moses, read_trees
 from data_prep.readers.hub import read_hub
 from data_prep.readers.listed import read_listed
-from data_prep.readers.moses import read_moses
+from data_prep.readers.raw_files import FilesInStep
 from data_prep.readers.section import SPLITS, RawText, Section
-from data_prep.readers.text_files import FilesInStep
+from data_prep.readers.tables import read_columns, read_tsv
 from data_prep.readers.tmx import read_tmx
-from data_prep.readers.tree import read_trees
-from data_prep.readers.tsv import read_tsv
 from data_prep.side_languages import EvenSample, are_swapped, code_warning, script_of_language
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
@@ -44,30 +42,30 @@ QUARANTINE_NAME = "quarantine.jsonl"
 
 @dataclass
 class Tally:
-    """What was read and written; becomes the statistics and the summary of the artifact."""
+    """Counts of lines read and written, for the statistics and the summary."""
 
     pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
     characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     ignored: dict[str, list[str]] = field(default_factory=dict)
-    """``files_ignored`` and so on → names of those."""
+    """Statistic (``files_ignored`` and so on) → names."""
     trained: set[str] = field(default_factory=set)
-    """Pairs that came with training text, if only an empty file."""
+    """Pairs that came with training text, even an empty file."""
     empty_sides: set[str] = field(default_factory=set)
-    """``de-en train de``: sides that have lines but no text."""
+    """Sides that have lines but no text, as ``de-en train de``."""
     no_text: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(Reason, language) → lines that are no text."""
+    """(Reason, language) → lines that are not text."""
     swapped: list[str] = field(default_factory=list)
-    """``de-en train``: sections that look swapped and were accepted."""
+    """Accepted sections that look swapped, as ``de-en train``."""
     scripts: dict[str, Counter[str]] = field(default_factory=dict)
     """Language → script → letters of a sample."""
     spellings: dict[str, set[str]] = field(default_factory=dict)
-    """Language → how the raw text spells it."""
+    """Language → its spellings in the raw text."""
 
     def add(
         self, split: Split, languages: Sequence[str], *, lines: int, characters: Sequence[int]
     ) -> None:
-        """Record lines of one split of a pair; characters per side, without line ends."""
+        """Record lines of one split of a pair, and characters per side without line ends."""
         pair = pair_name(*languages)
         counts = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
         counts[split] += lines
@@ -79,11 +77,11 @@ class Tally:
 
     @property
     def emptied(self) -> set[str]:
-        """Pairs that came with training text of which no line is left."""
+        """Return the pairs that came with training text but have no training line."""
         return {pair for pair in self.trained if not self.pairs[pair]["train"]}
 
     def include(self, other: "Tally") -> None:
-        """Record what another one has of other splits and pairs."""
+        """Add the counts of another tally, of other splits and pairs."""
         for pair, counts in other.pairs.items():
             known = self.pairs.setdefault(pair, dict.fromkeys(SPLITS, 0))
             for split, number in counts.items():
@@ -101,11 +99,11 @@ class Tally:
             self.spellings.setdefault(code, set()).update(spellings)
 
     def lines(self, split: Split, languages: Sequence[str]) -> int:
-        """How many lines there are of a split of a pair so far."""
+        """Return the number of lines of a split of a pair so far."""
         return self.pairs.get(pair_name(*languages), {}).get(split, 0)
 
     def add_lines(self, split: Split, languages: Sequence[str], found: LineCounts) -> None:
-        """Record what was found in the lines of a section."""
+        """Record the defects found in the lines of a section."""
         self.counts += Counter(
             {
                 "lines_read": found.read,
@@ -137,7 +135,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class SectionGroup:
-    """What a worker needs to import all that there is of one split of one pair."""
+    """Input of a worker: all sections of one split of one pair."""
 
     sections: list[Section]
     writer: ArtifactWriter
@@ -146,7 +144,7 @@ class SectionGroup:
 
 
 def run(call: StageCall) -> None:
-    """Bring raw text into the layout that all later stages read."""
+    """Import the raw text of the recipe's source."""
     config = call.recipe.corpus
     with call.new_artifact() as writer:
         raw = read_raw(call)
@@ -172,7 +170,7 @@ def import_spread(
     config: CorpusConfig,
     processes: int,
 ) -> Tally:
-    """Import pairs of files over worker processes, the quarantine in the order of the sections."""
+    """Import pairs of files with worker processes; the quarantine keeps the order of sections."""
     groups = section_groups(raw.sections, writer, config=config)
     tally = Tally()
     with WorkerPool(min(processes, max(len(groups), 1))) as pool:
@@ -190,7 +188,7 @@ def import_spread(
 def section_groups(
     sections: Iterable[Section], writer: ArtifactWriter, *, config: CorpusConfig
 ) -> list[SectionGroup]:
-    """Sections of one split and pair together, in their order: they are written to one file."""
+    """Group the sections that are written to one file, those of one split and pair."""
     found: dict[tuple[str, Split], list[Section]] = {}
     for section in sections:
         found.setdefault((section.pair, section.split), []).append(section)
@@ -219,7 +217,7 @@ def import_one(
     tally: Tally,
     raw: RawText,
 ) -> None:
-    """Import a section, and look at its sides unless the text was made here."""
+    """Import a section, and check the languages of its sides unless the text was made here."""
     sample = import_section(
         section, writer, config=config, quarantine=Quarantine(quarantine), tally=tally
     )
@@ -228,7 +226,7 @@ def import_one(
 
 
 def read_raw(call: StageCall) -> RawText:
-    """What the reader of the recipe's source finds; a new reader is one more case."""
+    """Read the raw text of the recipe's source; a new reader is one more case."""
     config, raw = call.recipe.corpus, call.raw.get("raw")
     match config.source:
         case "tree":
@@ -257,10 +255,10 @@ def import_section(
     quarantine: Quarantine,
     tally: Tally,
 ) -> EvenSample:
-    """Add the lines that are text to those of the same split and pair; returns a sample of them.
+    """Append the lines that are text to their split and pair, and return a sample of them.
 
     Raises:
-        DataError: the lines cannot be read, or too many are no text.
+        DataError: The lines cannot be read, or too many are not text.
     """
     split, languages = section.split, section.languages
     first, second = (_open_text(writer, split, languages, code) for code in languages)
@@ -289,7 +287,11 @@ def import_section(
 def look_at_sides(
     section: Section, sample: EvenSample, *, config: CorpusConfig, tally: Tally
 ) -> None:
-    """Record the letters of both sides; DataError where each side reads as the other's language."""
+    """Record the letters of both sides, and refuse swapped ones.
+
+    Raises:
+        DataError: Each side reads as the other's language.
+    """
     tally.add_sample(sample, section)
     if are_swapped(sample, section.spellings):
         if config.swapped_sides == "refuse":
@@ -298,7 +300,7 @@ def look_at_sides(
 
 
 def statistics(tally: Tally) -> dict[str, object]:
-    """Lines and characters per pair and split, what was found on the way, and the languages."""
+    """Return lines and characters per pair and split, counts of defects, and the languages."""
     return {
         "pairs": tally.pairs,
         "characters": tally.characters,
@@ -315,7 +317,7 @@ def statistics(tally: Tally) -> dict[str, object]:
 
 
 def summary(tally: Tally) -> list[str]:
-    """What was read and kept, left out and changed; which pairs lack what; what looks wrong."""
+    """Summarize lines read, kept, left out and changed, missing splits, and suspicious text."""
     kept = {split: sum(counts[split] for counts in tally.pairs.values()) for split in SPLITS}
     lines = [
         f"read {counted(tally.counts['lines_read'], 'line')} of {counted(len(tally.pairs), 'pair')}"
@@ -371,7 +373,7 @@ def _changed(tally: Tally) -> str:
 
 
 def _lacking(tally: Tally) -> str:
-    """Pairs and sides without what a pair usually has; one that is for tests alone may be so."""
+    """Summarize pairs and sides without usual parts; pairs for tests alone may lack training."""
     trained = [pair for pair, counts in tally.pairs.items() if counts["train"]]
     lacking = {
         "no training data left": sorted(tally.emptied),
@@ -410,20 +412,20 @@ def _swapped(section: Section) -> str:
     first, second = section.spellings
     one, other = section.sources
     return (
-        f"{one.place} reads as {second} and {other.place} as {first}: exchange the names of the "
+        f"{one.place} reads as {second} and {other.place} as {first}. Exchange the names of the "
         "two files, or set corpus.swapped_sides to 'accept' if they are right."
     )
 
 
 def _quarantine_path(writer: ArtifactWriter, raw: RawText) -> Path:
-    """Text that is made here has no bad lines to be listed."""
+    """Return the path of the quarantine; text made here has no bad lines to list."""
     return writer.path(QUARANTINE_NAME) if raw.is_found else Path(os.devnull)
 
 
 def _open_text(
     writer: ArtifactWriter, split: Split, languages: tuple[str, str], code: str
 ) -> TextIO:
-    """To write behind what earlier sections have of the split and the pair."""
+    """Open a side's text file to append to the lines of earlier sections."""
     path = writer.path(text_name(split, pair_name(*languages), code))
     return path.open("a", encoding="utf-8", newline="\n")
 

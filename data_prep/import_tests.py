@@ -1,9 +1,9 @@
-"""Stage import_tests: test sets from outside become a corpus of valid and test lines.
+"""Stage import_tests: turn external test sets into a corpus of validation and test lines.
 
-Files used: a folder in one of the layouts of ``readers/outside_tests.py``. Files built: the corpus
-layout of ``pipeline/artifacts/corpus.py``, without training lines, and ``quarantine.jsonl``. Files
-of one language each are joined into pairs, with the pivot or each with each; a line that is no text
-in one file is left out of all files that are aligned with it.
+Reads a folder in one of the layouts of ``readers/outside_tests.py``. Makes a corpus without
+training lines, and ``quarantine.jsonl``. Files of one language each are joined into pairs, with the
+pivot or each with each. A line that is not text in one file is left out of all files aligned with
+it.
 """
 
 import shutil
@@ -18,8 +18,8 @@ from typing import TextIO
 from data_prep.import_corpus import QUARANTINE_NAME
 from data_prep.raw_lines import REASONS, LineCounts, Quarantine, good_lines
 from data_prep.readers.outside_tests import AlignedFiles, OutsideTests, find_tests
+from data_prep.readers.raw_files import FilesInStep, source_of
 from data_prep.readers.section import SPLITS
-from data_prep.readers.text_files import FilesInStep, source_of
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Split, pair_name, text_name
 from pipeline.errors import DataError
@@ -29,12 +29,12 @@ from pipeline.terminal import counted, listed, tallied, track
 
 @dataclass
 class Tally:
-    """What was written and set aside; becomes the statistics and the summary."""
+    """Counts of lines written and set aside, for the statistics and the summary."""
 
     pairs: dict[str, dict[Split, int]] = field(default_factory=dict)
     characters: dict[str, dict[Split, dict[str, int]]] = field(default_factory=dict)
     lines: Counter[Split] = field(default_factory=Counter)
-    """Lines of each split; of pairs of files, of all of them together."""
+    """Lines of each split; for pairs of files, the sum over all of them."""
     counts: Counter[str] = field(default_factory=Counter)
     no_text: Counter[str] = field(default_factory=Counter)
     """``invalid_utf8 in de`` → lines."""
@@ -58,7 +58,7 @@ def run(call: StageCall) -> None:
                     tally=tally,
                 )
         if not tally.lines["test"] and not tally.lines["valid"]:
-            raise DataError(f"{root} has no lines: fetch its files again.")
+            raise DataError(f"{root} has no lines. Fetch its files again.")
         writer.statistics |= statistics(tests, tally)
         writer.summary += summary(tests, tally)
 
@@ -72,10 +72,10 @@ def import_aligned(
     quarantine: Quarantine,
     tally: Tally,
 ) -> None:
-    """Read files in step, once, and copy their good lines to all pairs they are in.
+    """Read aligned files once, in step, and copy their good lines to all their pairs.
 
     Raises:
-        DataError: the files have different numbers of lines, or are damaged.
+        DataError: The files have different numbers of lines, or are damaged.
     """
     languages = sorted({code for pair in files.pairs for code in pair})
     paths = [files.paths[code] for code in languages]
@@ -104,7 +104,7 @@ def import_aligned(
 
 @contextmanager
 def folder_for_now(folder: Path) -> Iterator[Path]:
-    """A new folder within the block, which nothing is left of."""
+    """Make a folder that is removed at the end of the block."""
     folder.mkdir()
     try:
         yield folder
@@ -113,7 +113,7 @@ def folder_for_now(folder: Path) -> Iterator[Path]:
 
 
 def statistics(tests: OutsideTests, tally: Tally) -> dict[str, object]:
-    """Lines and characters per pair and split, and what was found on the way."""
+    """Return lines and characters per pair and split, and counts of defects."""
     return {
         "pairs": tally.pairs,
         "characters": tally.characters,
@@ -125,7 +125,7 @@ def statistics(tests: OutsideTests, tally: Tally) -> dict[str, object]:
 
 
 def summary(tests: OutsideTests, tally: Tally) -> list[str]:
-    """What was read as which layout, what was set aside, and what was not read."""
+    """Summarize the layout and lines read, the lines set aside, and the files not read."""
     directions = sum(1 for counts in tally.pairs.values() if counts["test"]) * 2
     lines = [
         f"{tests.layout}: {counted(tally.lines['test'], 'test line')} and "

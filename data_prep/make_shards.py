@@ -1,11 +1,12 @@
-"""make_shards: text into memory-mapped token ids, training and validation lines.
+"""Stage make_shards: encode training and validation lines as memory-mapped token ids.
 
-Reads a corpus and a tokenizer, makes shards. Pairs are spread over worker processes
-(``pair_shards`` is what each of them does), or over ranks that see the same folders:
-``mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi …``. The result does not
-depend on their number. Pairs that are finished stay in the output's run folder when the stage is
-interrupted, and are not made again. A pair whose training sentences are all too long is left
-without training data, which the statistics say (``emptied``).
+Reads a corpus and a tokenizer. Makes shards. Pairs are spread over worker processes
+(``pair_shards`` is the work on one pair), or over ranks that see the same folders: ``mpirun -n N
+python -m mpi4py.futures -m data_prep.make_shards --mpi …``. Their number does not change the
+result.
+
+Finished pairs stay in the run folder of an interrupted stage and are not made again. A pair whose
+training sentences are all too long is listed as ``emptied`` in the statistics.
 """
 
 import sys
@@ -49,7 +50,7 @@ MPI_COMMAND = "mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --m
 
 
 def run(call: StageCall) -> None:
-    """Encode every pair and put the tokenizer's files beside the ids."""
+    """Encode every pair and copy the tokenizer's files beside the ids."""
     corpus, tokenizer_dir = call.artifacts["corpus"], tokenizer_folder(call.artifacts["tokenizer"])
     tokenizer = load_tokenizer(tokenizer_dir)
     check_languages(corpus, tokenizer, tokenizer_dir=tokenizer_dir)
@@ -79,7 +80,7 @@ def run(call: StageCall) -> None:
 
 
 def make_pairs(jobs: list[PairJob], *, processes: int, mpi: bool) -> list[FinishedPair]:
-    """The shards of every pair, by name; those that an earlier attempt finished are not made."""
+    """Return the shards of every pair by name; finished ones are not made again."""
     known = {job.pair: read_finished(job.out_dir) for job in jobs}
     missing = [job for job in jobs if known[job.pair] is None]
     made = {pair.counts.pair: pair for pair in run_jobs(missing, processes=processes, mpi=mpi)}
@@ -88,7 +89,7 @@ def make_pairs(jobs: list[PairJob], *, processes: int, mpi: bool) -> list[Finish
 
 
 def take_files(finished: list[FinishedPair], writer: ArtifactWriter, *, work_dir: Path) -> None:
-    """Move the shards of all pairs into the artifact; what is linked was hashed by its worker."""
+    """Move the shards of all pairs into the artifact, keeping the digests of linked files."""
     for pair in finished:
         folder = pair_folder(work_dir, pair.counts.pair)
         for name, record in pair.files.items():
@@ -98,27 +99,35 @@ def take_files(finished: list[FinishedPair], writer: ArtifactWriter, *, work_dir
 
 
 def check_languages(corpus: Artifact, tokenizer: Tokenizer, *, tokenizer_dir: Path) -> None:
-    """Raises ConfigError where the tokenizer has no token for a language of the corpus."""
+    """Refuse a tokenizer that lacks a token for a language of the corpus.
+
+    Raises:
+        ConfigError: Names the languages.
+    """
     missing = sorted(set(languages(corpus)) - set(tokenizer.languages))
     if missing:
         raise ConfigError(
             f"The tokenizer {tokenizer_dir} has no token for {', '.join(missing)}, which the "
-            f"corpus {corpus.directory} has: train the tokenizer on this corpus."
+            f"corpus {corpus.directory} has. Train the tokenizer on this corpus."
         )
 
 
 def check_training_lines(
     corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
 ) -> None:
-    """Raises DataError where the corpus has no training lines, or none of them is short enough."""
+    """Refuse a corpus without training lines that are short enough.
+
+    Raises:
+        DataError: There are none at all, or all are too long.
+    """
     if not line_counts(corpus, "train"):
-        raise DataError(f"{corpus.directory} has no training lines: import a corpus that has.")
+        raise DataError(f"{corpus.directory} has no training lines. Import a corpus that has.")
     if not any(counts.kept["train"] for counts in results):
         follows = "model.max_positions and batches.tokens, which shards.max_tokens follows"
         setting = "shards.max_tokens" if config.max_tokens is not None else follows
         raise DataError(
             f"No training sentence of {corpus.directory} is within {counted(max_tokens, 'token')}, "
-            f"the limit by {setting}: raise it, or split the lines into sentences."
+            f"the limit by {setting}. Raise it, or split the lines into sentences."
         )
 
 
@@ -131,7 +140,7 @@ def pair_jobs(
     max_tokens: int,
     segmenters: Mapping[str, str] | None = None,
 ) -> list[PairJob]:
-    """One job per pair, the largest first, so that no worker begins with it last."""
+    """Return one job per pair, the largest first, so that no worker begins with it last."""
     for split in SPLITS:
         corpus.check(corpus.names(f"{split}/"))
     lines = {split: line_counts(corpus, split) for split in SPLITS}
@@ -152,7 +161,7 @@ def pair_jobs(
 
 
 def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[FinishedPair]:
-    """Results in the order in which they are ready; after a failure no pair is begun."""
+    """Yield the results as they are ready; after a failure no further pair begins."""
     if processes == 1 and not mpi:
         yield from map(shard_pair, track(jobs, label="pairs", total=len(jobs)))
         return
@@ -168,26 +177,26 @@ def run_jobs(jobs: list[PairJob], *, processes: int, mpi: bool) -> Iterator[Fini
 
 
 def _executor(processes: int, *, mpi: bool) -> Executor:
-    """Worker processes, or the other ranks that ``mpi4py.futures`` was started with.
+    """Return an executor of worker processes, or of the other ranks of ``mpi4py.futures``.
 
     Raises:
-        ConfigError: there are no such ranks.
+        ConfigError: The process was not started with other ranks.
     """
     if not mpi:
         return WorkerPool(processes)
     if "mpi4py.futures" not in sys.orig_argv:
-        raise ConfigError(f"--mpi is for the ranks of a launcher: start {MPI_COMMAND}.")
+        raise ConfigError(f"--mpi is for the ranks of a launcher. Start {MPI_COMMAND}.")
     from mpi4py import MPI
     from mpi4py.futures import MPIPoolExecutor
 
     if MPI.COMM_WORLD.Get_size() < 2:
-        raise ConfigError(f"--mpi needs a rank beside the one that leads: start {MPI_COMMAND}.")
+        raise ConfigError(f"--mpi needs a rank beside the one that leads. Start {MPI_COMMAND}.")
     pool: Executor = MPIPoolExecutor()
     return pool
 
 
 def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, object]:
-    """Sentences kept and left out, training tokens, and the share of unknown ones per language."""
+    """Return sentences kept and left out, training tokens, and shares of unknown tokens."""
     return {
         "pairs": {counts.pair: counts.kept for counts in results},
         "tokens": {counts.pair: counts.tokens for counts in results if counts.kept["train"]},
@@ -201,7 +210,7 @@ def shard_statistics(corpus: Artifact, results: list[PairCounts]) -> dict[str, o
 
 
 def words_summary(tokenizer: Tokenizer, results: list[PairCounts]) -> list[str]:
-    """Training words of each language that has a segmenter."""
+    """Summarize the training words of languages with a segmenter."""
     words = Counter[str]()
     for counts in results:
         words.update(counts.words)
@@ -213,7 +222,7 @@ def words_summary(tokenizer: Tokenizer, results: list[PairCounts]) -> list[str]:
 
 
 def unknown_shares(results: list[PairCounts]) -> dict[str, float]:
-    """Language → share of its training tokens that the vocabulary does not have."""
+    """Return language → share of its training tokens that the vocabulary lacks."""
     tokens, unknown = Counter[str](), Counter[str]()
     for counts in results:
         tokens.update(counts.tokens)
@@ -222,7 +231,7 @@ def unknown_shares(results: list[PairCounts]) -> dict[str, float]:
 
 
 def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
-    """Pairs with training lines none of which is short enough."""
+    """Return the pairs with training lines of which none is short enough."""
     expected = line_counts(corpus, "train")
     return {
         counts.pair for counts in results if counts.pair in expected and not counts.kept["train"]
@@ -232,7 +241,7 @@ def newly_emptied(corpus: Artifact, results: list[PairCounts]) -> set[str]:
 def summary(
     corpus: Artifact, results: list[PairCounts], *, config: ShardsConfig, max_tokens: int
 ) -> list[str]:
-    """Lines read and kept per split, those too long, unknown tokens, pairs without training."""
+    """Summarize lines read and kept, too long ones, unknown tokens, and emptied pairs."""
     read = {split: sum(line_counts(corpus, split).values()) for split in SPLITS}
     kept = {split: sum(counts.kept[split] for counts in results) for split in SPLITS}
     sides, tokens = Counter[str](), Counter[str]()

@@ -1,9 +1,8 @@
-"""mix: temperature sampling probabilities, and how often each pair will be seen.
+"""Stage mix: compute sampling probabilities by temperature.
 
-Reads shards, makes a mixture (``mixture.json``), which depends on how much text there is and on the
-settings of the mixture alone. How often training will see each pair is said for the recipe's
-updates and batches, in the summary and statistics: another number of updates makes no other
-mixture.
+Reads shards. Makes a mixture (``mixture.json``), which depends only on the amount of text and on
+the settings of the mixture. The statistics and the summary also say how often training will see
+each pair with the recipe's updates and batches; those numbers do not affect the mixture.
 """
 
 import math
@@ -30,7 +29,7 @@ from pipeline.terminal import counted, listed
 
 @dataclass(frozen=True)
 class PairSize:
-    """How much training text a pair has: sentence pairs, and tokens of each of its sides."""
+    """Training text of a pair: sentence pairs, and tokens of each side."""
 
     lines: int
     first_tokens: int
@@ -38,21 +37,21 @@ class PairSize:
 
     @property
     def in_batches(self) -> float:
-        """Expected size of a sentence in a batch: its longer side's mean tokens, and 2.
+        """Return the expected size of a sentence in a batch.
 
-        The two are end-of-sentence and a language token. Batches count the longer side, padding
-        aside.
+        It is the mean number of tokens of the longer side plus 2, for end-of-sentence and a
+        language token. Batches count the longer side, without padding.
         """
         return max(self.first_tokens, self.second_tokens) / self.lines + 2
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A pair or a direction as the temperature sees it.
+    """Pair or direction, as the temperature sees it.
 
     Attributes:
-        amount: sentences or target tokens there are of it.
-        per_draw: how many of them a draw takes on average.
+        amount: Its size in sentences or target tokens.
+        per_draw: Mean size of a draw, in the same unit.
     """
 
     amount: int
@@ -60,7 +59,7 @@ class Weighed:
 
 
 def run(call: StageCall) -> None:
-    """Weigh the pairs and write what that means for the planned number of updates."""
+    """Weigh the pairs and write the mixture, with the epochs of the planned updates."""
     shards, recipe = call.artifacts["shards"], call.recipe
     sizes = pair_sizes(shards)
     config = recipe.mixture
@@ -68,7 +67,7 @@ def run(call: StageCall) -> None:
     found = [weigh(sizes, config, phase) for phase in config.phases or (PhaseConfig(),)]
     phases, capped = [phase for phase, _ in found], [names for _, names in found]
     if recipe.training.updates_of == "bytes":
-        # Loads PyTorch, which takes more than a second and is of no use otherwise.
+        # Imported here because loading PyTorch takes more than a second.
         from pipeline.batching.equal_epochs import with_resolved_updates
         from pipeline.batching.feed import TrainingData
 
@@ -101,10 +100,10 @@ def run(call: StageCall) -> None:
 
 
 def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
-    """Pair → how much training text it has.
+    """Return pair → amount of training text.
 
     Raises:
-        ArtifactError: the statistics do not say how many tokens a pair has.
+        ArtifactError: The statistics do not say how many tokens a pair has.
     """
     tokens = pair_counts(shards, "tokens")
     found = {}
@@ -112,7 +111,7 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
         sides = [tokens.get(pair, {}).get(code) for code in pair.split("-")]
         if not any(sides) or None in sides:
             raise ArtifactError(
-                f"The statistics of {shards.directory} do not say how many tokens {pair} has: run "
+                f"The statistics of {shards.directory} do not say how many tokens {pair} has. Run "
                 "make_shards again."
             )
         found[pair] = PairSize(lines, *(count or 0 for count in sides))
@@ -122,10 +121,10 @@ def pair_sizes(shards: Artifact) -> dict[str, PairSize]:
 def weigh(
     sizes: Mapping[str, PairSize], config: MixtureConfig, phase: PhaseConfig
 ) -> tuple[Phase, list[str]]:
-    """The probabilities of a phase, and which pairs (or directions) ``max_upsampling`` holds.
+    """Return the probabilities of a phase, and the pairs or directions that were capped.
 
     Raises:
-        ConfigError: the phase names a pair that has no training lines.
+        ConfigError: The phase names a pair that has no training lines.
     """
     weighed = {
         name: one
@@ -141,7 +140,7 @@ def weigh(
         before = shares
         shares = capped_shares(before, amounts, max_upsampling=config.max_upsampling)
         capped = [name for name in shares if shares[name] < before[name]]
-    # Of sentences, where the shares are of tokens: a draw of long sentences takes more of these.
+    # A draw of long sentences takes more tokens, so shares of tokens need fewer draws of them.
     draws = {name: shares[name] / weighed[name].per_draw for name in shares}
     total = math.fsum(draws.values())
     drawn = {name: draw / total for name, draw in draws.items()}
@@ -170,7 +169,7 @@ def _as_phase(
 
 
 def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str, Weighed]:
-    """A pair, or its two directions, by name; tokens are those of the target."""
+    """Return a pair, or its two directions, by name; tokens are those of the target."""
     by_tokens = config.sampling_unit == "tokens"
     there, back = directions_of(pair)
     targets = {there: size.second_tokens, back: size.first_tokens}
@@ -188,52 +187,60 @@ def weighed_parts(pair: str, size: PairSize, config: MixtureConfig) -> dict[str,
 
 
 def drawn_directions(pair: str, config: MixtureConfig) -> list[Direction]:
-    """Those of a pair that the settings let be drawn.
+    """Return the directions of a pair that the settings allow.
 
     Raises:
-        ConfigError: none of them is.
+        ConfigError: They allow none.
     """
     ways = directions_of(pair)
     found = [way for way in ways if not config.targets or way.target in config.targets]
     if not found:
         raise ConfigError(
-            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}: name one of "
+            f"mixture.targets {listed(config.targets)} leaves no direction of {pair}. Name one of "
             "its languages, too, or leave the pair out of the corpus (corpus.languages)."
         )
     return found
 
 
 def check_targets(config: MixtureConfig, sizes: Mapping[str, PairSize]) -> None:
-    """Raises ConfigError for a language that no pair has."""
+    """Refuse targets that no pair has.
+
+    Raises:
+        ConfigError: Names the first of them.
+    """
     known = {code for pair in sizes for code in pair.split("-")}
     unknown = [code for code in config.targets if code not in known]
     if unknown:
         raise ConfigError(
-            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it: "
-            f"choose from {listed(sorted(known))}."
+            f"mixture.targets names {unknown[0]!r}, and the shards have no training lines of it. "
+            f"Choose from {listed(sorted(known))}."
         )
 
 
 def directions_of(pair: str) -> tuple[Direction, Direction]:
-    """First language to second, and back."""
+    """Return the direction from the first language to the second, and the reverse."""
     first, second = pair.split("-")
     return Direction(first, second), Direction(second, first)
 
 
 def pairs_of(phase: PhaseConfig, sizes: Mapping[str, PairSize]) -> list[str]:
-    """The pairs a phase draws, sorted; ConfigError for one without training lines."""
+    """Return the pairs that a phase draws, sorted.
+
+    Raises:
+        ConfigError: A pair has no training lines.
+    """
     named = {"-".join(sorted(pair.split("-"))): pair for pair in phase.pairs}
     unknown = [spelling for pair, spelling in named.items() if pair not in sizes]
     if unknown:
         raise ConfigError(
             f"mixture.phases, from update {phase.from_update:,}, names {unknown[0]!r}, and the "
-            f"shards have no training lines of it: choose from {listed(sorted(sizes))}."
+            f"shards have no training lines of it. Choose from {listed(sorted(sizes))}."
         )
     return sorted(named) if named else sorted(sizes)
 
 
 def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
-    """How many of the recipe's updates each phase makes; 0 where it would begin after them."""
+    """Return the number of the recipe's updates in each phase."""
     updates = recipe.training.updates
     begins = [min(phase.from_update - 1, updates) for phase in phases]
     return [end - begin for begin, end in zip(begins, [*begins[1:], updates], strict=True)]
@@ -242,7 +249,7 @@ def updates_by_phase(recipe: Recipe, phases: Sequence[Phase]) -> list[int]:
 def expected_draws(
     recipe: Recipe, phase: Phase, sizes: Mapping[str, PairSize], *, updates: int
 ) -> dict[str, float]:
-    """Pair → sentence pairs that so many updates draw of it, in both directions together."""
+    """Return pair → sentence pairs that this many updates draw, in both directions together."""
     probabilities = phase.probabilities
     mean_size = math.fsum(
         probability * sizes[pair].in_batches for pair, probability in probabilities.items()
@@ -252,7 +259,7 @@ def expected_draws(
 
 
 def to_json(phases: Sequence[Phase], sizes: Mapping[str, PairSize]) -> dict[str, Any]:
-    """The contents of ``mixture.json``."""
+    """Return the contents of ``mixture.json``."""
     tables = [
         {
             pair: {
@@ -274,7 +281,7 @@ def to_json(phases: Sequence[Phase], sizes: Mapping[str, PairSize]) -> dict[str,
 def table(
     sizes: Mapping[str, PairSize], phases: Sequence[Phase], epochs: Mapping[str, float]
 ) -> list[str]:
-    """The mixture as lines of a Markdown table, the largest pair first."""
+    """Return the mixture as lines of a Markdown table, the largest pair first."""
     titles = ["probability", *(f"from update {phase.from_update:,}" for phase in phases[1:])]
     columns = ["pair", "training lines", *titles, "epochs"]
     rows = [
@@ -299,7 +306,7 @@ def repeats(
     updates: int,
     sentences: float,
 ) -> str:
-    """What is drawn from what, and the pairs most and least repeated."""
+    """Summarize the expected draws, and the most and least repeated pairs."""
     train_lines = sum(size.lines for size in sizes.values())
     by_epochs = sorted(epochs, key=lambda pair: (-epochs[pair], pair))
     extremes = dict.fromkeys((by_epochs[0], by_epochs[-1]))
@@ -314,7 +321,7 @@ def repeats(
 def how_drawn(
     config: MixtureConfig, phases: Sequence[Phase], capped: Sequence[Sequence[str]]
 ) -> list[str]:
-    """By what the temperature weighs, what is held back from repeats, and the phases."""
+    """Summarize temperature, targets, capped pairs and phases."""
     unit = "target tokens" if config.sampling_unit == "tokens" else config.sampling_unit
     lines = [
         f"temperature {config.sampling_temperature:g} over {config.sampling_over}, by their {unit}"

@@ -1,8 +1,8 @@
-"""The shards of one pair, as a worker makes them; finished ones stay for a run that is interrupted.
+"""Make the shards of one pair, in a worker, so that an interrupted stage can keep them.
 
-A worker reads both sides in step, chunk by chunk, so that memory is bounded whatever the number of
-lines. Each pair has a folder of its own in the run folder of the output. ``finished.json`` is
-written last, once everything else there is on disk.
+A worker reads both sides in step, in chunks, so that memory does not grow with the number of lines.
+Each pair has a folder in the run folder of the output. ``finished.json`` is written last, when all
+other files there are on disk.
 """
 
 import shutil
@@ -20,7 +20,8 @@ from pydantic import TypeAdapter
 from pipeline.artifacts.artifact import Artifact, FileRecord, to_json
 from pipeline.artifacts.corpus import iterate_lines, text_name
 from pipeline.artifacts.digests import file_records
-from pipeline.artifacts.places import claim_run_folder, files_below, remove_files, sync
+from pipeline.artifacts.places import files_below, sync
+from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.artifacts.segmenters import Segmenters
 from pipeline.artifacts.settings import ShardsConfig
 from pipeline.artifacts.shards import ShardWriter
@@ -32,12 +33,12 @@ from pipeline.seeds import derive_seed
 SEGMENTATION_NBEST = 64
 """Unigram draws from so many best segmentations."""
 CHUNK_LINES = 512
-"""SentencePiece is quickest with few lines at once: what it makes of them stays in the cache."""
+"""Lines encoded at a time. SentencePiece is fastest with few, whose ids stay in the cache."""
 CHUNK_CHARACTERS = 2**22
-"""Of both sides; a chunk ends with the line that reaches either number."""
+"""Characters of both sides encoded at a time; a chunk ends with the line that reaches a limit."""
 
 IDENTITY_FILE = "sharding.json"
-"""What the run folder's shards are of."""
+"""File with the key of the shards that the run folder belongs to."""
 FINISHED_FILE = "finished.json"
 _PAIR_FOLDER = "pair."
 
@@ -47,46 +48,46 @@ SPLITS: tuple[ShardSplit, ...] = ("train", "valid")
 
 @dataclass(frozen=True)
 class PairJob:
-    """All that a worker needs to make the shards of one pair."""
+    """Input of a worker: the files, tokenizer and settings of one pair."""
 
     pair: str
     lines: dict[ShardSplit, int]
     corpus: Artifact
     out_dir: Path
-    """The pair's own folder."""
+    """Folder of this pair."""
     tokenizer: Tokenizer
     config: ShardsConfig
     max_tokens: int
-    """Of a sentence that is kept."""
+    """Longest sentence that is kept, in tokens."""
     segmenters: Mapping[str, str] = field(default_factory=dict)
-    """Those that the recipe names, by language."""
+    """Language → segmenter, as the recipe names them."""
 
     @cached_property
     def words(self) -> Segmenters:
-        """Of the languages that have a segmenter."""
+        """Return the segmenters of the pair's languages."""
         return Segmenters(self.tokenizer, self.segmenters)
 
 
 @dataclass
 class PairCounts:
-    """What became of one pair's sentences; both splits count into ``too_long``."""
+    """Counts of a pair's sentences; both splits count into ``too_long``."""
 
     pair: str
     kept: dict[ShardSplit, int]
     tokens: dict[str, int]
     """Language → tokens of the training sentences."""
     unknown: dict[str, int]
-    """Language → those of them that are unknown."""
+    """Language → unknown ones among ``tokens``."""
     too_long: int = 0
     too_long_sides: dict[str, int] = field(default_factory=dict)
-    """Language → sentences of it that are; a sentence pair can count for both."""
+    """Language → its too long sentences; a sentence pair can count for both sides."""
     words: dict[str, int] = field(default_factory=dict)
     """Language with a segmenter → words of its training sentences."""
 
 
 @dataclass(frozen=True)
 class FinishedPair:
-    """What stands beside the finished shards of a pair."""
+    """Contents of ``finished.json``."""
 
     counts: PairCounts
     files: dict[str, FileRecord]
@@ -97,18 +98,19 @@ _FINISHED = TypeAdapter(FinishedPair)
 
 
 def pair_folder(work_dir: Path, pair: str) -> Path:
-    """Where the shards of a pair are made."""
+    """Return the folder in which the shards of a pair are made."""
     return work_dir / f"{_PAIR_FOLDER}{pair}"
 
 
 def claim_work(work_dir: Path, *, key: str) -> None:
-    """Make the run folder, or take over the one of the same shards; those of others are removed.
+    """Make the run folder, or take over that of the same shards; others are emptied first.
 
     Args:
-        key: of the shards that are made.
+        work_dir: Run folder.
+        key: Key of the shards to make.
 
     Raises:
-        ArtifactError: what lies there is not ours.
+        ArtifactError: Another folder is in the way.
     """
     claim_run_folder(work_dir, work="sharding")
     identity, content = work_dir / IDENTITY_FILE, to_json({"key": key})
@@ -118,7 +120,7 @@ def claim_work(work_dir: Path, *, key: str) -> None:
 
 
 def remove_work(work_dir: Path) -> None:
-    """Remove what was kept; all of it is part of the result."""
+    """Remove the run folder, whose shards are all part of the artifact."""
     _remove_pairs(work_dir)
     remove_files(work_dir, [IDENTITY_FILE])
 
@@ -130,7 +132,7 @@ def _remove_pairs(work_dir: Path) -> None:
 
 
 def read_finished(folder: Path) -> FinishedPair | None:
-    """What is known of shards that are complete; None where they are not, or nothing is known."""
+    """Return the record of complete shards; None if they are incomplete."""
     try:
         found = _FINISHED.validate_json((folder / FINISHED_FILE).read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in found.files}
@@ -170,10 +172,10 @@ def shard_pair(job: PairJob) -> FinishedPair:
 def shard_split(job: PairJob, split: ShardSplit, counts: PairCounts) -> None:
     """Encode one split, both sides in step, and add to the pair's counts.
 
-    Training lines are encoded as often as there are to be segmentations of them.
+    Training lines are encoded once per segmentation.
 
     Raises:
-        DataError: the sides differ in their number of lines.
+        DataError: The sides differ in their number of lines.
     """
     passes = job.config.segmentations if split == "train" else 1
     with ExitStack() as stack:
@@ -237,7 +239,7 @@ def _encode(
 
 
 def _seeds(job: PairJob, number: int, first_line: int, lines: int) -> tuple[list[int], list[int]]:
-    """For each line of either side, of its place in the file alone."""
+    """Return a seed for each line of either side, which depends only on its place in the file."""
     name = ("segmentation", job.config.seed, job.pair, number)
     first, second = (
         [
@@ -254,10 +256,10 @@ def _lengths(sentences: list[list[int]]) -> npt.NDArray[np.int64]:
 
 
 def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], list[str]]]:
-    """Chunks of both sides' lines, those of one number beside each other.
+    """Yield chunks of both sides' lines, aligned by number.
 
     Raises:
-        DataError: one side ends before the other.
+        DataError: One side ends before the other.
     """
     streams = [
         iterate_lines(job.corpus.file(text_name(split, job.pair, code)))
@@ -279,7 +281,7 @@ def line_pairs(job: PairJob, split: ShardSplit) -> Iterator[tuple[list[str], lis
     except ValueError as error:
         raise DataError(
             f"The two sides of {split}/{job.pair} in {job.corpus.directory} differ in their number "
-            "of lines: run the stage that made this corpus again."
+            "of lines. Run the stage that made this corpus again."
         ) from error
 
 

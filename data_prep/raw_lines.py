@@ -1,4 +1,4 @@
-"""Raw lines: which are sentences, what is mended in them, and where the others are listed."""
+"""Check and repair raw lines; list those that are not text in the quarantine."""
 
 import codecs
 import json
@@ -13,64 +13,65 @@ from pipeline.errors import DataError
 from pipeline.terminal import listed
 
 QUARANTINED_LINES, QUARANTINED_SHARE = 10, 0.05
-"""Above both of these a pair of files is refused: it is damaged, or not UTF-8 at all. So is a table
-none of whose rows is one."""
+"""Lines and share in the quarantine; files above both are refused as damaged, as are tables without
+a single valid row."""
 
 REASONS = ("too_long", "nul", "invalid_utf8", "malformed")
-"""Why a line is no text; malformed: its record is not of the form that its file has."""
+"""Why a line is not text; ``malformed``: its record does not have the form of its file."""
 
 _SEPARATORS = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-"""What some tools take for the end of a line. A newline is in no line of a text file, but may be
-in one of another source."""
+"""Characters that some tools take for line ends. A newline cannot be in a line of a text file, but
+in a line of another source it can."""
 
 
 @dataclass
 class LineCounts:
-    """What was found in lines with a pair of sides, unless made for more."""
+    """Counts of lines and their defects, with two sides unless made for more."""
 
     kept: int = 0
     quarantined: int = 0
-    """Pairs of lines one or both of which are no text (or as many lines as there are sides)."""
+    """Pairs of lines (or rows of all sides) with a side that is not text."""
     over_limit: int = 0
     """Pairs of lines beyond the number wanted."""
     byte_order_marks: int = 0
     carriage_returns: int = 0
     """Lines that ended in CR LF."""
     separators: int = 0
-    """Lines in which such characters became spaces."""
+    """Lines in which separators became spaces."""
     without_text: list[int] = field(default_factory=lambda: [0, 0])
-    """Lines that are empty or blank, per side."""
+    """Empty or blank lines, per side."""
     no_text: tuple[Counter[str], ...] = field(default_factory=lambda: (Counter(), Counter()))
-    """Reason → lines that are no text, per side."""
+    """Reason → lines that are not text, per side."""
 
     @classmethod
     def for_sides(cls, number: int) -> Self:
-        """Nothing yet, of so many sides."""
+        """Return zero counts for this many sides."""
         return cls(without_text=[0] * number, no_text=tuple(Counter() for _ in range(number)))
 
     @property
     def read(self) -> int:
-        """Pairs of lines."""
+        """Return the number of pairs of lines read."""
         return self.kept + self.quarantined + self.over_limit
 
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Where lines that are no text are listed: file, line number from 1, and the rule broken."""
+    """List of lines that are not text: file, line number from 1, and reason."""
 
     stream: TextIO
 
     def add(self, source: Source, *, line: int, reason: str) -> None:
+        """Write one line of the list."""
         record = {"file": source.name, "line": line, "reason": reason}
         self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 class _NoText(Exception):
-    """A line that cannot be a sentence; its argument is the rule it breaks."""
+    """Signals a line that cannot be a sentence; the argument is the reason."""
 
 
 class _NotPlain(Exception):
-    """A line that needs a second look."""
+    """Signals a line that needs a second look."""
 
 
 def good_lines(
@@ -84,14 +85,20 @@ def good_lines(
     setting: str = "corpus.max_line_bytes",
     to_the_end: bool = True,
 ) -> Iterator[list[str]]:
-    """At most ``limit`` lines, all sides of which are text.
+    """Yield the lines that are text on all sides, at most ``limit`` of them.
 
-    A line that is no text on one side is left out of all. ``counts`` are for as many sides;
-    ``setting`` is where ``max_line_bytes`` comes from; ``to_the_end``: lines beyond the limit are
-    read over and counted.
+    Args:
+        lines: Raw lines, with as many sides as ``counts`` is made for.
+        sources: Source of each side.
+        limit: Most lines to yield; None for all.
+        max_line_bytes: Longest side, in bytes.
+        quarantine: List that takes the other lines.
+        counts: Counts to add to.
+        setting: Name of the setting behind ``max_line_bytes``, for messages.
+        to_the_end: Whether to read and count the lines beyond the limit.
 
     Raises:
-        DataError: the lines cannot be read, or too many are no text.
+        DataError: The lines cannot be read, or too many are not text.
     """
     for number, raws, is_malformed in lines:
         if limit is not None and counts.kept >= limit:
@@ -103,7 +110,7 @@ def good_lines(
             _set_aside(sources, number=number, quarantine=quarantine, counts=counts)
             continue
         try:
-            # Nearly all lines are plain; the others are looked at again, more slowly.
+            # Nearly all lines are plain; the slow path handles the others.
             texts = [_plain(raw, max_line_bytes=max_line_bytes) for raw in raws]
         except (_NotPlain, UnicodeDecodeError):
             texts = _look_again(
@@ -125,7 +132,7 @@ def good_lines(
 def _set_aside(
     sources: Sequence[Source], *, number: int, quarantine: Quarantine, counts: LineCounts
 ) -> None:
-    """Put a malformed record into the quarantine, once where all sides are of one file."""
+    """Quarantine a malformed record, once if all sides are in one file."""
     for source in dict.fromkeys(source._replace(place="") for source in sources):
         quarantine.add(source, line=number, reason="malformed")
     for side in counts.no_text:
@@ -134,9 +141,9 @@ def _set_aside(
 
 
 def _plain(raw: bytes, *, max_line_bytes: int) -> str:
-    """A line that is text as it stands; raises what sends all others to ``_decode``."""
+    """Return a line that is text as it stands; raise an error for any other."""
     text = raw.decode()
-    # str.splitlines splits at every one of the separators.
+    # str.splitlines splits at each of _SEPARATORS.
     if text.splitlines() != [text] or "\0" in text or text[0] == "\ufeff" or text.isspace():
         raise _NotPlain
     if len(raw) > max_line_bytes:
@@ -153,7 +160,7 @@ def _look_again(
     quarantine: Quarantine,
     counts: LineCounts,
 ) -> list[str]:
-    """Those of the lines that are text; the others are put into the quarantine."""
+    """Return the texts of a line that needs repair, quarantining the sides that are not text."""
     texts = []
     for side, raw in enumerate(raws):
         try:
@@ -167,7 +174,7 @@ def _look_again(
 
 
 def _decode(raw: bytes, *, side: int, is_first: bool, counts: LineCounts) -> str:
-    """One line as text; raises _NoText for a NUL or invalid UTF-8."""
+    """Decode and repair one line; raise _NoText for a NUL or invalid UTF-8."""
     if is_first and raw.startswith(codecs.BOM_UTF8):
         raw = raw.removeprefix(codecs.BOM_UTF8)
         counts.byte_order_marks += 1
@@ -197,15 +204,15 @@ def _refuse_damaged(sources: Sequence[Source], counts: LineCounts, *, setting: s
     reasons = sorted({reason for side in counts.no_text for reason in side})
     raise DataError(
         f"{listed(damaged)}: {bad} of {lines} lines are not UTF-8 text of at "
-        f"most {setting} ({', '.join(reasons)}): {_remedy(reasons, setting=setting)}."
+        f"most {setting} ({', '.join(reasons)}). {_suggested_fix(reasons, setting=setting)}."
     )
 
 
-def _remedy(reasons: Sequence[str], *, setting: str) -> str:
+def _suggested_fix(reasons: Sequence[str], *, setting: str) -> str:
     match reasons:
         case ["too_long"]:
-            return f"raise {setting}, or split them into sentences"
+            return f"Raise {setting}, or split them into sentences"
         case ["malformed"]:
-            return "correct their columns, or fetch the file again"
+            return "Correct their columns, or fetch the file again"
         case _:
-            return "convert the files to UTF-8 or fetch them again"
+            return "Convert the files to UTF-8 or fetch them again"

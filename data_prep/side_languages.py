@@ -1,8 +1,8 @@
-"""Whether the two sides of a pair are in the languages they are named for, judged on a sample.
+"""Check on a sample whether the two sides of a pair are in their languages.
 
-Scripts decide where the two languages are written in different ones. Where they share one,
-langdetect does, with a prior over the two alone; it is asked only if it knows both, and loaded only
-then. A pair of files is swapped where nearly all of the sample reads as the other way round.
+Scripts decide if the two languages are written in different ones. Otherwise langdetect decides,
+with a prior over the two languages; it is only loaded if it knows both. A pair of files counts as
+swapped if nearly all of the sample reads as the reverse pair.
 """
 
 from collections import Counter
@@ -20,22 +20,22 @@ from pipeline.languages import (
 from pipeline.terminal import listed
 
 SAMPLE_LINES = 64
-"""Lines of a file that are looked at, evenly spaced."""
+"""Sampled lines of a file, evenly spaced."""
 SAMPLE_CHARACTERS = 500
-"""Of a line."""
+"""Characters kept of a sampled line."""
 MIN_LETTERS = 40
-"""A sample with fewer letters on a side is not judged by its script."""
+"""Fewest letters of a side that is judged by its script."""
 MIN_CHARACTERS = 150
-"""Of each side in one piece that langdetect reads."""
+"""Fewest characters of each side in a piece that langdetect reads."""
 MIN_PIECES = 2
 SWAPPED_SHARE = 0.75
-"""Share of the pieces that must read as the pair the other way round."""
+"""Share of the pieces that must read as the reverse pair."""
 
 SEED = 1
-"""Of langdetect."""
+"""Seed of langdetect."""
 
 NEAR_CODES = 3
-"""Codes that a warning proposes."""
+"""Most codes that a warning proposes."""
 
 
 @dataclass
@@ -44,11 +44,11 @@ class EvenSample:
 
     lines: list[tuple[str, str]] = field(default_factory=list)
     stride: int = 1
-    """Every so many lines one is kept."""
+    """Distance of the lines kept."""
     _seen: int = 0
 
     def offer(self, first: str, second: str) -> None:
-        """Take notice of the next pair of lines."""
+        """Consider the next pair of lines for the sample."""
         if self._seen % self.stride == 0:
             if len(self.lines) == SAMPLE_LINES:
                 self.lines = self.lines[::2]
@@ -58,13 +58,14 @@ class EvenSample:
         self._seen += 1
 
     def side(self, index: int) -> list[str]:
+        """Return the sampled lines of one side."""
         return [line[index] for line in self.lines]
 
 
 def are_swapped(sample: EvenSample, spellings: tuple[str, str]) -> bool:
-    """Whether each side of a sample is in the language of the other, as far as can be told.
+    """Return whether each side of a sample is in the other's language, as far as can be told.
 
-    The languages are given as the raw folder spells them, scripts and all.
+    The languages are spelled as in the raw folder, with their scripts.
     """
     first, second = (expected_letters([spelling]) for spelling in spellings)
     if not first or not second or first & second:
@@ -77,7 +78,7 @@ def are_swapped(sample: EvenSample, spellings: tuple[str, str]) -> bool:
 
 
 def pieces(sample: EvenSample) -> list[tuple[str, str]]:
-    """The sample in pieces of consecutive lines, long enough on both sides to be identified."""
+    """Join consecutive lines to pieces that are long enough on both sides to be identified."""
     found: list[tuple[str, str]] = []
     begun: list[tuple[str, str]] = []
     for line in sample.lines:
@@ -90,17 +91,17 @@ def pieces(sample: EvenSample) -> list[tuple[str, str]]:
 
 
 def expected_letters(spellings: Iterable[str]) -> frozenset[str]:
-    """Scripts of the letters that a language is written with; none where CLDR has none."""
+    """Return the scripts of a language's letters; none if CLDR has none."""
     scripts = {written_script(spelling) for spelling in spellings}
     return frozenset(letter for script in scripts if script for letter in letters_of(script))
 
 
 def script_of_language(counts: Counter[str], spellings: Iterable[str]) -> str | None:
-    """The script of a language in this corpus: its usual one where the text has its letters.
+    """Return the script of a language in this corpus: its usual one if the text has its letters.
 
     Args:
-        counts: script → letters of a sample of its text.
-        spellings: how the raw folders spell the language.
+        counts: Script → letters of a sample of its text.
+        spellings: Spellings of the language in the raw folders.
     """
     found = most_letters(counts)
     for script in sorted({written_script(spelling) or "" for spelling in spellings} - {""}):
@@ -110,9 +111,9 @@ def script_of_language(counts: Counter[str], spellings: Iterable[str]) -> str | 
 
 
 def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
-    """A few words where the text is not in the script of its language, or nobody knows the code.
+    """Return a warning if the text is not in the language's script or the code is unknown.
 
-    Arguments as of ``script_of_language``. A sample with few letters says nothing.
+    A sample with few letters gives no warning. Arguments as in :func:`script_of_language`.
     """
     spelled = sorted(spellings)
     found, expected = most_letters(counts), expected_letters(spelled)
@@ -128,7 +129,7 @@ def code_warning(counts: Counter[str], spellings: Iterable[str]) -> str | None:
 
 
 def most_letters(counts: Counter[str]) -> str | None:
-    """The script with the most letters; the first in the alphabet of several, None of none."""
+    """Return the script with the most letters, alphabetically first among equals; else None."""
     return min(counts, key=lambda script: (-counts[script], script), default=None)
 
 

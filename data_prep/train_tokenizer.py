@@ -1,13 +1,13 @@
-"""train_tokenizer: a vocabulary from a temperature-balanced sample, and language tokens.
+"""Stage train_tokenizer: train a vocabulary on a sample balanced by temperature.
 
-Reads a corpus, makes a tokenizer. SentencePiece sees training lines only, drawn without replacement
-so that small languages weigh more than their share; text is not normalised. SentencePiece holds the
-sample in memory, many times its size: as many lines are drawn as ``tokenizer.memory_bytes`` has
-room for by prediction, ``tokenizer.sample_lines`` at most. The default, 4 GiB, fits into a machine
-of 8 GB. What was predicted and what was taken stand in the summary. Import bounds each line.
+Reads a corpus. Makes a tokenizer with a token for every language. SentencePiece sees training lines
+only, drawn without replacement so that small languages weigh more than their share; text is not
+normalized. Languages in ``tokenizer.target_languages`` get a model of their own.
 
-Where ``tokenizer.target_languages`` have pieces of their own, two models are trained one after the
-other, each on a sample of its languages.
+SentencePiece holds many times the size of the sample in memory. The sample therefore has at most
+``tokenizer.sample_lines`` lines, and as many as the predicted memory, ``tokenizer.memory_bytes``,
+allows; the default of 4 GiB suits a machine with 8 GB. The summary compares predicted and measured
+memory.
 """
 
 import io
@@ -18,6 +18,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sentencepiece import SentencePieceTrainer
@@ -48,10 +49,10 @@ from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, listed, track
 
 MAX_LINE_BYTES = 2**20
-"""SentencePiece leaves out longer lines; its own limit would lose letters of long Indic lines."""
+"""Longest line for SentencePiece; its own limit would lose letters of long Indic lines."""
 
 MEMORY_PER_BYTE, MEMORY_PER_LINE, MEMORY_AT_LEAST = 22, 200, 2**23
-"""Of text, in bytes of memory, while SentencePiece 0.2.3 trains."""
+"""Bytes of memory that SentencePiece 0.2.3 takes per byte of text, per line, and at least."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Side:
 
     languages: frozenset[str]
     setting: str
-    """Which says how many pieces it has."""
+    """Setting of its number of pieces."""
     size: int
 
 
@@ -73,9 +74,9 @@ class Sample:
     """Language → lines to draw."""
     seed: int
     predicted_bytes: int = 0
-    """Of memory that training on it takes."""
+    """Predicted memory of training."""
     characters: set[str] = field(default_factory=set)
-    """What the lines given so far consist of."""
+    """Characters of the lines yielded so far."""
 
     def __iter__(self) -> Iterator[str]:
         totals = lines_per_language(self.corpus)
@@ -93,7 +94,7 @@ def run(call: StageCall) -> None:
     corpus = call.artifacts["corpus"]
     sides = sides_of(corpus, config) if config.kind != "bytes" else []
     description = TokenizerDescription(
-        # Characters are a kind of SentencePiece model: nothing else is to be known to read them.
+        # Readers treat a character model like any other SentencePiece model.
         kind="sentencepiece" if config.kind == "characters" else config.kind,
         languages=tuple(languages(corpus)),
         language_token_scheme=config.language_token_scheme,
@@ -122,11 +123,11 @@ def run(call: StageCall) -> None:
 
 
 def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
-    """One vocabulary for all languages, or two: the source's, then the target's.
+    """Return one vocabulary for all languages, or two: the source's, then the target's.
 
     Raises:
-        ConfigError: target languages are none of the corpus's, or all of them.
-        DataError: one side has no training lines.
+        ConfigError: The target languages are not in the corpus, or are all of its languages.
+        DataError: One side has no training lines.
     """
     present, own = languages(corpus), config.target_languages
     if not own:
@@ -139,15 +140,15 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
             else f"names all languages of {corpus.directory}"
         )
         raise ConfigError(
-            f"tokenizer.target_languages {problem}: name those that are translated into and have "
+            f"tokenizer.target_languages {problem}. Name those that are translated into and have "
             "pieces of their own, or leave it out for one vocabulary."
         )
     lines = lines_per_language(corpus)
     for side in (others, own):
         if not any(lines[code] for code in side):
             raise DataError(
-                f"{corpus.directory} has no training lines in {listed(sorted(side))}, which are to "
-                "have pieces of their own (tokenizer.target_languages parts the languages): give "
+                f"{corpus.directory} has no training lines in {listed(sorted(side))}, which need "
+                "pieces of their own (tokenizer.target_languages splits the languages). Give "
                 "it some, or change that setting."
             )
     return [
@@ -159,39 +160,44 @@ def sides_of(corpus: Artifact, config: TokenizerConfig) -> list[Side]:
 def draw_sample(
     corpus: Artifact, *, config: TokenizerConfig, among: frozenset[str] | None = None
 ) -> Sample:
-    """The sample the settings ask for, of all languages or of some; lines are read when it is
-    iterated over.
+    """Return the sample that the settings ask for, whose lines are read on iteration.
+
+    Args:
+        corpus: Corpus to draw from.
+        config: Settings of the tokenizer.
+        among: Languages to draw from; None for all.
 
     Raises:
-        ConfigError: there is no memory for any line.
-        DataError: the corpus has no training lines.
+        ConfigError: The memory allows no line.
+        DataError: The corpus has no training lines.
     """
     every = lines_per_language(corpus)
     line_bytes = bytes_per_line(corpus, every)
     totals = {code: lines for code, lines in every.items() if among is None or code in among}
     most = min(config.sample_lines, sum(totals.values()))
-    # The largest number of lines that there is room for.
+    quotas_of = partial(sample_quotas, totals, sampling_temperature=config.sampling_temperature)
+    # Find the largest number of lines that fits.
     fits = bisect_right(
         range(1, most + 1),
         config.memory_bytes,
-        key=lambda lines: predicted_memory(_quotas(totals, lines, config), line_bytes),
+        key=lambda lines: predicted_memory(quotas_of(sample_lines=lines), line_bytes),
     )
-    quotas = _quotas(totals, fits or config.sample_lines, config)
+    quotas = quotas_of(sample_lines=fits or config.sample_lines)
     if fits < most and (not fits or not any(quotas.values())):
         raise ConfigError(
             f"tokenizer.memory_bytes = {config.memory_bytes:,} has no room for a line of every "
-            "language: raise it."
+            "language. Raise it."
         )
     predicted = predicted_memory(quotas, line_bytes)
     return Sample(corpus, quotas, config.seed, predicted_bytes=predicted)
 
 
 def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float]) -> int:
-    """What SentencePiece takes for training on a sample, in bytes.
+    """Predict the memory that SentencePiece takes for training, in bytes.
 
     Args:
-        quotas: language → lines.
-        line_bytes: language → mean size of a line in UTF-8.
+        quotas: Language → lines.
+        line_bytes: Language → mean size of a line in UTF-8.
     """
     text = sum(quota * line_bytes[code] for code, quota in quotas.items())
     lines = sum(quotas.values())
@@ -199,10 +205,11 @@ def predicted_memory(quotas: Mapping[str, int], line_bytes: Mapping[str, float])
 
 
 def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, float]:
-    """Language → mean size of a training line in UTF-8, of those that have any.
+    """Return language → mean size of a training line in UTF-8, without languages that have none.
 
     Args:
-        totals: language → training lines.
+        corpus: Corpus that says the sizes of its files.
+        totals: Language → training lines.
     """
     sizes = dict.fromkeys(totals, 0)
     for pair in line_counts(corpus, "train"):
@@ -211,22 +218,16 @@ def bytes_per_line(corpus: Artifact, totals: Mapping[str, int]) -> dict[str, flo
     return {code: sizes[code] / total for code, total in totals.items() if total}
 
 
-def _quotas(totals: Mapping[str, int], lines: int, config: TokenizerConfig) -> dict[str, int]:
-    return sample_quotas(
-        totals, sampling_temperature=config.sampling_temperature, sample_lines=lines
-    )
-
-
 def sample_quotas(
     totals: Mapping[str, int], *, sampling_temperature: float, sample_lines: int
 ) -> dict[str, int]:
-    """Language → lines to draw: by temperature, and never more than the language has.
+    """Return language → lines to draw by temperature, at most the lines of the language.
 
-    What a small language cannot fill is shared among the others, in their proportions. The sum
-    stays within ``sample_lines``, below it by rounding or because there are no more lines.
+    The lines that a small language lacks are shared among the others in proportion. The sum is at
+    most ``sample_lines``; it is lower by rounding, or if there are no more lines.
 
     Raises:
-        DataError: no language has any.
+        DataError: No language has any lines.
     """
     left = {code: total for code, total in sorted(totals.items()) if total}
     quotas: dict[str, int] = {}
@@ -245,9 +246,9 @@ def sample_quotas(
 def draw(
     lines: Iterator[str], *, total: int, wanted: int, generator: random.Random
 ) -> Iterator[str]:
-    """Exactly ``wanted`` of ``total`` lines, each subset equally likely, in their order.
+    """Yield exactly ``wanted`` of ``total`` lines in order, each subset equally likely.
 
-    Knuth, The Art of Computer Programming 2, §3.4.2, algorithm S: nothing is kept in memory.
+    Algorithm S of Knuth, The Art of Computer Programming 2, §3.4.2, which keeps nothing in memory.
     """
     for seen, line in enumerate(lines):
         if not wanted:
@@ -258,10 +259,10 @@ def draw(
 
 
 def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) -> bytes:
-    """A serialised SentencePiece model; the same sample and settings give the same bytes.
+    """Return a serialized SentencePiece model, deterministic for sample and settings.
 
     Raises:
-        ConfigError: the vocabulary is too large, or too small, for the sample.
+        ConfigError: The vocabulary is too large, or too small, for the sample.
     """
     model = io.BytesIO()
     failures: list[BaseException] = []
@@ -279,7 +280,7 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
             bos_id=SPECIALS["bos"],
             eos_id=SPECIALS["eos"],
             unk_id=SPECIALS["unk"],
-            # With more threads the unigram trainer adds in another order, and learns other pieces.
+            # With more threads the unigram trainer sums in another order and learns other pieces.
             num_threads=1,
             minloglevel=2,
             **_options_of_kind(config),
@@ -292,13 +293,13 @@ def train_sentencepiece(sample: Sample, *, side: Side, config: TokenizerConfig) 
 
 
 def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
-    """What SentencePiece is told of the kind of pieces."""
+    """Return SentencePiece's options for the kind of pieces."""
     match config.kind:
         case "characters":
-            # As many as there are, if that is less than the vocabulary may have.
+            # The sample may have fewer characters than the vocabulary allows.
             kind: dict[str, Any] = {"model_type": "char", "hard_vocab_limit": False}
         case "byte_bpe":
-            # A byte is no letter or digit; spaces are kept as they are.
+            # Bytes have no script and no digits; spaces stay as they are.
             return {
                 "model_type": "bpe",
                 "character_coverage": 1.0,
@@ -313,15 +314,15 @@ def _options_of_kind(config: TokenizerConfig) -> dict[str, Any]:
 
 
 def _written_bytes(lines: Iterator[str]) -> Iterator[str]:
-    """The lines as a model of bytes sees them, and every byte, so that each has a piece."""
+    """Yield the lines as a model of bytes sees them, after a line with every byte."""
     yield BYTE_LINE
     yield from map(write_bytes, lines)
 
 
 def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Iterator[str]:
-    """The lines, and in ``failures`` what ended them early.
+    """Yield the lines, and add to ``failures`` the exception that ends them early.
 
-    SentencePiece turns whatever is raised while it reads, a stop request too, into RuntimeError.
+    SentencePiece turns every exception while it reads, stop requests included, into RuntimeError.
     """
     try:
         yield from lines
@@ -333,32 +334,32 @@ def remember_failure(lines: Iterator[str], failures: list[BaseException]) -> Ite
 
 
 def explain_failure(error: RuntimeError, *, side: Side) -> ConfigError | DataError:
-    """SentencePiece's failure as a sentence that says which vocabulary size would do."""
+    """Translate SentencePiece's failure into an error that says which vocabulary size works."""
     text = str(error)
     where = f"tokenizer.{side.setting} = {side.size} is too"
     if found := re.search(r"set it to a value <= (\d+)", text):
         return ConfigError(
-            f"{where} large for the sample: the largest vocabulary possible is {found[1]}; set "
-            "that or less, or draw more sample_lines."
+            f"{where} large for the sample, which allows at most {found[1]}. Set that or less, or "
+            "draw more sample_lines."
         )
     if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", text):
         return ConfigError(
             f"{where} small: the characters of the sample and the specials alone need "
-            f"{found[1]}; set more, or a lower character_coverage."
+            f"{found[1]}. Set more, or a lower character_coverage."
         )
     return DataError(
-        f"SentencePiece could not train on the sample ({text.strip()}): look for empty or "
+        f"SentencePiece could not train on the sample ({text.strip()}). Look for empty or "
         "damaged text in the corpus."
     )
 
 
 def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[str, object]:
-    """Lines per language, and how many of the samples' characters their vocabularies have."""
+    """Return lines per language, and the number of sampled characters in the vocabularies."""
     quotas: dict[str, int] = {}
     found = covered = 0
     for sample in samples:
         quotas |= sample.quotas
-        # SentencePiece takes a space for the mark of a word.
+        # SentencePiece encodes a space as the mark of a word.
         characters = sorted(sample.characters - {" "})
         encoded = tokenizer.encode_batch(characters, language=next(iter(sample.quotas)))
         found += len(characters)
@@ -371,7 +372,7 @@ def sample_statistics(samples: Sequence[Sample], tokenizer: Tokenizer) -> dict[s
 
 
 def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
-    """Sizes, and how each language's token is written."""
+    """Return the sizes, and the spelling and id of each language's token."""
     tokenizer, scheme = files.build(), files.description.language_token_scheme
     return {
         "pieces": tokenizer.size - len(tokenizer.languages),
@@ -386,7 +387,7 @@ def vocabulary_statistics(files: TokenizerFiles) -> dict[str, object]:
 def summary(
     statistics: Mapping[str, Any], description: TokenizerDescription, corpus: Artifact
 ) -> list[str]:
-    """What was sampled, what the vocabulary covers, and languages it has seen nothing of."""
+    """Summarize the sample, the coverage of the vocabulary, and languages without text."""
     languages = description.languages
     lines = [
         f"{counted(statistics['pieces'], 'piece')} and {counted(len(languages), 'language token')}"

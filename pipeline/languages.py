@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 UNKNOWN_FAMILY = "unknown"
 UNKNOWN_SCRIPT = "Zzzz"
-"""ISO 15924's code for a script that is not known."""
+"""ISO 15924's code for an unknown script."""
 
 PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     1: tuple(
@@ -73,7 +73,7 @@ PAPER_GROUPS: dict[int, tuple[str, ...]] = {
     3: tuple("af ca da de en eo es fr fy gl is it li nb nl nn no oc pt ro sv wa yi".split()),
     4: tuple("el eu ig ja km ko lt lv my rw sq th vi xh zh zu".split()),
 }
-"""Group → codes: the result of the paper's clustering on OPUS-100 (MMNMT, table 5)."""
+"""Language group → codes: the paper's clustering of OPUS-100 (MMNMT, table 5)."""
 
 ALIASES: dict[str, str] = {
     alias: code
@@ -102,7 +102,7 @@ za:zha
     for alias in aliases.split(",")
 }
 """Withdrawn, three-letter and single-variety codes (as in NLLB) → the registry's code. The first
-three-letter code of each language is that of ISO 639-3, from its table of two-letter codes."""
+three-letter code of each language is that of ISO 639-3."""
 
 UNSPACED_LANGUAGES = frozenset("bo dz gan ja km lo lzh my shn th wuu yue zh".split())
 UNSPACED_SCRIPTS = frozenset("Hani Hans Hant Jpan Khmr Lana Laoo Mymr Thai Tibt".split())
@@ -121,15 +121,14 @@ _CLDR_CODES = {"sh": "sr_Latn"}
 
 @dataclass(frozen=True)
 class Language:
-    """A language: code, English name, family, and the ISO 15924 code of its script.
-
-    The script is the usual one, or the one the code names; ``UNKNOWN_SCRIPT`` where CLDR has none.
-    """
+    """A language of the registry."""
 
     code: str
     name: str
+    """English name."""
     family: str
     script: str
+    """ISO 15924 code: the code's own script or the usual one; ``UNKNOWN_SCRIPT`` without either."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +136,19 @@ class LanguageTag:
     """The parts of a spelling: the registry's code, and script and region if given."""
 
     language: str
+    """The registry's code."""
     script: str | None
     """ISO 15924 spelling, for example ``Hant``."""
     region: str | None
+    """Region, as in ``BR`` or ``419``; None if the spelling names none."""
 
 
 def parse_tag(code: str) -> LanguageTag:
-    """Take any usual spelling apart: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
+    """Parse any usual spelling: ``iw``, ``deu_Latn``, ``zh-CN``, ``de_DE``, ``chr_Cher``.
 
     Raises:
-        ConfigError: the spelling is that of no language code; names the code of a language whose
-            English name it is, else the nearest codes.
+        ConfigError: the spelling is not a language code. The message suggests the code of a
+            language of this English name, or else the nearest codes.
     """
     spelling = code.strip().lower().replace("-", "_")
     subtags = _SUBTAGS.fullmatch(spelling)
@@ -176,7 +177,7 @@ def canonical(code: str) -> str:
     A language outside the registry keeps the code it is given.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     return parse_tag(code).language
 
@@ -184,17 +185,15 @@ def canonical(code: str) -> str:
 def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> dict[str, str]:
     """Map spellings of one corpus to codes, so that two scripts stay two languages.
 
-    One script, whichever it is, needs no mention: ``zho_Hant`` alone is ``zh``. Beside
-    ``zho_Hans``, the usual script of Chinese, it is ``zh_Hant``. Needs Babel where a language is
-    spelled in several ways.
+    A single script of a language is not named: ``zho_Hant`` alone is ``zh``. Beside ``zho_Hans``,
+    the usual script of Chinese, it is ``zh_Hant``. Needs Babel if a language has several spellings.
 
     Args:
-        spellings: any usual ones.
-        regions: ``apart``: where a language is spelled in several ways, a region counts as a script
-            does, and ``pt-br`` beside ``pt`` is ``pt_BR``.
+        spellings: any usual spellings.
+        regions: ``apart`` also keeps regions apart: beside ``pt``, ``pt-br`` is ``pt_BR``.
 
     Raises:
-        ConfigError: a spelling is that of no language code.
+        ConfigError: a spelling is not a language code.
     """
     tags = {spelling: parse_tag(spelling) for spelling in spellings}
     apart = regions == "apart"
@@ -215,11 +214,11 @@ def distinct_codes(spellings: Iterable[str], *, regions: Regions = "joined") -> 
 def find_code(spelling: str, codes: Collection[str]) -> str | None:
     """Return the code of a corpus or model that a spelling means; None if there is none.
 
-    ``zh_Hant`` is itself where it is among them, else ``zh``, and so is ``pt_BR`` with ``pt``;
-    ``prs_Arab`` is ``prs`` where that is told apart from ``fa``.
+    ``zh_Hant`` means itself if it is among the codes, else ``zh``; likewise ``pt_BR`` and ``pt``.
+    ``prs_Arab`` means ``prs`` if the codes have it, else ``fa``.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     tag = parse_tag(spelling)
     for regional in (f"{tag.language}_{tag.script}_{tag.region}", f"{tag.language}_{tag.region}"):
@@ -238,10 +237,10 @@ def family(code: str, families: Mapping[str, str] | None = None) -> str:
 
     Args:
         code: any usual spelling.
-        families: code → family, which goes before the registry.
+        families: code → family of the recipe, which takes precedence over the registry.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     found = canonical(code)
     named = families or {}
@@ -249,7 +248,11 @@ def family(code: str, families: Mapping[str, str] | None = None) -> str:
 
 
 def language(code: str) -> Language:
-    """Look a language up; ConfigError as in ``canonical``. Needs Babel."""
+    """Look up a language by any usual spelling. Needs Babel.
+
+    Raises:
+        ConfigError: the spelling is not a language code.
+    """
     tag = parse_tag(code)
     found = _code_with_script(tag) if tag.script else tag.language
     found = _code_with_region(tag) if tag.region else found
@@ -265,7 +268,7 @@ def iso_639_3(code: str) -> str:
     """Return the three-letter code of ISO 639-3 for a language, or its code if none is known.
 
     Raises:
-        ConfigError: the spelling is that of no language code.
+        ConfigError: the spelling is not a language code.
     """
     found = canonical(code)
     aliases = (alias for alias, known in ALIASES.items() if known == found and len(alias) == 3)
@@ -321,7 +324,7 @@ def nearest_codes(code: str, candidates: Iterable[str]) -> list[str]:
 def code_of_name(name: str) -> str | None:
     """Return the code of a language by its English name, ``de`` for German. Needs Babel.
 
-    One wrong letter of eight is allowed. None: CLDR has no language of that name.
+    One wrong letter of eight is allowed. Returns None if CLDR has no language of that name.
     """
     codes = {known.casefold(): code for code, known in _cldr_names().items()}
     near = nearest_names(" ".join(name.split()).casefold(), codes, cutoff=0.85)
@@ -431,7 +434,7 @@ _UNICODE_NAMES = {
 """Unicode's names of scripts that CLDR names differently."""
 
 _LONGEST_NAME = 3
-"""Words in the longest name of a script."""
+"""Number of words in the longest name of a script."""
 
 
 def letters_of(script: str) -> frozenset[str]:

@@ -414,7 +414,7 @@ def test_two_ranks_sample_what_one_does(bench: Bench) -> None:
     [
         ("n_best = 3", "n_best 3 exceeds beam_size 2"),
         ("top_p = 1.5", "top_p"),
-        ('banned = ["  "]', "The banned phrase '  ' is empty"),
+        ('banned = ["  "]', "the banned phrase '  ': it is empty"),
         ("alignments = true\nalignment_layer = 2", "the model has 2 decoder layers"),
     ],
 )
@@ -443,7 +443,7 @@ def test_no_translation_has_a_banned_phrase(bench: Bench) -> None:
 
 
 def corpus_of(directory: Path, pairs: Sequence[str]) -> Artifact:
-    """A corpus of two test lines per pair and no training lines."""
+    """Make a corpus of two test lines per pair and no training lines."""
     with new_artifact(directory, kind="corpus", stage="import_tests", config={}, inputs={}) as made:
         for pair in pairs:
             for language in pair.split("-"):
@@ -542,7 +542,7 @@ def test_half_precision_translates_in_half_precision(bench: Bench) -> None:
 
 def test_an_unknown_language_is_named_with_its_nearest(bench: Bench) -> None:
     translator = Translator(bench.checkpoint, DecodingConfig())
-    message = "does not know the language 'deu': it knows de, en, fr; nearest is 'de'"
+    message = r"does not know the language 'deu'\. It knows de, en, fr\. Did you mean 'de'\?"
     with pytest.raises(ConfigError, match=message):
         translator.translate([Job(Direction("en", "deu"), 0, "Yes")])
     with pytest.raises(ConfigError, match="does not know the language 'zz'"):
@@ -563,7 +563,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             return next(asked) >= batches
 
         def ignore(_: StopFlag, _value: bool) -> None:
-            """What the flag itself says of being asked."""
+            """Return the flag's own answer."""
 
         monkeypatch.setattr(StopFlag, "requested", property(requested, ignore), raising=False)
 
@@ -571,7 +571,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def record_translated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The (direction, line) of everything that is translated from now on."""
+    """Record the (direction, line) of everything that is translated from now on."""
     translated: list[tuple[str, int]] = []
     whole = Translator.translate
 
@@ -652,7 +652,7 @@ def test_a_run_folder_that_is_not_of_translations_is_left_alone(
     path.parent.mkdir(parents=True)
     path.write_text("mine")
     assert bench.run("out", "--overwrite") == EXIT_USER_ERROR
-    assert "nothing there is touched" in capsys.readouterr().err
+    assert "Name another --out, or move the folder away" in capsys.readouterr().err
     assert path.read_text() == "mine"
     assert names_in(path.parent) == [path.name]
 

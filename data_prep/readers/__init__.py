@@ -1,1 +1,1 @@
-"""Readers: one file per place raw text comes from."""
+"""Readers of raw text, one module per form of it; all of them return a ``section.RawText``."""

@@ -1,22 +1,22 @@
-"""The demo corpus: localised phrases from Unicode CLDR, formatted by Babel in any language.
+"""Make a demo corpus of localized phrases from Unicode CLDR, formatted by Babel.
 
 A phrase joins one to three parts; a part is a template (a date, an amount, a list of countries)
-filled with a value. Every value is formatted by Babel in each language, so that a phrase exists in
-all of them at once: ``Friday, March 5, 2021: 37 kilometers``.
+filled with a value. Babel formats every value in each language, so that a phrase exists in all
+languages: ``Friday, March 5, 2021: 37 kilometers``.
 
-Held-out phrases share no value and no combination of templates with training:
+Held-out phrases share no value and no combination of templates with training phrases:
 
-- of each template's values one in five is reserved, by a digest of the value. Digits, months,
-  units and names all occur in training, the whole date, amount or pair of names does not. One and
-  two, whose forms are irregular, are never reserved.
-- of the unordered pairs of templates one in five is reserved. A training phrase has no reserved
-  pair, a held-out phrase has one, and all its values are reserved ones.
+- One in five values of each template is reserved, by a digest of the value. All digits, months,
+  units and names occur in training, but not the whole date, amount or pair of names. One and two,
+  whose forms are irregular, are never reserved.
+- One in five unordered pairs of templates is reserved. A training phrase has no reserved pair; a
+  held-out phrase has one, and only reserved values.
 
-Pairs with the pivot have all splits, zero-shot pairs test phrases alone.
+Pairs with the pivot have all splits, zero-shot pairs only test phrases.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from functools import lru_cache
@@ -30,8 +30,7 @@ from babel.lists import format_list
 from babel.numbers import format_currency, format_percent
 from babel.units import format_unit
 
-from data_prep.readers.pair_names import require_languages
-from data_prep.readers.section import RawLine, RawText, Section, Source
+from data_prep.readers.section import RawLine, RawText, Section, Source, require_languages
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.settings import CldrConfig, CorpusConfig
 from pipeline.errors import ConfigError
@@ -67,7 +66,7 @@ COUNTRIES = (
 LANGUAGES = "ar bg cs da de el en es fi fr he hi hu id it ja ko nl pl pt ru sv tr uk zh".split()
 CURRENCIES = "AUD BRL CAD CHF CNY EUR GBP INR JPY KRW RUB USD".split()
 _WHOLE_CURRENCIES = ("JPY", "KRW")
-"""Shown without cents, so that different cents would be one text."""
+"""Currencies shown without cents, for which different cents would be one text."""
 UNITS = (
     "length-kilometer length-meter length-centimeter length-mile mass-kilogram mass-gram mass-ton "
     "volume-liter volume-milliliter area-square-meter area-hectare area-square-kilometer "
@@ -91,12 +90,12 @@ _SAME_VALUES: dict[Template, str] = {
     "short_quantity": "quantity",
     "named_amount": "amount",
 }
-"""Templates that show one value in two ways reserve it together."""
+"""Template → group of templates that show the same value and reserve it together."""
 
 _YEAR = 2023
-"""Where only month and day are shown; any year without a leap day."""
+"""Year of values that show only month and day; any year without a leap day."""
 _RESERVED_SHARE = 5
-"""One in this many values and pairs of templates."""
+"""One in this many values, and pairs of templates, is reserved."""
 _CLDR_LOCALES = {"zh": "zh_Hans", "sh": "sr_Latn", "tl": "fil", "no": "nb"}
 _WIDE_LANGUAGES = ("ja", "zh", "yue")
 _BIDI_MARKS = dict.fromkeys(
@@ -105,7 +104,7 @@ _BIDI_MARKS = dict.fromkeys(
 
 
 class Part(NamedTuple):
-    """A template and its value: codes of units, currencies, places; and numbers."""
+    """Template and its value: codes of units, currencies or places, and numbers."""
 
     template: Template
     names: tuple[str, ...]
@@ -113,7 +112,7 @@ class Part(NamedTuple):
 
 
 class Clause(NamedTuple):
-    """Parts and the two punctuations between them, independent of any language."""
+    """Parts and the joints between them, independent of any language."""
 
     parts: tuple[Part, ...]
     joints: tuple[Joint, ...]
@@ -121,7 +120,7 @@ class Clause(NamedTuple):
 
 @dataclass(frozen=True)
 class PhraseSplits:
-    """Phrases of all splits; a held-out phrase exists in every language of the configuration."""
+    """Phrases of all splits; a held-out phrase exists in every language."""
 
     train: dict[str, list[Phrase]]
     """Language → phrases in the pivot and that language."""
@@ -130,10 +129,10 @@ class PhraseSplits:
 
 
 def read_phrases(config: CorpusConfig) -> RawText:
-    """The phrases of all pairs whose languages are wanted.
+    """Make the phrases of all pairs whose languages are wanted.
 
     Raises:
-        ConfigError: as ``make_phrases``, or a wanted language is in no pair of wanted languages.
+        ConfigError: As ``make_phrases``, or a wanted language is in no pair of wanted languages.
     """
     cldr = check_languages(config.cldr)
     known = {cldr.pivot, *cldr.train_pairs}
@@ -150,10 +149,10 @@ def read_phrases(config: CorpusConfig) -> RawText:
 
 
 def make_phrases(config: CldrConfig) -> PhraseSplits:
-    """All phrases of a configuration, the same for the same seed.
+    """Make all phrases of a configuration, deterministic for its seed.
 
     Raises:
-        ConfigError: a language CLDR has no data for, or settings that contradict each other.
+        ConfigError: A language CLDR has no data for, or settings that contradict each other.
     """
     config = check_languages(config)
     held_out = held_out_clauses(config)
@@ -200,38 +199,36 @@ def _section(phrases: Sequence[Phrase], pair: str, split: Split) -> Section:
         languages=(first, second),
         spellings=(first, second),
         sources=(one, other),
-        lines=_lines(phrases, first, second),
+        lines=(
+            RawLine(number, (phrase[first].encode(), phrase[second].encode()))
+            for number, phrase in enumerate(phrases, start=1)
+        ),
     )
 
 
-def _lines(phrases: Sequence[Phrase], first: str, second: str) -> Iterator[RawLine]:
-    for number, phrase in enumerate(phrases, start=1):
-        yield RawLine(number, (phrase[first].encode(), phrase[second].encode()))
-
-
 def check_languages(config: CldrConfig) -> CldrConfig:
-    """The configuration with canonical codes.
+    """Return the configuration with canonical codes.
 
     Raises:
-        ConfigError: no languages, an unknown one, or a zero-shot language that is not trained.
+        ConfigError: No languages, an unknown one, or a zero-shot language that is not trained.
     """
     pivot = canonical(config.pivot)
     train_pairs = {canonical(code): number for code, number in config.train_pairs.items()}
     zero_shot = tuple(canonical(code) for code in config.zero_shot)
     if not train_pairs:
         raise ConfigError(
-            "corpus.cldr.train_pairs is empty: name each language and its number of phrases, "
+            "corpus.cldr.train_pairs is empty. Name each language and its number of phrases, "
             "for instance train_pairs = { de = 20000 }."
         )
     if pivot in train_pairs or len(train_pairs) < len(config.train_pairs):
         raise ConfigError(
-            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice: "
-            "name every other language once."
+            f"corpus.cldr.train_pairs names the pivot {pivot!r} or one language twice. "
+            "Name every other language once."
         )
     if unpaired := sorted(set(zero_shot) - set(train_pairs)):
         raise ConfigError(
             f"corpus.cldr.zero_shot names {', '.join(unpaired)}, which corpus.cldr.train_pairs "
-            f"does not pair with {pivot!r}: add these pairs or take the languages out."
+            f"does not pair with {pivot!r}. Add these pairs or take the languages out."
         )
     for code in (pivot, *train_pairs):
         locale(code)
@@ -241,24 +238,24 @@ def check_languages(config: CldrConfig) -> CldrConfig:
 
 
 def training_clauses(config: CldrConfig, *, language: str) -> list[Clause]:
-    """The clauses of one pair, all different; every language draws its own."""
+    """Draw the clauses of one pair, all different; every language draws its own."""
     random = Random(f"cldr {config.seed} train {language}")
     return _distinct(random, config.train_pairs[language], held_out=False)
 
 
 def held_out_clauses(config: CldrConfig) -> list[Clause]:
-    """Validation clauses, then test clauses; they do not depend on the languages."""
+    """Draw validation clauses, then test clauses, independent of the languages."""
     random = Random(f"cldr {config.seed} held out")
     return _distinct(random, config.valid_phrases + config.test_phrases, held_out=True)
 
 
 def is_reserved_pair(first: Template, second: Template) -> bool:
-    """Whether two templates stand together in held-out phrases only; three partners each."""
+    """Return whether two templates occur together only in held-out phrases."""
     return (TEMPLATES.index(first) + TEMPLATES.index(second)) % _RESERVED_SHARE == 0
 
 
 def is_reserved(part: Part) -> bool:
-    """Whether a value is kept for held-out phrases: a list of names is if any two of them are."""
+    """Return whether a value is reserved; a list of names is if any two of them are."""
     kind = _SAME_VALUES.get(part.template, part.template)
     if kind in ("countries", "languages", "currencies"):
         return any(_is_reserved_key((kind, *pair)) for pair in combinations(sorted(part.names), 2))
@@ -268,7 +265,7 @@ def is_reserved(part: Part) -> bool:
 
 
 def draw_clause(random: Random, *, held_out: bool) -> Clause:
-    """A random clause that training may have, or one that it may not.
+    """Draw a clause for training, or for held-out phrases.
 
     About a quarter of training clauses are a single part; a held-out one joins two or three.
     """
@@ -283,7 +280,7 @@ def draw_clause(random: Random, *, held_out: bool) -> Clause:
 
 
 def format_clause(clause: Clause, language: str) -> str:
-    """A clause in one language: one line, bidi marks dropped, all kinds of space made plain."""
+    """Format a clause as one line, without bidi marks and with plain spaces."""
     texts = [format_part(part, language) for part in clause.parts]
     text = texts[-1]
     for before, joint in zip(reversed(texts[:-1]), reversed(clause.joints), strict=True):
@@ -292,7 +289,7 @@ def format_clause(clause: Clause, language: str) -> str:
 
 
 def format_part(part: Part, language: str) -> str:
-    """A value as Babel writes it in a language.
+    """Format a value as Babel writes it in a language.
 
     Raises:
         ConfigError: CLDR lacks the name, unit or pattern in this language.
@@ -301,24 +298,28 @@ def format_part(part: Part, language: str) -> str:
         return _format_value(part, locale(language))
     except (KeyError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}: "
-            "take this language out of corpus.cldr."
+            f"Unicode CLDR has no {part.template} {'/'.join(part.names)} for {language!r}. "
+            "Take this language out of corpus.cldr."
         ) from error
 
 
 @lru_cache(maxsize=512)
 def locale(language: str) -> Locale:
-    """Babel's locale of a language; ConfigError where CLDR has none."""
+    """Return Babel's locale of a language.
+
+    Raises:
+        ConfigError: CLDR has none.
+    """
     try:
         return Locale.parse(_CLDR_LOCALES.get(language, language))
     except (UnknownLocaleError, ValueError) as error:
         raise ConfigError(
-            f"Unicode CLDR has no locale for {language!r}: take this language out of corpus.cldr."
+            f"Unicode CLDR has no locale for {language!r}. Take this language out of corpus.cldr."
         ) from error
 
 
 def _distinct(random: Random, number: int, *, held_out: bool) -> list[Clause]:
-    """There are billions of clauses, so that a number anyone asks for is reached."""
+    """Draw distinct clauses; there are billions, so that any wanted number is reached."""
     seen: dict[Clause, None] = {}
     while len(seen) < number:
         seen[draw_clause(random, held_out=held_out)] = None
@@ -331,7 +332,7 @@ def _is_reserved_key(key: tuple[str | int, ...]) -> bool:
 
 
 def _count(part: Part) -> int:
-    """The number that decides the form of the noun beside it; 0 where there is none."""
+    """Return the number that decides the form of the noun beside it; 0 if there is none."""
     match part.template:
         case "relative_time":
             return abs(part.numbers[0])
@@ -394,7 +395,7 @@ def _draw_day(random: Random, *, days: int = 365) -> date:
 
 
 def _draw_number(random: Random) -> int:
-    """Small numbers most often, for their plural forms; sometimes a round one."""
+    """Draw a number, most often small, for its plural forms, and sometimes round."""
     largest, step = random.choice(((12, 1), (99, 1), (2000, 25)))
     return step * random.randint(1, largest // step)
 
@@ -404,7 +405,7 @@ def _draw_names(random: Random, names: list[str]) -> tuple[str, ...]:
 
 
 def _draw_joints(random: Random, *, size: int) -> tuple[Joint, ...]:
-    """Different joints, from the outermost in; ``and`` only joins the last two."""
+    """Draw different joints, from the outermost in; ``and`` only joins the last two."""
     return tuple(sorted(random.sample(JOINTS, size - 1), key=JOINTS.index))
 
 
@@ -424,10 +425,8 @@ def _join(before: str, after: str, *, joint: Joint, language: str) -> str:
 def _format_value(part: Part, where: Locale) -> str:
     names, numbers = part.names, part.numbers
     match part.template:
-        case "full_date":
-            return format_date(date(*numbers), "full", locale=where)
-        case "long_date":
-            return format_date(date(*numbers), "long", locale=where)
+        case "full_date" | "long_date" as template:
+            return format_date(date(*numbers), template.removesuffix("_date"), locale=where)
         case "month":
             year, month = numbers
             return format_skeleton("yMMMM", datetime(year, month, 1), locale=where)
@@ -439,7 +438,8 @@ def _format_value(part: Part, where: Locale) -> str:
             moment = datetime.combine(date(2024, 1, weekday), time(hour, minute))
             return format_skeleton("EHm", moment, locale=where)
         case "interval":
-            return _format_interval(numbers, where)
+            first, last = date(_YEAR, *numbers[:2]), date(_YEAR, *numbers[2:])
+            return format_interval(first, last, "MMMd", locale=where)
         case "relative_time":
             return _format_relative_time(names[0], numbers[0], where)
         case "long_quantity":
@@ -460,14 +460,8 @@ def _format_value(part: Part, where: Locale) -> str:
             return format_list([where.currencies[name] for name in names], "standard", where)
 
 
-def _format_interval(numbers: tuple[int, ...], where: Locale) -> str:
-    first_month, first_day, last_month, last_day = numbers
-    first, last = date(_YEAR, first_month, first_day), date(_YEAR, last_month, last_day)
-    return format_interval(first, last, "MMMd", locale=where)
-
-
 def _format_relative_time(unit: str, number: int, where: Locale) -> str:
-    """``in 3 hours`` for 3, ``3 hours ago`` for -3; no number is large enough for the next unit."""
+    """Format ``in 3 hours`` for 3 and ``3 hours ago`` for -3, never in the next unit."""
     granularity, seconds = next(item for item in SECONDS.items() if item[0] == unit)
     return format_timedelta(
         timedelta(seconds=number * seconds),
@@ -481,7 +475,7 @@ def _format_relative_time(unit: str, number: int, where: Locale) -> str:
 def _format_quantity(
     unit: str, number: int, lengths: tuple[Literal["long", "short"], ...], where: Locale
 ) -> str:
-    """In the first length CLDR has: where long and short agree, it stores only one."""
+    """Format in the first length that CLDR has; it stores only one if they agree."""
     for length in lengths:
         text = format_unit(number, unit, length, locale=where)
         if unit not in text:

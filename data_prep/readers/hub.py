@@ -1,9 +1,8 @@
-"""A data set of the Hugging Face hub, laid out as OPUS-100 is, read while it is fetched.
+"""Read a data set of the Hugging Face hub in the layout of OPUS-100, while it is fetched.
 
-Its configurations are named like pairs, ``de-en``; their splits are ``train``, ``validation`` and
-``test``, as far as there are any; each row has a column ``translation`` with the text of both
-languages. What is read is pinned to a commit by its name. Lines beyond the number wanted are not
-fetched.
+Its configurations have the names of pairs, ``de-en``; their splits are any of ``train``,
+``validation`` and ``test``; each row has a column ``translation`` with the text of both languages.
+The name of the data set pins it to a commit. Lines beyond the number wanted are not fetched.
 """
 
 from collections.abc import Iterator
@@ -11,14 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from data_prep.readers.pair_names import (
+from data_prep.readers.section import (
+    FOLDERS_IGNORED,
     SPLIT_NAMES,
+    LeftOut,
     NamedPair,
+    RawLine,
+    RawText,
+    Section,
+    Source,
     is_pair_name,
     name_pairs,
     select_pairs,
 )
-from data_prep.readers.section import FOLDERS_IGNORED, LeftOut, RawLine, RawText, Section, Source
 from pipeline.artifacts.raw_input import HubDataset, RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError, Interrupted, UserError
@@ -27,34 +31,34 @@ COLUMN = "translation"
 
 
 def read_hub(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """All splits of the pairs whose languages are wanted, row by row.
+    """Read all splits of the pairs whose languages are wanted, row by row.
 
     Raises:
-        ConfigError: no data set is given, the library is missing, or a wanted language is in no
+        ConfigError: No data set is given, the library is missing, or a wanted language is in no
             pair of wanted languages.
-        DataError: the data set cannot be read, or is laid out otherwise.
+        DataError: The data set cannot be read, or is laid out otherwise.
     """
     if not isinstance(raw, HubDataset):
         raise ConfigError(
-            "corpus.source is 'hub', but no data set of the hub was given: pass "
+            "corpus.source is 'hub', but no data set of the hub was given. Pass "
             "--raw hub:OWNER/NAME@REVISION, or set corpus.source to 'tree'."
         )
     if Path(raw.name).exists():
         raise ConfigError(
-            f"{Path(raw.name).absolute()} would be read in place of {raw}: run from another folder."
+            f"{Path(raw.name).absolute()} would be read in place of {raw}. Run from another folder."
         )
     return read_dataset(raw, config)
 
 
 def read_dataset(dataset: HubDataset, config: CorpusConfig) -> RawText:
-    """The sections of a data set that the library finds under this name."""
+    """Return the sections of a data set, given its name for the ``datasets`` library."""
     library = _library()
     with _told(dataset):
         names = library.get_dataset_config_names(dataset.name, revision=dataset.revision)
     named = name_pairs(sorted(filter(is_pair_name, names)), regions=config.regions)
     if not named:
         raise DataError(
-            f"{dataset} has no configurations named like de-en: name a data set laid out as "
+            f"{dataset} has no configurations named like de-en. Name a data set laid out as "
             "OPUS-100 is."
         )
     selected = select_pairs(named, config.languages)
@@ -74,7 +78,7 @@ def _library() -> ModuleType:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "corpus.source is 'hub', which needs the package datasets: run "
+            "corpus.source is 'hub', which needs the package datasets. Run "
             "pip install 'mmnmt[hub]'."
         ) from error
     library: ModuleType = datasets
@@ -83,7 +87,7 @@ def _library() -> ModuleType:
 
 @contextmanager
 def _told(dataset: HubDataset) -> Iterator[None]:
-    """Whatever the library raises becomes one sentence; its errors have no class in common."""
+    """Turn any error of the library into a DataError, because its errors share no class."""
     try:
         yield
     except (UserError, Interrupted):
@@ -91,8 +95,8 @@ def _told(dataset: HubDataset) -> Iterator[None]:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"{dataset} cannot be read ({reason}): correct its name and revision, or see to it "
-            "that the hub can be reached."
+            f"{dataset} cannot be read ({reason}). Correct its name and revision, or make "
+            "sure that the hub can be reached."
         ) from error
 
 
@@ -103,7 +107,7 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
         )
     first, second = sorted(zip(pair.codes, pair.spellings, strict=True))
     if first[0] == second[0]:
-        raise DataError(f"{dataset} pairs a language with itself in {pair.name}: leave it out.")
+        raise DataError(f"{dataset} pairs a language with itself in {pair.name}. Leave it out.")
     for name in sorted(filter(SPLIT_NAMES.__contains__, names), key=[*SPLIT_NAMES].index):
         spellings = (first[1], second[1])
         one, other = (
@@ -121,14 +125,18 @@ def _sections(library: ModuleType, dataset: HubDataset, pair: NamedPair) -> Iter
 
 
 def _refuse_repeated(sections: list[Section]) -> None:
-    """Raises DataError where two splits, or ``de-en`` and ``en-de``, are the text of one pair."""
+    """Refuse repeated text: two splits of one meaning, or ``de-en`` beside ``en-de``.
+
+    Raises:
+        DataError: Names both places.
+    """
     known: dict[tuple[str, str], Section] = {}
     for section in sections:
         first = known.setdefault((section.pair, section.split), section)
         if first is not section:
             raise DataError(
                 f"{first.sources[0].place} and {section.sources[0].place} are both {section.split} "
-                f"text of the pair {section.pair}: name a data set that has it once, or leave "
+                f"text of the pair {section.pair}. Name a data set that has it once, or leave "
                 "these languages out of corpus.languages."
             )
 
@@ -136,7 +144,7 @@ def _refuse_repeated(sections: list[Section]) -> None:
 def _lines(
     library: ModuleType, dataset: HubDataset, pair: str, split: str, *, spellings: tuple[str, str]
 ) -> Iterator[RawLine]:
-    """Rows as lines; a text that is missing is an empty one."""
+    """Yield rows as lines; missing text becomes an empty line."""
     with _told(dataset):
         rows = library.load_dataset(
             dataset.name, pair, split=split, revision=dataset.revision, streaming=True
@@ -146,12 +154,12 @@ def _lines(
             if not isinstance(texts, dict) or not texts.keys() >= set(spellings):
                 raise DataError(
                     f"{dataset} {pair}/{split} has no {COLUMN} in {' and '.join(spellings)} in row "
-                    f"{number}: name a data set laid out as OPUS-100 is."
+                    f"{number}. Name a data set laid out as OPUS-100 is."
                 )
             one, other = (texts[spelling] or "" for spelling in spellings)
             yield RawLine(number, (_encoded(one), _encoded(other)))
 
 
 def _encoded(text: str) -> bytes:
-    """The bytes of a text; what is no Unicode becomes no UTF-8, for the quarantine."""
+    """Encode a text; lone surrogates become invalid UTF-8, which the quarantine takes."""
     return text.encode("utf-8", "surrogatepass")

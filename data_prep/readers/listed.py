@@ -1,39 +1,45 @@
-"""A list of files in the recipe, as ``mtdata`` has them: each with its split, pair and paths.
+"""Read the files listed in the recipe, as ``mtdata`` lists them: split, pair and paths of each.
 
-Two paths are a pair of files, line by line; one is a file of both languages, read by its ending:
-``.tmx``, ``.tsv``, ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. All may be packed. Sections of
-one split and pair follow in the order of the list.
+Two paths are a pair of files, line by line. One path is a file of both languages, read by its
+ending: ``.tmx``, ``.tsv``, ``.parquet``, ``.jsonl``, ``.json`` or ``.csv``. All may be packed.
+Sections of one split and pair follow in the order of the list.
 """
 
 from collections import Counter
 from pathlib import Path
 
-from data_prep.readers.columns import ENDINGS as COLUMN_ENDINGS
-from data_prep.readers.columns import open_columns
-from data_prep.readers.moses import FilePair, section_of
+from data_prep.readers.file_pairs import FilePair, section_of
 from data_prep.readers.multiway import MultiwayFile, section_of_pair
-from data_prep.readers.pair_names import NamedPair, is_pair_name, name_pairs, select_pairs
 from data_prep.readers.raw_files import RawFile, raw_paths
-from data_prep.readers.section import LeftOut, RawText, Section
+from data_prep.readers.section import (
+    LeftOut,
+    NamedPair,
+    RawText,
+    Section,
+    is_pair_name,
+    name_pairs,
+    select_pairs,
+)
+from data_prep.readers.tables import ENDINGS as COLUMN_ENDINGS
+from data_prep.readers.tables import open_columns, open_table
 from data_prep.readers.tmx import survey_file
-from data_prep.readers.tsv import open_table
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig, ListedText
 from pipeline.errors import ConfigError, DataError
 
 
 def read_listed(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """The files of ``corpus.files`` whose languages are wanted.
+    """Read the files of ``corpus.files`` whose languages are wanted.
 
     Raises:
-        ConfigError: no folder or files are given, a pair is misspelled, or a wanted language is in
+        ConfigError: No folder or files are given, a pair is misspelled, or a wanted language is in
             no pair of wanted languages.
-        DataError: a file is missing, of no known form, or has no text of its pair.
+        DataError: A file is missing, of no known form, or has no text of its pair.
     """
     root = _root(raw)
     if not config.files:
         raise ConfigError(
-            "corpus.source is 'listed', but corpus.files is empty: name each file, for instance "
+            "corpus.source is 'listed', but corpus.files is empty. Name each file, for instance "
             'files = [{ split = "train", pair = "de-en", paths = ["a.de.gz", "a.en.gz"] }].'
         )
     for entry in config.files:
@@ -50,7 +56,7 @@ def _root(raw: RawInput | None) -> Path:
     paths = raw_paths(raw, source="listed")
     if len(paths) > 1 or not paths[0].is_dir():
         raise ConfigError(
-            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder: name "
+            f"corpus.source is 'listed', but {', '.join(map(str, paths))} is not one folder. Name "
             "the one that the paths of corpus.files start from."
         )
     return paths[0]
@@ -60,7 +66,7 @@ def _check_pair(entry: ListedText) -> None:
     first, _, second = entry.pair.partition("-")
     if not is_pair_name(entry.pair) or first.lower() == second.lower():
         raise ConfigError(
-            f"corpus.files names the pair {entry.pair!r}: write two language codes, like de-en."
+            f"corpus.files names the pair {entry.pair!r}. Write two language codes, like de-en."
         )
 
 
@@ -77,9 +83,9 @@ def _section(
 def _file(root: Path, name: str) -> RawFile:
     path = root / name
     if not path.resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}: move it in.")
+        raise ConfigError(f"corpus.files names {name!r}, which lies outside of {root}. Move it in.")
     if not path.is_file():
-        raise DataError(f"{path}, which corpus.files names, is no file: correct its name.")
+        raise DataError(f"{path}, which corpus.files names, is not a file. Correct its name.")
     return RawFile(path, name)
 
 
@@ -99,5 +105,5 @@ def _open(
             return open_columns(file, entry.split, config, pair=pair.spellings)
     raise DataError(
         f"{file.path} is one file of both languages, but ends in none of .tmx, .tsv, "
-        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}: name a file per language."
+        f"{', '.join(f'.{ending}' for ending in COLUMN_ENDINGS)}. Name a file per language."
     )

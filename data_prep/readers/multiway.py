@@ -1,9 +1,9 @@
-"""Text of several languages at once: which of them are paired, and what of each record is a line.
+"""Pair up text in several languages: translation memories and tables.
 
-Translation memories and tables hold records of any number of languages. Each pair is read from its
-file on its own, so that nothing is held; a language that a file spells in several ways (``pt``,
-``pt-br``) is one language, of which a record gives the first text in the order of the spellings,
-unless ``corpus.regions`` keeps them apart.
+Their records hold any number of languages. Each pair is read from its file separately, so that
+nothing is held in memory. A language with several spellings in a file (``pt``, ``pt-br``) is one
+language, and a record gives the first text in the order of the spellings, unless ``corpus.regions``
+keeps them apart.
 """
 
 import re
@@ -14,9 +14,15 @@ from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
-from data_prep.readers.pair_names import NamedPair, require_languages
 from data_prep.readers.raw_files import RawFile
-from data_prep.readers.section import LeftOut, RawLine, RawText, Section
+from data_prep.readers.section import (
+    LeftOut,
+    NamedPair,
+    RawLine,
+    RawText,
+    Section,
+    require_languages,
+)
 from pipeline.artifacts.corpus import Split, pair_name
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import ConfigError, DataError
@@ -29,41 +35,42 @@ _SPELLING = re.compile(r"([A-Za-z]{2,3})(?:[-_]([A-Za-z]{4}))?(?:[-_]([A-Za-z]{2
 
 
 class Record(NamedTuple):
-    """What one entry of a file holds."""
+    """One entry of a file."""
 
     line: int
-    """Where it begins in its file, from 1; a table's row."""
+    """Line in the file, from 1, at which it begins; row of a table."""
     texts: Mapping[str, bytes]
-    """Spelling of a language → text; none of what is missing or blank."""
+    """Spelling of a language → text; missing and blank texts are left out."""
     is_malformed: bool = False
 
 
 @dataclass(frozen=True)
 class MultiwayFile:
-    """A file and the languages that it has."""
+    """File with text in several languages."""
 
     file: RawFile
     split: Split
     together: Collection[frozenset[str]]
-    """Spellings of languages that are in one record, each set of them once."""
+    """Distinct sets of spellings of languages that share a record."""
     records: Callable[[], Iterable[Record]]
-    """Reads the file from its beginning."""
+    """Function that reads the file from its beginning."""
     is_surveyed: bool = False
-    """Whether records without a pair were counted before; else each pair counts its own."""
+    """Whether records without a pair were counted before; otherwise each pair counts its own."""
 
     @property
     def spellings(self) -> set[str]:
+        """Return all spellings of languages in the file."""
         return {spelling for spellings in self.together for spelling in spellings}
 
 
 def is_language(spelling: str) -> bool:
-    """Whether a spelling is that of a language code, with or without script and region."""
+    """Return whether a spelling is a language code, with or without script and region."""
     return _SPELLING.fullmatch(spelling) is not None
 
 
 @lru_cache(maxsize=1024)
 def without_variant(spelling: str) -> str | None:
-    """A tag of BCP 47 up to its region, ``de-DE`` of ``de-DE-1996``; None where it is no tag."""
+    """Return a BCP 47 tag up to its region (``de-DE`` of ``de-DE-1996``); None if it is none."""
     match = _SPELLING.match(spelling)
     if match is None or spelling[match.end() : match.end() + 1] not in ("", "-", "_"):
         return None
@@ -71,18 +78,18 @@ def without_variant(spelling: str) -> str | None:
 
 
 def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: LeftOut) -> RawText:
-    """A section for each pair of languages that is wanted of each file, by pair, then by file.
+    """Return a section per wanted pair of languages of each file, by pair, then by file.
 
     Raises:
-        ConfigError: a wanted language is in no pair of wanted languages.
-        DataError: no file has a pair, or none that ``corpus.directions`` pairs.
+        ConfigError: A wanted language is in no pair of wanted languages.
+        DataError: No file has a pair, or none that ``corpus.directions`` pairs.
     """
     spellings = {spelling for file in files for spelling in file.spellings}
     codes = distinct_codes(spellings, regions=config.regions)
     found = [(pair, file) for file in files for pair in _pairs(file, codes)]
     if not found:
         paths = listed([str(file.file.path) for file in files])
-        raise DataError(f"No record has text in two languages in {paths}: name other files.")
+        raise DataError(f"No record has text in two languages in {paths}. Name other files.")
     selected = _select({pair for pair, _ in found}, config)
     sections = [
         _section(file, pair, codes, left_out)
@@ -92,7 +99,7 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
     if not sections:
         names = listed(sorted({pair_name(*pair) for pair in selected}))
         raise ConfigError(
-            f"No pair that was found ({names}) has the pivot {config.pivot!r}: set corpus.pivot to "
+            f"No pair that was found ({names}) has the pivot {config.pivot!r}. Set corpus.pivot to "
             "another, or corpus.directions to 'all'."
         )
     left_out["pairs_not_selected"] += len({pair for pair, _ in found}) - len(
@@ -104,10 +111,10 @@ def pair_up(files: Sequence[MultiwayFile], config: CorpusConfig, *, left_out: Le
 def section_of_pair(
     file: MultiwayFile, pair: NamedPair, config: CorpusConfig, *, left_out: Counter[str]
 ) -> Section:
-    """The lines of a file in the two languages of a pair, under the codes of the pair.
+    """Return the lines of a file in the two languages of a pair, under the pair's codes.
 
     Raises:
-        DataError: no record has both.
+        DataError: No record has both.
     """
     codes = distinct_codes(file.spellings, regions=config.regions)
     (first, one), (second, other) = sorted(
@@ -116,7 +123,7 @@ def section_of_pair(
     )
     if not _pairs(file, codes) & {(one, other), (other, one)}:
         raise DataError(
-            f"{file.file.path} has no record with text in both languages of {pair.name}: correct "
+            f"{file.file.path} has no record with text in both languages of {pair.name}. Correct "
             "the pair, or take the file out."
         )
     section = _section(file, (one, other), codes, left_out)
@@ -129,9 +136,9 @@ def lines_of_pair(
     *,
     left_out: Counter[str],
 ) -> Iterator[RawLine]:
-    """The lines of records in two languages, each under its spellings in order of preference.
+    """Yield the lines of records in two languages, each with its spellings by preference.
 
-    A record with text in neither has nothing to do with the pair; one with text in one is counted.
+    Records with text in one of the two are counted in ``left_out``; those with neither are not.
     """
     for record in records:
         if record.is_malformed:
@@ -145,15 +152,12 @@ def lines_of_pair(
 
 
 def preferred(spellings: Iterable[str]) -> list[str]:
-    """Spellings of one language in order: one without script and region goes before the others."""
+    """Sort spellings of one language by preference: those without script and region first."""
     return sorted(spellings, key=lambda spelling: (len(spelling), spelling))
 
 
 def _first_text(texts: Mapping[str, bytes], spellings: Sequence[str]) -> bytes | None:
-    for spelling in spellings:
-        if spelling in texts:
-            return texts[spelling]
-    return None
+    return next((texts[spelling] for spelling in spellings if spelling in texts), None)
 
 
 def _pairs(file: MultiwayFile, codes: Mapping[str, str]) -> set[tuple[str, str]]:
@@ -174,7 +178,7 @@ def _select(
 
 
 def _is_wanted(pair: tuple[str, str], split: Split, config: CorpusConfig) -> bool:
-    """Whether ``corpus.directions`` has a pair."""
+    """Return whether ``corpus.directions`` includes a pair."""
     if config.directions == "all" or (config.directions == "zero_shot" and split == "test"):
         return True
     return find_code(config.pivot, pair) is not None
@@ -201,5 +205,5 @@ def _section(
 
 
 def _opened(file: MultiwayFile) -> Iterator[Record]:
-    """Opened when the first record is asked for."""
+    """Yield the records of a file, which is opened when the first is asked for."""
     yield from file.records()

@@ -1,13 +1,13 @@
-"""Test sets from outside: which layout a folder has, and which files of it translate each other.
+"""Find the files of external test sets, and which of them translate each other.
 
-Layouts, each plain or ``.gz``, in the folder itself or up to two folders below it:
+Layouts, plain or ``.gz``, in the folder itself or up to two folders below it:
 
 - FLORES-200: ``dev/eng_Latn.dev`` and ``devtest/eng_Latn.devtest``, one file per language;
 - NTREX-128: ``newstest2019-src.eng.txt`` and ``newstest2019-ref.deu.txt``, one file per language;
 - pairs: ``NAME.de-en.de`` and ``NAME.de-en.en``.
 
-``dev`` is the valid split, ``devtest`` and NTREX the test split; pairs are test lines unless their
-name says ``dev`` (not ``devtest``) or ``valid``.
+``dev`` is the validation split, ``devtest`` and NTREX the test split. Pairs are test lines unless
+their name contains ``dev`` (not ``devtest``) or ``valid``.
 """
 
 import re
@@ -29,7 +29,7 @@ LAYOUTS = (
     "newstest2019-ref.deu.txt as in NTREX-128, or pairs NAME.de-en.de and NAME.de-en.en"
 )
 DEPTH = 2
-"""Folders below the one named that are looked into."""
+"""Levels of folders below the named one that are searched."""
 
 Layout = Literal["FLORES-200", "NTREX-128", "pairs"]
 
@@ -46,62 +46,63 @@ _VALID_NAME = re.compile("dev(?!test)|valid", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of a test set, as its name describes it."""
+    """File of a test set, as its name describes it."""
 
     path: Path
     layout: Layout
     split: Split
     spelling: str
-    """Of its language."""
+    """Spelling of its language."""
     set_name: str = ""
-    """What the names of all files of a set begin with, where they do."""
+    """Common beginning of the names of a set's files, if they have one."""
     pair: tuple[str, str] | None = None
-    """Spellings of the pair it is one side of."""
+    """Spellings of the pair that it is one side of."""
     is_source: bool = False
-    """What all others were translated from."""
+    """Whether the other files were translated from it."""
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Spellings of all languages that the file is of no use without."""
+        """Return the spellings of all languages that the file needs to be of use."""
         return self.pair or (self.spelling,)
 
 
 @dataclass(frozen=True)
 class AlignedFiles:
-    """Files of which line n of each is a translation of line n of all others."""
+    """Files in which line n of each translates line n of all others."""
 
     split: Split
     paths: dict[str, Path]
     """Language → file, sorted by language."""
     pairs: tuple[tuple[str, str], ...]
-    """Which of the languages are paired, both sorted."""
+    """Pairs to make of the languages, sorted inside and out."""
 
 
 @dataclass(frozen=True)
 class OutsideTests:
-    """All that is to be read of a folder, and what is not."""
+    """Files of a folder that are read, and numbers of those that are not."""
 
     layout: Layout
     aligned: tuple[AlignedFiles, ...]
     spellings: dict[str, str]
-    """Language → how the files that are read spell it."""
+    """Language → spelling in the files that are read."""
     other_versions: tuple[str, ...]
-    """Names of files beside which another one of the same language is read."""
+    """Names of files that are not read because another one of the same language is."""
     not_wanted: int
     """Files of languages that were not asked for."""
     ignored: int
-    """Files whose names are those of no layout."""
+    """Files whose names belong to no layout."""
 
 
 def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
-    """What a folder of test sets holds, by the names of its files.
+    """Find the test sets in a folder by the names of its files.
 
     Raises:
-        ConfigError: a language or pivot that was asked for is not there, or no pair is left.
-        DataError: no layout or several, a side of a pair is missing, or two files are one text.
+        ConfigError: A wanted language or pivot is missing, or no pair is left.
+        DataError: There is no layout or more than one, a side of a pair is missing, or two files
+            are the same text.
     """
     if not root.is_dir():
-        raise DataError(f"{root} is no folder: name one with {LAYOUTS}.")
+        raise DataError(f"{root} is not a folder. Name one with {LAYOUTS}.")
     paths = list(_files(root, depth=DEPTH))
     found = [file for path in paths if (file := describe_file(path))]
     layout = _one_layout(root, found)
@@ -115,7 +116,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
     if not any(files.pairs for files in aligned):
         raise ConfigError(
             f"{root} has no pair of the languages that were asked for "
-            f"({listed(config.languages) or 'all'}): add the other language of a pair."
+            f"({listed(config.languages) or 'all'}). Add the other language of a pair."
         )
     versions = sorted(file.path.name for file in selected if file not in read)
     return OutsideTests(
@@ -129,7 +130,7 @@ def find_tests(root: Path, config: OutsideTestsConfig) -> OutsideTests:
 
 
 def describe_file(path: Path) -> TextFile | None:
-    """What a file is by its name; None where it is of no test set."""
+    """Describe a file by its name; None if it belongs to no test set."""
     if match := _FLORES.fullmatch(path.name):
         split: Split = "valid" if match["split"] == "dev" else "test"
         return TextFile(path, "FLORES-200", split, match["code"])
@@ -150,10 +151,10 @@ def describe_file(path: Path) -> TextFile | None:
 
 
 def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextFile]:
-    """The files of the languages wanted, in any usual spelling; all where none is named.
+    """Return the files of the wanted languages, in any usual spelling; all if none is named.
 
     Raises:
-        ConfigError: there is none of a language that is wanted.
+        ConfigError: A wanted language has no file.
     """
     if not wanted:
         return list(files)
@@ -164,7 +165,7 @@ def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextF
     if missing:
         near = sorted({code for spelling in missing for code in nearest_codes(spelling, present)})
         raise ConfigError(
-            f"tests.languages asks for {', '.join(missing)}, of which there is no file: correct it "
+            f"tests.languages asks for {', '.join(missing)}, but no file is in it. Correct it "
             f"(nearest codes that are there: {', '.join(near) or 'none'})."
         )
     return [
@@ -173,12 +174,12 @@ def select_files(files: Sequence[TextFile], wanted: Sequence[str]) -> list[TextF
 
 
 def _codes(files: Sequence[TextFile]) -> dict[str, str]:
-    """Spelling → code; a script counts where files are in several of one language."""
+    """Return spelling → code; scripts count if one language has files in several."""
     return distinct_codes({spelling for file in files for spelling in file.languages})
 
 
 def _files(directory: Path, *, depth: int) -> Iterator[Path]:
-    """Files of a folder and of those below it, by name; hidden ones are left alone."""
+    """Yield the files of a folder and of those below it by name, without hidden ones."""
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith("."):
             continue
@@ -193,23 +194,23 @@ def _one_layout(root: Path, files: Sequence[TextFile]) -> Layout:
     match list(examples):
         case []:
             raise DataError(
-                f"{root} holds no test sets: expected are {LAYOUTS}; for folders like en-de with "
-                "test.en and test.de, use import_corpus."
+                f"{root} holds no test sets. Name a folder with {LAYOUTS}; for folders like en-de "
+                "with test.en and test.de, use import_corpus."
             )
         case [layout]:
             return layout
     named = " and ".join(f"{layout} ({path})" for layout, path in examples.items())
-    raise DataError(f"{root} holds several test sets, {named}: import each from its own folder.")
+    raise DataError(f"{root} holds several test sets, {named}. Import each from its own folder.")
 
 
 def _align_languages(
     files: Sequence[TextFile], codes: dict[str, str], config: OutsideTestsConfig
 ) -> tuple[list[TextFile], list[AlignedFiles]]:
-    """One set of aligned files per split, of one file per language."""
+    """Return one set of aligned files per split, with one file per language."""
     names = sorted({file.set_name for file in files})
     if len(names) > 1:
         raise DataError(
-            f"There are several test sets, {listed(names)}: import each from its own folder."
+            f"There are several test sets, {listed(names)}. Import each from its own folder."
         )
     versions: dict[tuple[Split, str], list[TextFile]] = defaultdict(list)
     for file in files:
@@ -224,10 +225,10 @@ def _align_languages(
 
 
 def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile:
-    """The one that is read of several files of one language and script in one split.
+    """Return the file to read, among several of one language and script in one split.
 
-    It is the one that is spelled as wanted, else what the others were translated from, else one
-    that names no region (``fra`` before ``fra-CA``), else the first by name (``pes``, ``prs``).
+    It is the one with the wanted spelling, else the source of the translations, else one without
+    region (``fra`` before ``fra-CA``), else the first by name (``pes``, ``prs``).
     """
 
     def preference(file: TextFile) -> tuple[bool, bool, int, str]:
@@ -238,20 +239,20 @@ def _first_version(files: Sequence[TextFile], wanted: Sequence[str]) -> TextFile
     if others and others[0].spelling == first.spelling and not first.is_source:
         raise DataError(
             f"{first.path} and {others[0].path} are both the {first.split} text of "
-            f"{first.spelling}: remove one."
+            f"{first.spelling}. Remove one."
         )
     return first
 
 
 def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple[str, str]]:
-    """The pairs of languages that are wanted."""
+    """Yield the wanted pairs of languages."""
     if config.directions == "all":
         yield from combinations(sorted(paths), 2)
         return
     pivot = find_code(config.pivot, paths)
     if pivot is None:
         raise ConfigError(
-            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}: name "
+            f"There is no file of the pivot {config.pivot!r} among {listed(sorted(paths))}. Name "
             'another tests.pivot, or set tests.directions = "all".'
         )
     for code in sorted(paths):
@@ -263,18 +264,18 @@ def _pairs(paths: dict[str, Path], config: OutsideTestsConfig) -> Iterator[tuple
 def _align_pairs(
     files: Sequence[TextFile], codes: dict[str, str]
 ) -> tuple[list[TextFile], list[AlignedFiles]]:
-    """One set of two aligned files per split and pair."""
+    """Return one set of two aligned files per split and pair."""
     found: dict[tuple[Split, str], dict[str, TextFile]] = defaultdict(dict)
     for file in files:
         first, second = (codes[spelling] for spelling in file.languages)
         if first == second:
-            raise DataError(f"{file.path} pairs a language with itself: rename or remove it.")
+            raise DataError(f"{file.path} pairs a language with itself. Rename or remove it.")
         sides = found[file.split, pair_name(first, second)]
         other = sides.setdefault(codes[file.spelling], file)
         if other is not file:
             raise DataError(
                 f"{other.path} and {file.path} are both {file.split} text of one pair and "
-                "language: import each test set from its own folder."
+                "language. Import each test set from its own folder."
             )
     aligned = []
     for (split, name), sides in sorted(found.items()):
@@ -290,11 +291,11 @@ def _require_both(sides: dict[str, TextFile], first: str, second: str) -> None:
         if missing not in sides:
             file = sides[here]
             raise DataError(
-                f"{file.path} has no counterpart in {missing}: add the {file.split} text of "
+                f"{file.path} has no counterpart in {missing}. Add the {file.split} text of "
                 f"{missing} beside it or remove the file."
             )
         if sides[here].set_name != sides[missing].set_name:
             raise DataError(
-                f"{sides[here].path} and {sides[missing].path} are of two test sets: import each "
+                f"{sides[here].path} and {sides[missing].path} are of two test sets. Import each "
                 "from its own folder."
             )

@@ -1,15 +1,16 @@
-"""Translation memories, TMX 1.1 to 1.4b: each unit holds a segment in each of its languages.
+"""Read translation memories, TMX 1.1 to 1.4b: units with a segment in each of their languages.
 
-Files are read as a stream, plain or packed, in the encoding that they declare; one unit is held at
-a time, and of a segment no more than the longest line wanted. A file is read once to learn which
-languages it has, and once for each pair of them.
+Files are read as a stream, plain or packed, in the encoding that they declare. Memory holds one
+unit, and of a segment at most the longest wanted line. A file is read once to find its languages,
+and once for each pair of them.
 
-A segment's text is what a reader of it sees: the native codes within ``bpt``, ``ept``, ``it``,
-``ph`` and ``ut`` are left out, with the text of subflows in them (``sub``: a footnote, the title of
-a link), which stands elsewhere on the page; the text within ``hi`` and any other element is kept.
-A file that declares entities is refused: none are needed in a translation memory, and they can
-stand for more text than any memory holds, or for files of this machine. The document type that
-many tools name, ``tmx14.dtd``, is not fetched.
+The text of a segment is what a reader sees. The native codes in ``bpt``, ``ept``, ``it``, ``ph``
+and ``ut`` are left out, with the subflows in them (``sub``: a footnote, the title of a link), which
+stand elsewhere on the page; text in ``hi`` and any other element is kept.
+
+A file that declares entities is refused: translation memories need none, and an entity can stand
+for more text than any memory holds, or for files of this machine. The document type that many tools
+name, ``tmx14.dtd``, is not fetched.
 """
 
 import codecs
@@ -26,34 +27,33 @@ from data_prep.readers.multiway import (
     pair_up,
     without_variant,
 )
-from data_prep.readers.raw_files import RawFile, find_files
+from data_prep.readers.raw_files import RawFile, find_files, iterate_blocks
 from data_prep.readers.section import RawText
-from data_prep.readers.text_files import iterate_blocks
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.raw_input import RawInput
 from pipeline.artifacts.settings import CorpusConfig
 from pipeline.errors import DataError
 
 CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))
-"""Elements whose content is no text."""
+"""Elements whose content is not text."""
 
 LONGEST_TAG_BYTES = 2**24
-"""The parser holds a tag or comment until it ends."""
+"""Longest tag or comment, which the parser holds in memory until it ends."""
 
 _ENCODINGS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-"""A byte order mark says more than the declaration, which some tools leave as it was."""
+"""Encodings by byte order mark, which overrides the declaration: some tools leave a wrong one."""
 
 
 def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
-    """All pairs of languages that units of the files have together.
+    """Read all pairs of languages that share units of the files.
 
     Raises:
-        ConfigError: nothing is given, or a wanted language is in no pair of wanted languages.
-        DataError: a file is no TMX, declares entities, or has no unit in two languages.
+        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: A file is not TMX, declares entities, or has no unit in two languages.
     """
     files, left_out = find_files(raw, source="tmx", endings=("tmx",))
     surveyed = [survey_file(file, file.split(), config, left_out=left_out) for file in files]
@@ -63,10 +63,10 @@ def read_tmx(raw: RawInput | None, config: CorpusConfig) -> RawText:
 def survey_file(
     file: RawFile, split: Split, config: CorpusConfig, *, left_out: Counter[str]
 ) -> MultiwayFile:
-    """Which languages a file's units have together; units with fewer than two are counted.
+    """Find which languages share a file's units, and count units with fewer than two.
 
     Raises:
-        DataError: as ``iterate_units``.
+        DataError: As ``iterate_units``.
     """
     together: set[frozenset[str]] = set()
     for unit in iterate_units(file.path, max_line_bytes=config.max_line_bytes):
@@ -84,29 +84,29 @@ def survey_file(
 
 
 def iterate_units(path: Path, *, max_line_bytes: int) -> Iterator[Record]:
-    """The units of a file with the texts that are not blank, each at the line that it begins in.
+    """Yield the units of a file with the texts that are not blank, by first line.
 
-    Of a text that is longer than ``max_line_bytes`` come a little more than as many bytes.
+    A text longer than ``max_line_bytes`` is cut a little beyond that.
 
     Raises:
-        DataError: the file is no well-formed TMX, or declares entities.
+        DataError: The file is not well-formed TMX, or declares entities.
     """
     parser: UnitParser | None = None
     for block in iterate_blocks(path):
         parser = parser or UnitParser(path, encoding_of(block), max_line_bytes=max_line_bytes)
         yield from parser.feed(block)
     if parser is None:
-        raise DataError(f"{path} is empty: export the translation memory again.")
+        raise DataError(f"{path} is empty. Export the translation memory again.")
     yield from parser.finish()
 
 
 def encoding_of(begin: bytes) -> str | None:
-    """The encoding that a byte order mark says; None: it is for the declaration to say."""
+    """Return the encoding of a byte order mark; None leaves it to the declaration."""
     return next((name for mark, name in _ENCODINGS if begin.startswith(mark)), None)
 
 
 class UnitParser:
-    """Units out of the bytes of one file, as they are fed."""
+    """Parser that turns the bytes of one file into units."""
 
     def __init__(self, path: Path, encoding: str | None, *, max_line_bytes: int) -> None:
         self._path, self._max_bytes = path, max_line_bytes
@@ -129,7 +129,11 @@ class UnitParser:
         self._parser.SkippedEntityHandler = self._refuse_reference
 
     def feed(self, block: bytes) -> list[Record]:
-        """The units that end in this block; DataError as ``iterate_units``."""
+        """Return the units that end in this block.
+
+        Raises:
+            DataError: As for :func:`iterate_units`.
+        """
         self._parse(block, is_last=False)
         self._fed += len(block)
         if self._fed - self._parser.CurrentByteIndex > LONGEST_TAG_BYTES:
@@ -138,7 +142,11 @@ class UnitParser:
         return units
 
     def finish(self) -> list[Record]:
-        """The units that the end of the file brings; DataError where it is cut off."""
+        """Return the units that the end of the file completes.
+
+        Raises:
+            DataError: The file is cut off.
+        """
         self._parse(b"", is_last=True)
         return self._units
 
@@ -147,13 +155,12 @@ class UnitParser:
             self._parser.Parse(block, is_last)
         except expat.ExpatError as error:
             raise DataError(
-                f"{self._path}, line {error.lineno}, is no well-formed XML "
-                f"({expat.ErrorString(error.code)}): export the translation memory again."
+                f"{self._path}, line {error.lineno}, is not well-formed XML "
+                f"({expat.ErrorString(error.code)}). Export the translation memory again."
             ) from error
         except (LookupError, ValueError) as error:
             raise DataError(
-                f"{self._path} is in an encoding that is not known here ({error}): export it as "
-                "UTF-8."
+                f"{self._path} is in an unknown encoding ({error}). Export it as UTF-8."
             ) from error
 
     def _root(self, name: str, attributes: dict[str, str]) -> None:
@@ -194,7 +201,7 @@ class UnitParser:
             self._part_bytes += len(part)
 
     def _keep(self, text: bytes) -> None:
-        """A segment of the unit; of several in one language the first."""
+        """Keep a segment of the unit, the first of several in one language."""
         if text and self._language is not None:
             self._texts.setdefault(self._language, text)
 
@@ -204,7 +211,7 @@ class UnitParser:
             return None
         spelling = without_variant(tag)
         if spelling is None:
-            self._refuse(f"{tag[:40]!r} is no language code")
+            self._refuse(f"{tag[:40]!r} is not a language code")
         return spelling
 
     def _refuse_entity(self, name: str, *_: object) -> NoReturn:
@@ -216,6 +223,6 @@ class UnitParser:
 
     def _refuse(self, fault: str) -> NoReturn:
         raise DataError(
-            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}: export the translation "
+            f"{self._path}, line {self._parser.CurrentLineNumber}: {fault}. Export the translation "
             "memory again as TMX 1.4."
         )

@@ -1,1 +1,1 @@
-"""The rules for training lines, one file per rule that needs more than a line."""
+"""Rules for training lines; ``judge`` applies them in their order."""

@@ -1,29 +1,27 @@
-"""Training lines that are held-out lines: which sets of valid and test lines they are found in.
+"""Find training lines that are in held-out sets.
 
-Lines of a language are compared with the held-out lines of that language alone, letters and digits
-folded (``folding.fold``). A key is kept as a digest of 8 bytes. Most lines are told from all
-held-out ones by the first characters of their key, for which no more than the head of the line
-needs to be folded.
+Lines are compared with the held-out lines of their language only, with letters and digits folded
+(``normalization.fold``), by digests of 8 bytes. The first characters of the key tell most lines
+from all held-out ones, so that only the head of a line needs folding.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from data_prep.folding import fold, head
+from data_prep.rules.normalization import digest_of, fold, head
 from pipeline.artifacts.artifact import Artifact
 from pipeline.artifacts.corpus import Split, iterate_lines, line_counts, text_name
 
 HELD_OUT_SPLITS: tuple[Split, ...] = ("valid", "test")
 START = 12
-"""Characters of a key that are looked at first."""
+"""Characters of a key that are compared first."""
 
 
 @dataclass
 class HeldOutLines:
-    """The held-out lines of one language.
+    """Held-out lines of one language.
 
-    Every set of lines has a number; a line that several sets hold is found in all of them.
+    Every set of lines has a number. A line in several sets is found in all of them.
     """
 
     starts: set[str] = field(default_factory=set)
@@ -31,7 +29,7 @@ class HeldOutLines:
     """Digest of a key → numbers of the sets with such a line, ascending."""
 
     def add(self, lines: Iterable[str], number: int) -> None:
-        """Take in a set of lines; numbers are given in ascending order."""
+        """Add a set of lines; set numbers must ascend."""
         for key in map(fold, lines):
             if key:
                 self.starts.add(key[:START])
@@ -41,7 +39,7 @@ class HeldOutLines:
                     self.sets[digest] = (*known, number)
 
     def find(self, line: str) -> tuple[int, ...]:
-        """Numbers of the sets that hold a line."""
+        """Return the numbers of the sets that hold a line."""
         if not self.sets:
             return ()
         start = fold(head(line))
@@ -54,18 +52,19 @@ class HeldOutLines:
 class HeldOutSets:
     """All sets of held-out lines, of the corpus itself and of others, by their numbers.
 
-    A set is the lines of a pair and split: ``de-en/test``, of another corpus ``flores:de-en/test``.
+    A set is the lines of a pair and split: ``de-en/test``, or ``flores:de-en/test`` of another
+    corpus.
     """
 
     lines: dict[str, HeldOutLines]
-    """Language → its held-out lines, over all pairs; for every language that is asked for."""
+    """Language → its held-out lines over all pairs, for the wanted languages."""
     names: list[str] = field(default_factory=list)
     pairs: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Lines of each set."""
 
     def add_corpus(self, corpus: Artifact, *, prefix: str = "") -> None:
-        """Take in every held-out line of a corpus that is in a language asked for."""
+        """Add every held-out line of a corpus that is in a wanted language."""
         for split in HELD_OUT_SPLITS:
             for pair, size in line_counts(corpus, split).items():
                 number = len(self.names)
@@ -78,21 +77,16 @@ class HeldOutSets:
                         self.lines[code].add(iterate_lines(corpus.file(name)), number)
 
     def of_pair(self, pair: str) -> frozenset[int]:
-        """Numbers of the sets of a pair."""
+        """Return the numbers of the sets of a pair."""
         return frozenset(number for number, one in enumerate(self.pairs) if one == pair)
 
 
 def held_out_sets(
     languages: Iterable[str], corpus: Artifact, tests: Mapping[str, Artifact]
 ) -> HeldOutSets:
-    """Of a corpus, and of further ones by name, the held-out lines in some languages."""
+    """Collect the held-out lines of a corpus, and of others by name, in some languages."""
     sets = HeldOutSets({code: HeldOutLines() for code in languages})
     sets.add_corpus(corpus)
     for name, one in tests.items():
         sets.add_corpus(one, prefix=f"{name}:")
     return sets
-
-
-def digest_of(text: str) -> bytes:
-    """Eight bytes that stand for a text."""
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()

@@ -1,51 +1,120 @@
-"""All rules, tried in their order on the training lines of one pair.
+"""Apply all rules in their order to the training lines of one pair.
 
-Rules that look at one line alone come first; then, for a block of lines at once, the language; then
-those that compare a line with others: the kept ones of its pair, and the held-out ones.
+Rules for a single line come first; then the language, for a block of lines; then comparisons with
+the kept lines of the pair and with held-out lines.
 """
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-from data_prep.folding import visible
-from data_prep.rules.duplicates import Duplicates
+import numpy as np
+
+from data_prep.rules.duplicates import Duplicates, NearDuplicates
 from data_prep.rules.held_out import HeldOutLines
 from data_prep.rules.line_language import LanguageRule
-from data_prep.rules.near_duplicates import NearDuplicates
-from data_prep.rules.rule import NO_SIDE, Rule, Sides
+from data_prep.rules.normalization import visible
 from pipeline.artifacts.settings import CleanConfig
 from pipeline.languages import has_letter_of
 
+Rule = Literal[
+    "empty",
+    "too_long",
+    "control_characters",
+    "copy",
+    "swapped",
+    "length_ratio",
+    "wrong_language",
+    "duplicate",
+    "near_duplicate",
+    "held_out_overlap",
+]
+RULES: tuple[Rule, ...] = get_args(Rule)
+"""All rules, in the order in which they are tried."""
+
+SIDED_RULES: tuple[Rule, ...] = (
+    *("empty", "too_long", "control_characters", "wrong_language"),
+    "held_out_overlap",
+)
+"""Rules that a side breaks; the others are broken by both sides together."""
+
+Sides = tuple[bool, bool]
+"""For each side, whether it breaks a rule."""
+
+NO_SIDE: Sides = (False, False)
+"""No single side breaks the rule."""
+
+
+COUNTED = 512
+"""Lengths below this are counted in a table; the few longer lines are kept one by one."""
+
+
+class LengthRatios:
+    """Ratios of characters, first side to second, over the lines of a pair.
+
+    Their median keeps the length rule from rejecting dense scripts. Lines with an empty side do not
+    count. Memory grows only with long lines, by 8 bytes each.
+    """
+
+    def __init__(self) -> None:
+        self._lines_LL = np.zeros((COUNTED, COUNTED), dtype=np.int64)
+        self._long = array("d")
+
+    def add(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Count the lines of a block."""
+        lengths = np.array([(len(one), len(other)) for one, other in lines], dtype=np.int64)
+        lengths = lengths.reshape(-1, 2)
+        lengths = lengths[lengths.all(axis=1)]
+        is_long = lengths.max(axis=1, initial=0) >= COUNTED
+        self._long.extend((lengths[is_long, 0] / lengths[is_long, 1]).tolist())
+        np.add.at(self._lines_LL, tuple(lengths[~is_long].T), 1)
+
+    def median(self) -> float:
+        """Return the median over the lines; 1 if there are none."""
+        one, other = self._lines_LL.nonzero()
+        ratio_X = np.concatenate([one / other, np.frombuffer(self._long, dtype=np.float64)])
+        lines_X = np.concatenate([self._lines_LL[one, other], np.ones(len(self._long), np.int64)])
+        if not len(ratio_X):
+            return 1.0
+        order_X = np.argsort(ratio_X)
+        ends_X = np.cumsum(lines_X[order_X])
+        lines = ends_X[-1]
+        middle = np.searchsorted(ends_X, [(lines - 1) // 2, lines // 2], side="right")
+        return float(ratio_X[order_X][middle].mean())
+
+
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
-"""Control characters but the tab, and the two separators other tools take for line ends. None of
-them is printable."""
+"""Control characters except the tab, and two separators that other tools take for line ends; none
+is printable."""
 
 Broken = tuple[Rule, Sides]
-"""The first rule that a line breaks, and the sides that do."""
+"""First rule that a line breaks, and the sides that break it."""
 
 
 @dataclass(frozen=True)
 class PairFacts:
-    """What is known of a pair before its training lines are judged."""
+    """Facts about a pair that its rules need."""
 
     letters: tuple[frozenset[str], frozenset[str]]
-    """Scripts of the letters of either language; none where they are not known."""
+    """Scripts of each language's letters; empty if unknown."""
     held_out: tuple[HeldOutLines, HeldOutLines]
-    """Of either language, over all pairs."""
+    """Held-out lines of each language, over all pairs."""
     own_sets: frozenset[int] | None
-    """Numbers of the held-out sets whose lines are dropped; None: those of all sets."""
+    """Numbers of the held-out sets whose lines are dropped; None for all sets."""
 
     @property
     def scripts_differ(self) -> bool:
+        """Return whether the two languages have known scripts without common letters."""
         first, second = self.letters
         return bool(first and second and not first & second)
 
 
 @dataclass
 class Judge:
-    """The rules for one pair, which look at its lines in their order."""
+    """Rules for one pair, which see its lines in order."""
 
     config: CleanConfig
     facts: PairFacts
@@ -61,7 +130,7 @@ class Judge:
         self._scripts_differ = self.facts.scripts_differ
 
     def judge(self, lines: Sequence[tuple[str, str]]) -> list[Broken | None]:
-        """Of each line of the next block, the first rule that it breaks; None if it is good."""
+        """Return the first rule that each line of the next block breaks; None for good lines."""
         found = [self._by_itself(*line, *as_seen(*line)) for line in lines]
         if self.language_rule is not None:
             self._judge_languages(self.language_rule, lines, found)
@@ -75,7 +144,7 @@ class Judge:
         return found
 
     def _by_itself(self, first: str, second: str, one: str, other: str) -> Broken | None:
-        """``one`` and ``other``: what is seen of the two sides."""
+        """Judge a line alone; ``one`` and ``other`` are the visible text of its sides."""
         config = self.config
         if not one or not other:
             return "empty", (not one, not other)
@@ -100,7 +169,7 @@ class Judge:
         return None
 
     def _is_swapped(self, first: str, second: str) -> bool:
-        """Each side has letters of the other's script and none of its own."""
+        """Return whether each side has letters of the other's script and none of its own."""
         ours, theirs = self.facts.letters
         return (
             not has_letter_of(first, ours)
@@ -115,7 +184,7 @@ class Judge:
         lines: Sequence[tuple[str, str]],
         found: list[Broken | None],
     ) -> None:
-        """Fill in the lines that are good so far, but in another language."""
+        """Mark the lines that are good so far but in another language."""
         places = [place for place, broken in enumerate(found) if broken is None]
         wrong = rule.wrong_sides([lines[place] for place in places])
         for place, sides in zip(places, wrong, strict=True):
@@ -143,10 +212,10 @@ class Judge:
 
 
 def _exceeds(text: str, max_bytes: int) -> bool:
-    """Return whether the text has more UTF-8 bytes than that."""
+    """Return whether a text has more UTF-8 bytes than ``max_bytes``."""
     return len(text) * 4 > max_bytes and len(text.encode()) > max_bytes
 
 
 def as_seen(first: str, second: str) -> tuple[str, str]:
-    """What is seen of the two sides of a line."""
+    """Return the visible text of the two sides of a line."""
     return visible(first).strip(), visible(second).strip()

@@ -1,8 +1,7 @@
-"""Training lines in another language than their side is named for.
+"""Find training lines in another language than their side's.
 
-Who says which language a text is in stands behind one function, :func:`line_identifier`. A side is
-judged where the identifier knows its language and it has characters enough; where the identifier is
-not certain, the line stays.
+:func:`line_identifier` chooses the language identifier. A side is judged if the identifier knows
+its language and the text is long enough; a line whose language is uncertain stays.
 """
 
 import importlib
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from data_prep.rules.rule import Sides
 from pipeline.artifacts.settings import CleanConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.language_detector import UNCERTAIN, LanguageDetector, detectable_languages
@@ -19,27 +17,27 @@ from pipeline.languages import canonical
 
 LANGDETECT_SEED = 1
 MIN_PROBABILITY = 0.5
-"""Of fastText's answer, so that it counts as certain."""
+"""Least probability of a fastText answer that counts as certain."""
 LABEL = "__label__"
-"""How fastText's labels begin: ``__label__en``, of GlotLID ``__label__eng_Latn``."""
+"""Prefix of fastText's labels: ``__label__en``, in GlotLID ``__label__eng_Latn``."""
 
 
 class LineIdentifier(Protocol):
-    """Tells the languages of many lines."""
+    """Interface of a language identifier."""
 
     @property
     def known(self) -> frozenset[str]:
-        """Codes of the languages it can tell."""
+        """Return the codes of the languages that it can identify."""
 
     def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """The language of each text; None where it is not certain."""
+        """Return the language of each text; None if it is uncertain."""
 
 
 def line_identifier(config: CleanConfig) -> LineIdentifier | None:
-    """The identifier that the settings name; None where languages are not to be identified.
+    """Return the identifier that the settings name; None if they name none.
 
     Raises:
-        ConfigError: it is not installed, or its model cannot be read.
+        ConfigError: It is not installed, or its model cannot be read.
     """
     match config.identify_languages:
         case "no":
@@ -51,7 +49,7 @@ def line_identifier(config: CleanConfig) -> LineIdentifier | None:
 
 
 class Langdetect:
-    """langdetect, with the languages it has profiles of."""
+    """Identifier by langdetect, with the languages it has profiles of."""
 
     known: frozenset[str]
 
@@ -60,18 +58,21 @@ class Langdetect:
         self._detector = LanguageDetector(None, seed=LANGDETECT_SEED)
 
     def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """As of :class:`LineIdentifier`."""
+        """Return the language of each text; None if it is uncertain."""
         found = self._detector.detect_all(texts)
         return [None if code == UNCERTAIN else code for code in found]
 
 
 class FastText:
-    """A fastText classifier from a local file: ``lid.176.bin``, GlotLID's ``model.bin``."""
+    """Identifier by a fastText model: ``lid.176.bin``, or GlotLID's ``model.bin``.
+
+    Args:
+        model: Result of fastText's ``load_model``.
+    """
 
     known: frozenset[str]
 
     def __init__(self, model: Any) -> None:
-        """``model``: what fastText's ``load_model`` returns."""
         self._model = model
         codes = {label: _code_of(label) for label in model.get_labels()}
         self._codes = {label: code for label, code in codes.items() if code is not None}
@@ -79,28 +80,32 @@ class FastText:
 
     @classmethod
     def load(cls, path: str) -> "FastText":
-        """Raises ConfigError where fastText is missing or the file is none of its models."""
+        """Load a local model file.
+
+        Raises:
+            ConfigError: FastText is missing, or the file is not one of its models.
+        """
         if not Path(path).is_file():
             raise ConfigError(
-                f"clean.language_model names {path!r}, which is no file: name fastText's "
+                f"clean.language_model names {path!r}, which is not a file. Name fastText's "
                 "lid.176.bin or GlotLID's model.bin."
             )
         try:
             fasttext = importlib.import_module("fasttext")
         except ImportError as error:
             raise ConfigError(
-                "clean.identify_languages is fasttext, which is not installed: install fasttext, "
+                "clean.identify_languages is fasttext, which is not installed. Install fasttext, "
                 "or set it to langdetect."
             ) from error
         try:
             return cls(fasttext.load_model(path))
         except (ValueError, OSError) as error:
             raise ConfigError(
-                f"fastText cannot read {path} ({error}): name another file."
+                f"fastText cannot read {path} ({error}). Name another file."
             ) from error
 
     def identify(self, texts: Sequence[str]) -> list[str | None]:
-        """As of :class:`LineIdentifier`."""
+        """Return the language of each text; None if it is uncertain."""
         labels, probabilities = self._model.predict(list(texts), k=1)
         return [
             self._codes.get(label[0]) if len(label) and share[0] >= MIN_PROBABILITY else None
@@ -117,16 +122,16 @@ def _code_of(label: str) -> str | None:
 
 @dataclass
 class LanguageRule:
-    """The rule for one pair; counts the lines of languages that nobody can tell."""
+    """Rule for one pair, which also counts lines in languages that cannot be identified."""
 
     identifier: LineIdentifier
     languages: tuple[str, str]
     min_characters: int
     not_known: dict[str, int] = field(default_factory=dict)
-    """Language that the identifier does not know → lines that were not judged for it."""
+    """Language unknown to the identifier → lines that were not judged for it."""
 
-    def wrong_sides(self, lines: Sequence[tuple[str, str]]) -> list[Sides]:
-        """Of each line, the sides that are in another language than they should be."""
+    def wrong_sides(self, lines: Sequence[tuple[str, str]]) -> list[tuple[bool, bool]]:
+        """Return for each line the sides that are in another language than their own."""
         if not lines:
             return []
         first, second = (

@@ -1,1 +1,6 @@
-"""What lies on disk: artifacts and their manifests, where they lie, and one module per kind."""
+"""Artifacts on disk: manifests, digests, locks and paths, and one module per kind of artifact.
+
+Start with ``artifact`` (how an artifact is written and opened) and ``manifest`` (what it records).
+``places`` owns every path beside an output. ``corpus``, ``tokenizer``, ``shards`` and ``mixture``
+read one kind each.
+"""

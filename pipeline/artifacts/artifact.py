@@ -1,14 +1,16 @@
-"""Artifacts: how the output of every stage is written, opened, verified and refused.
+"""Write, open and verify artifacts, the directories that stages read and make.
 
 An artifact is a directory with a ``manifest.json`` that is written last (``manifest``). It is built
 in a hidden sibling directory (``places``), synced to disk and renamed into place, so that a killed
-stage leaves nothing that looks finished. A file of an artifact is asked for by name, and has the
-digests the manifest says when its path is given out (``digests``).
+stage leaves nothing that looks finished. :meth:`Artifact.file` checks a file against the digests of
+the manifest before it returns the path (``digests``).
+
+:class:`Lineage` follows the recorded inputs of an artifact back to their artifacts.
 """
 
 import errno
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,6 +20,7 @@ from typing import Any
 
 from pipeline.artifacts.digests import (
     Check,
+    Chunk,
     Stamp,
     changed_files,
     compare_files,
@@ -58,6 +61,7 @@ from pipeline.artifacts.places import (
     unfinished_dir,
 )
 from pipeline.config.documents import read_json
+from pipeline.distributed.collectives import from_rank_zero, gather_objects, rank
 from pipeline.errors import ArtifactError, to_write
 
 __all__ = [
@@ -90,31 +94,31 @@ UNWRITABLE = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST),
 )
-"""What the user can mend where something cannot be written."""
+"""Error numbers of failed writes that the user can fix: a full disk, permissions, a name."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A finished artifact: its directory and manifest."""
+    """Finished artifact: its directory and manifest."""
 
     directory: Path
     manifest: Manifest
     splits: tuple[str, ...] = ()
-    """What of a corpus this is; none: all of it."""
+    """Splits that this part of a corpus is limited to; empty for the whole artifact."""
     whole: Manifest | None = None
-    """The manifest as it is stored, where that of a part stands in its place."""
+    """The stored manifest, if ``manifest`` is that of a part."""
 
     @cached_property
     def digest(self) -> str:
-        """Of all of the artifact."""
+        """Return the digest of the whole artifact."""
         return (self.whole or self.manifest).digest
 
     def digest_of(self, splits: Sequence[str]) -> str:
-        """Of what some splits of a corpus hold; of all of the artifact where none are named."""
+        """Return the digest of some splits of a corpus, or of the whole artifact without any."""
         return digest_of_part(self.whole or self.manifest, splits) if splits else self.digest
 
     def part(self, splits: Sequence[str]) -> "Artifact":
-        """A corpus with the files and statistics of these splits alone; itself without any."""
+        """Return the corpus limited to these splits, or the artifact itself without any."""
         if not splits:
             return self
         manifest = part_of(self.manifest, splits)
@@ -122,11 +126,12 @@ class Artifact:
 
     @property
     def statistics(self) -> dict[str, Any]:
+        """Return the statistics of the manifest."""
         return self.manifest.statistics
 
     @property
     def as_input(self) -> InputRecord:
-        """What the manifest of an artifact made from this one says of it."""
+        """Return the record of this artifact for the manifest of one that is made from it."""
         path = str(self.directory.absolute())
         return InputRecord(
             kind=self.manifest.kind,
@@ -136,70 +141,75 @@ class Artifact:
         )
 
     def file(self, name: str) -> Path:
-        """Path of a file the manifest lists, which is as the manifest says.
+        """Return the path of a file after checking it against the manifest.
 
         Raises:
-            ArtifactError: the artifact has no such file, or it is missing, damaged or a link.
+            ArtifactError: The artifact has no such file, or it is missing, damaged or a link.
         """
         self.check([name])
         return self.directory / name
 
     def unchecked_file(self, name: str) -> Path:
-        """Path of a file whose contents are not used, or only to say what they are.
+        """Return the path of a file without checking its contents.
 
         Raises:
-            ArtifactError: the artifact has no such file, or it is a link.
+            ArtifactError: The artifact has no such file, or it is a link.
         """
         self._record(name)
         refuse_links(self.directory, name)
         return self.directory / name
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare files with their digests unless they are known to be right, then remember them.
+        """Compare files with their digests, unless they are known to be intact.
 
         Raises:
-            ArtifactError: names the file that is missing, damaged or a link.
+            ArtifactError: Names the file that is missing, damaged or a link.
         """
         unknown = self.to_check(names).without(remembered(self.directory, self.digest))
         if unknown.files:
             self.remember(compare_files(self.directory, unknown.files))
 
     def to_check(self, names: Iterable[str]) -> Check:
-        """The named files with their digests and their status as it is now.
+        """Return the named files with their digests and present status.
 
         Raises:
-            ArtifactError: one is missing, a link or of another size.
+            ArtifactError: One is missing, a link or of another size.
         """
         return Check.of(self.directory, {name: self._record(name) for name in names})
 
     def remember(self, stamps: Mapping[str, Stamp], *, on_disk: bool = True) -> None:
-        """Note that files of this status are as the manifest says."""
+        """Record that files of this status match the manifest."""
         remember(self.directory, self.digest, stamps, on_disk=on_disk)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self.manifest.files:
             raise ArtifactError(
                 f"{self.directory} has no file {name!r}; it was written by stage "
-                f"{self.manifest.stage!r}: run that stage again."
+                f"{self.manifest.stage!r}. Run that stage again."
             )
         return self.manifest.files[name]
 
     def has(self, name: str) -> bool:
+        """Return whether the manifest lists a file of this name."""
         return name in self.manifest.files
 
     def names(self, prefix: str = "") -> list[str]:
-        """Names of the files that start with ``prefix``, sorted."""
+        """Return the names of the files that start with ``prefix``, sorted."""
         return sorted(name for name in self.manifest.files if name.startswith(prefix))
 
     def read_json(self, name: str) -> Any:
-        """What a JSON file holds; ArtifactError where it is broken, too large or too deep."""
+        """Return the contents of a JSON file.
+
+        Raises:
+            ArtifactError: The file is broken, too large or too deeply nested.
+        """
         return read_json(self.file(name))
 
     def verify(self, names: list[str] | None = None) -> None:
-        """Compare files with their digests (all of them, or those named), whatever is remembered.
+        """Compare all files, or the named ones, with their digests, known or not.
 
         Raises:
-            ArtifactError: names the file and the chunk that differ.
+            ArtifactError: Names the file and the chunk that differ.
         """
         wanted = self.names() if names is None else names
         self.remember(compare_files(self.directory, {name: self._record(name) for name in wanted}))
@@ -207,30 +217,30 @@ class Artifact:
 
 @dataclass
 class ArtifactWriter:
-    """An artifact under construction: files go below ``directory``, figures into ``statistics``.
+    """Artifact under construction: files below ``directory``, figures in ``statistics``.
 
-    ``summary`` takes one to five lines: what was read, kept, dropped by which rule, set aside
-    where. The command line prints them when the stage is done, reports repeat them.
+    ``summary`` takes one to five lines: lines read, kept, dropped by each rule and set aside. The
+    command line prints them when the stage is done, and reports repeat them.
     """
 
     directory: Path
     statistics: dict[str, Any] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
     taken_over: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files that are another artifact's as well, with their digests."""
+    """Files shared with another artifact, with their digests."""
     settled: dict[Path, FileRecord] = field(default_factory=dict)
-    """Files that were hashed as they were written, and are on disk, with their digests."""
+    """Files that were hashed while they were written and are on disk, with their digests."""
 
     def path(self, name: str) -> Path:
-        """Path for a new file; its parent folders are made.
+        """Return the path for a new file and make its parent folders.
 
         Raises:
-            ArtifactError: the name leads out of the artifact, or is one that none can have.
+            ArtifactError: The name leads out of the artifact, or is one that none can have.
         """
         problem = describe_name(name)
         if problem is not None:
             raise ArtifactError(
-                f"A file of an artifact would be called {name!r}, which {problem}: look at the "
+                f"A file of an artifact would be called {name!r}, which {problem}. Look at the "
                 "names in the input it is made from."
             )
         path = self.directory / name
@@ -238,15 +248,17 @@ class ArtifactWriter:
         return path
 
     def write_json(self, name: str, value: Any) -> None:
+        """Write a value as a JSON file of the artifact."""
         self.path(name).write_text(to_json(value), encoding="utf-8")
 
     def take_over(self, name: str, source: Artifact) -> None:
-        """A file of another artifact, under its name, without reading it where it can be linked.
+        """Link a file of another artifact under ``name``, or copy it where links are not possible.
 
-        Its digest comes along: who wrote the file has taken it. A copy is hashed like a new file.
+        A linked file keeps its recorded digest, so it is not read again. A copy is hashed like a
+        new file.
 
         Raises:
-            ArtifactError: the file is missing, or has changed since it was written.
+            ArtifactError: The file is missing, or has changed since it was written.
         """
         target = self.path(name)
         if link_or_copy(source.file(name), target):
@@ -256,7 +268,7 @@ class ArtifactWriter:
 def stage_key(
     *, stage: str, kind: Kind, config: Mapping[str, Any], inputs: Mapping[str, str]
 ) -> str:
-    """What decides whether a stage must run again: its settings and the digests of its inputs."""
+    """Return the digest of the settings and inputs that decide whether a stage must run again."""
     return json_digest(
         {
             "stage": stage,
@@ -272,35 +284,35 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     """Open a finished artifact of the given kind.
 
     Raises:
-        ArtifactError: missing, unfinished, of another kind or of another format version.
+        ArtifactError: Missing, unfinished, of another kind or of another format version.
     """
     if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist: run the stage that makes the {kind} first.")
+        raise ArtifactError(f"{path} does not exist. Run the stage that makes the {kind} first.")
     manifest = read_manifest(path)
     if manifest is None:
         raise ArtifactError(
-            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}: run its stage again."
+            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}. Run its stage again."
         )
     if manifest.kind != kind:
         raise ArtifactError(
-            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted: name "
+            f"{path} is {with_article(manifest.kind)} where {with_article(kind)} is wanted. Name "
             f"the folder of {with_article(kind)}."
         )
     if manifest.format_version != FORMAT_VERSION[kind]:
         raise ArtifactError(
             f"{path} has format version {manifest.format_version}, this version of mmnmt reads "
-            f"{FORMAT_VERSION[kind]}: run stage {manifest.stage!r} again."
+            f"{FORMAT_VERSION[kind]}. Run stage {manifest.stage!r} again."
         )
     return Artifact(directory=path, manifest=manifest)
 
 
 def refuse_changed(directory: Path) -> None:
-    """Make sure that a finished artifact still is what its stage made.
+    """Refuse a finished artifact that has changed since its stage made it.
 
     Only files that changed since, by their status, are compared with their digests.
 
     Raises:
-        ArtifactError: one is missing or differs; what a user did to it is not thrown away.
+        ArtifactError: A file is missing or differs, so that a user's change is not lost.
     """
     manifest = read_manifest(directory)
     if manifest is not None:
@@ -319,13 +331,19 @@ def new_artifact(
     clock: float | None = None,
     wall_seconds: float | None = None,
 ) -> Iterator[ArtifactWriter]:
-    """Build an artifact; it appears at ``out_dir`` when the block ends without an error.
+    """Build an artifact that appears at ``out_dir`` when the block ends without an error.
 
-    The statistics must be JSON; files are hashed and synced before the manifest is written.
+    The statistics must be JSON. Files are hashed and synced before the manifest is written.
 
     Args:
-        clock: ``time.monotonic()`` when the work began; None: when the block is entered.
-        wall_seconds: how long the work took, where a clock of this process cannot tell.
+        out_dir: Directory of the finished artifact.
+        kind: Kind of the artifact.
+        stage: Name of the stage that makes it.
+        config: Resolved settings of the stage.
+        inputs: Name → record of each input.
+        overwrite: Whether to replace a finished artifact of the same kind.
+        clock: ``time.monotonic()`` at the start of the work; None: now.
+        wall_seconds: Duration of the work, if no clock of this process tells it.
     """
     restore(out_dir)
     refuse_to_overwrite(out_dir, overwrite=overwrite, kind=kind)
@@ -360,17 +378,17 @@ def new_artifact(
 
 
 def publish_artifact(writer: ArtifactWriter, manifest: Manifest, *, out_dir: Path) -> None:
-    """Move a sealed artifact to its place; its files were just hashed, and are known from now on.
+    """Move a sealed artifact to its place and remember its files as intact.
 
     Raises:
-        ArtifactError: what lies in its place is not ours.
+        ArtifactError: The directory in its place is not an artifact.
     """
     replace_directory(writer.directory, out_dir)
     remember_artifact(out_dir, manifest)
 
 
 def describe_unwritable(error: OSError, *, place: Path) -> str:
-    """What to say where something could not be written."""
+    """Return the message for an output that cannot be written."""
     return (
         f"{place} could not be written ({error.strerror or error}), nothing was changed: "
         f"{to_write(error)}, or choose another --out, and run again."
@@ -387,7 +405,7 @@ def seal_artifact(
     run: RunRecord,
     files: Mapping[str, FileRecord] | None = None,
 ) -> Manifest:
-    """Write the manifest of a directory under construction, last of all.
+    """Write the manifest of a directory under construction, after all other files.
 
     ``files`` are the records of all files where these are hashed and on disk already; otherwise
     that is done here.
@@ -396,7 +414,7 @@ def seal_artifact(
         files = settle_files(writer, files_below(writer.directory))
     problem = describe_names(files)
     if problem is not None:
-        raise ArtifactError(f"An artifact would hold a file {problem}: name its inputs otherwise.")
+        raise ArtifactError(f"An artifact would hold a file {problem}. Name its inputs otherwise.")
     manifest = Manifest(
         kind=kind,
         format_version=FORMAT_VERSION[kind],
@@ -422,7 +440,7 @@ def seal_artifact(
 
 
 def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, FileRecord]:
-    """Hash files and force them to disk where that is still to be done; records by name."""
+    """Hash and sync the files that are not yet settled, and return all records by name."""
     known = writer.taken_over | writer.settled
     found = {path: known.get(path) for path in paths}
     records = file_records([path for path, record in found.items() if record is None])
@@ -432,3 +450,77 @@ def settle_files(writer: ArtifactWriter, paths: Iterable[Path]) -> dict[str, Fil
         path.relative_to(writer.directory).as_posix(): record or records[path]
         for path, record in found.items()
     }
+
+
+Follow = Callable[[InputRecord], bool]
+
+
+@dataclass
+class Lineage:
+    """Artifacts by path, each after its inputs, and the inputs that could not be found.
+
+    An input counts only if it is still at the recorded path with the recorded digest.
+    """
+
+    found: dict[Path, Artifact] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+    """Names of input folders that are gone or have changed."""
+
+    def add(self, artifact: Artifact, *, follow: Follow) -> None:
+        """Add an artifact after the inputs that ``follow`` accepts."""
+        path = artifact.directory.resolve()
+        if path in self.found:
+            return
+        for record in filter(follow, artifact.manifest.inputs.values()):
+            parent = open_recorded(record)
+            if parent is None:
+                self.missing.add(Path(record.path).name)
+            else:
+                self.add(parent, follow=follow)
+        self.found[path] = artifact
+
+
+def open_recorded(record: InputRecord) -> Artifact | None:
+    """Open the artifact that a manifest records as an input; None if it is gone or changed."""
+    path = Path(record.path)
+    try:
+        manifest = read_manifest(path)
+    except (ArtifactError, ValueError):  # ValueError: a NUL in the path
+        return None
+    if manifest is None or digest_of_part(manifest, record.splits) != record.digest:
+        return None
+    return Artifact(directory=path, manifest=manifest)
+
+
+def check_together(artifact: Artifact, names: Iterable[str]) -> None:
+    """Check files like :meth:`Artifact.check`, sharing the work among all ranks.
+
+    Every rank of the open process group must call it. Rank 0 deals out the chunks that it does not
+    know yet. A rank that sees other files than rank 0 (a copy on a disk of its own) checks all of
+    its own chunks. Rank 0 remembers the result on disk for later processes.
+
+    Raises:
+        ArtifactError: A file is missing or damaged; the same error on all ranks.
+    """
+    check: Check | None = None
+    problem: str | None = None
+    try:
+        check = artifact.to_check(list(names))
+    except ArtifactError as error:
+        problem = str(error)
+    found = gather_objects((problem, check.stamps if check else {}))
+    _raise_first([entry for entry, _ in found])
+    assert check is not None
+    unknown = check.without(remembered(artifact.directory, artifact.digest)).chunks()
+    dealt: list[Chunk] = from_rank_zero(unknown)
+    together = [number for number, (_, stamps) in enumerate(found) if stamps == found[0][1]]
+    if rank() in together:
+        unknown = dealt[together.index(rank()) :: len(together)]
+    _raise_first(gather_objects(check.problem(unknown)))
+    artifact.remember(check.stamps, on_disk=rank() == 0)
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    problem = next((entry for entry in problems if entry is not None), None)
+    if problem is not None:
+        raise ArtifactError(problem)

@@ -1,27 +1,23 @@
-"""What translations hold beside the one hypothesis of every line, where it was asked for.
+"""Read corpora and translations: pairs, directions, lines and hypotheses.
 
-``details/{source}-{target}.jsonl``: one JSON object per test line, in the corpus's order.
+A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, each line
+ended by a newline and by nothing else. A pair is two codes in alphabetical order, ``de-en``; a pair
+that never had training lines is a zero-shot pair. The statistics of a corpus hold
 
-Reading corpus and translations artifacts: which pairs, which directions, which lines.
+- ``pairs``: pair → split → lines;
+- ``emptied``: pairs that lost all their training lines;
+- ``imported``: pair → ``train`` → lines before any were dropped, where some were.
 
-A corpus holds ``{train,valid,test}/{pair}/{language}.txt``: UTF-8, one sentence per line, lines
-end with ``\n`` and nothing else does; none is longer than import lets in. A pair is two codes in
-alphabetical order, ``de-en``; pairs that never had training lines are the zero-shot ones. Its
-statistics list ``{"pairs": {pair: {split: lines}}}``, as ``emptied`` the pairs that lost all their
-training lines, and where lines were dropped, as ``imported``, the training lines there were before,
-in the form of ``pairs``. Translations hold ``hypotheses/{source}-{target}.jsonl``, in
-the order of the corpus's test lines.
+A stage that declares splits (``stages.Input.splits``) is given a part of the corpus, and its
+manifest records the digest of that part alone: new test lines do not make training run again.
 
-The part of a corpus that a stage reads: the files of some splits, and what counts them.
-
-A stage that reads training lines alone is not to run again where test lines change. It declares
-the splits it reads (``stages.Input.splits``), is given no more of the corpus than these, and its
-manifest has the digest of that part. So what the digest leaves out cannot reach the result.
+Translations hold ``hypotheses/{source}-{target}.jsonl``, one JSON object per test line in the order
+of the corpus, and where asked for ``details/{source}-{target}.jsonl`` in the same order.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -39,7 +35,7 @@ from pipeline.terminal import counted
 
 @dataclass(frozen=True)
 class Alternative:
-    """One of several hypotheses of a line; its score is as that of the translation."""
+    """One of several hypotheses of a line, scored like the translation."""
 
     text: str
     score: float
@@ -47,7 +43,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Word:
-    """A word of the translation; its score is the log-probability of its tokens, summed."""
+    """Word of a translation with the summed log-probability of its tokens."""
 
     text: str
     score: float
@@ -55,42 +51,46 @@ class Word:
 
 @dataclass(frozen=True)
 class Details:
-    """Empty where not asked for, and of an empty line."""
+    """Alternatives, words and alignment of one line; empty if not asked for or if the line is."""
 
     n_best: tuple[Alternative, ...] = ()
-    """The translation first."""
+    """The hypotheses, the translation first."""
     words: tuple[Word, ...] = ()
-    """Of the translation, in order."""
+    """Words of the translation, in order."""
     source_words: tuple[str, ...] = ()
     alignment: tuple[tuple[int, int], ...] = ()
-    """(source word, word of the translation), both from 0, by word of the translation."""
+    """Pairs (source word, target word), both counted from 0, by target word."""
 
 
 _DETAILS = TypeAdapter(Details)
 
 
 def details_name(direction: object) -> str:
-    """``direction`` is written as source-target."""
+    """Return the name of the details of a direction, ``source-target``, in the artifact."""
     return f"details/{direction}.jsonl"
 
 
 def record_of(details: Details) -> dict[str, Any]:
-    """The details as JSON has them."""
+    """Return the details as a JSON object."""
     return dataclasses.asdict(details)
 
 
 def write_details(path: Path, lines: Sequence[Details]) -> None:
-    """One JSON object per line, in order."""
+    """Write one JSON object per line, in order."""
+    _write_json_lines(path, map(record_of, lines))
+
+
+def _write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for details in lines:
-            stream.write(json.dumps(record_of(details), ensure_ascii=False) + "\n")
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_details(path: Path) -> list[Details]:
-    """What :func:`write_details` wrote.
+    """Read the file that :func:`write_details` wrote.
 
     Raises:
-        ArtifactError: names the line that is none.
+        ArtifactError: Names the line that is none.
     """
     return [
         _details_of(record, what=f"Line {number} of {path}")
@@ -110,13 +110,13 @@ Split = Literal["train", "valid", "test"]
 
 
 def pair_name(first: str, second: str) -> str:
-    """The name of the pair of two languages, whichever comes first."""
+    """Return the name of the pair of two languages, given in any order."""
     return "-".join(sorted((first, second)))
 
 
 @dataclass(frozen=True, order=True)
 class Direction:
-    """A translation direction."""
+    """Translation direction from ``source`` to ``target``."""
 
     source: str
     target: str
@@ -126,36 +126,39 @@ class Direction:
 
     @property
     def pair(self) -> str:
+        """Return the name of the pair."""
         return pair_name(self.source, self.target)
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One translated line; ``score`` is the length-normalised log-probability (0 where none)."""
+    """Translated line with its length-normalized log-probability (0 where there is none)."""
 
     text: str
     score: float = 0.0
     truncated: bool = False
-    """Part of the source was left out: it did not fit the model, and could not be divided."""
+    """True if part of the source was left out because it neither fit the model nor could be
+    split."""
     split: int = 0
-    """Parts that a source too long for the model was translated in; 0: it was translated whole."""
+    """Parts that a source too long for the model was translated in; 0 if it was translated
+    whole."""
     invalid: int = 0
-    """Sequences of bytes that the model wrote and that are no UTF-8: the text is without them."""
+    """Byte sequences that are not valid UTF-8 and were dropped from the text."""
     details: Details | None = None
-    """What else was asked for; it stands in a file of its own."""
+    """Alternatives, words and alignment, which are stored in a file of their own."""
 
 
 _HYPOTHESIS = TypeAdapter(Hypothesis)
 
 
 def pair_counts(artifact: Artifact, name: str = "pairs") -> dict[str, dict[str, int]]:
-    """Pair → what is counted → how many, as the statistics of an artifact have it under a name.
+    """Return the table pair → counted thing → count that the statistics hold under ``name``.
 
-    Of a corpus or shards, ``pairs`` has the lines of every split; of shards, ``tokens`` has the
-    training tokens of every language.
+    ``pairs`` counts the lines of every split; ``tokens``, of shards, the training tokens of every
+    language.
 
     Raises:
-        ArtifactError: the statistics do not say, or something else.
+        ArtifactError: The statistics lack the table, or it is malformed.
     """
     table = artifact.statistics.get(name)
     if not isinstance(table, dict):
@@ -176,25 +179,25 @@ def _is_count(value: object) -> bool:
 
 def _refuse_statistics(artifact: Artifact, problem: str) -> NoReturn:
     raise ArtifactError(
-        f"The statistics of {artifact.directory} {problem}: run stage "
+        f"The statistics of {artifact.directory} {problem}. Run stage "
         f"{artifact.manifest.stage!r} again."
     )
 
 
 def line_counts(artifact: Artifact, split: Split) -> dict[str, int]:
-    """Pair → number of lines of a corpus or shards artifact, pairs without any left out."""
+    """Return the number of lines of every pair that has lines in the split."""
     pairs = pair_counts(artifact)
     return {name: counts[split] for name, counts in pairs.items() if counts.get(split)}
 
 
 def imported_lines(artifact: Artifact) -> dict[str, int]:
-    """Pair → training lines as they were imported: what its resource group goes by.
+    """Return the training lines of every pair as imported, which decide its resource tier.
 
-    So a group is that of the data set, as in the paper, whatever is dropped later. What is itself
-    an import, or of a version that did not note it, says what it has.
+    The tier stays that of the data set, as in the paper, even if `clean` drops lines. An artifact
+    without the statistic ``imported`` counts its own lines.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics are malformed.
     """
     noted = pair_counts(artifact, "imported") if "imported" in artifact.statistics else {}
     imported = {pair: counts["train"] for pair, counts in noted.items() if counts.get("train")}
@@ -202,26 +205,26 @@ def imported_lines(artifact: Artifact) -> dict[str, int]:
 
 
 def imported_statistics(artifact: Artifact) -> dict[str, dict[str, int]]:
-    """What a stage that drops training lines of an artifact notes as ``imported``."""
+    """Return the statistic ``imported`` for a stage that drops training lines."""
     return {pair: {"train": number} for pair, number in imported_lines(artifact).items()}
 
 
 def emptied_pairs(artifact: Artifact) -> set[str]:
-    """Pairs of a corpus or shards artifact that had training text of which nothing is left.
+    """Return the pairs that had training lines but lost all of them.
 
-    They are no zero-shot pairs. An artifact that does not say has none.
+    These are not zero-shot pairs. The result is empty if the statistics do not say.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics are malformed.
     """
     return listed_names(artifact, "emptied")
 
 
 def listed_names(artifact: Artifact, name: str) -> set[str]:
-    """The names that the statistics of an artifact list; none where they say nothing.
+    """Return the names that the statistics list under ``name``; none if they do not say.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics have something else there.
     """
     found = artifact.statistics.get(name, [])
     if not isinstance(found, list) or not all(isinstance(entry, str) for entry in found):
@@ -230,10 +233,10 @@ def listed_names(artifact: Artifact, name: str) -> set[str]:
 
 
 def found_scripts(corpus: Artifact) -> dict[str, str]:
-    """Language → the ISO 15924 code of the script that its text was found to be in, where it was.
+    """Return the ISO 15924 script of each language whose text has a known script.
 
     Raises:
-        ArtifactError: the statistics have something else there.
+        ArtifactError: The statistics have something else there.
     """
     found = corpus.statistics.get("languages", {})
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
@@ -246,13 +249,14 @@ def found_scripts(corpus: Artifact) -> dict[str, str]:
 
 Resource = Literal["high", "medium", "low", "extremely_low"]
 _TIERS: tuple[Resource, ...] = ("extremely_low", "low", "medium")
-"""Below high, ascending."""
+"""Tiers below ``high``, ascending."""
 
 
 def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource:
-    """Resource tier of a pair: high from the last threshold on, low up to the first of two.
+    """Return the resource tier of a pair by its number of imported training lines.
 
-    Of three thresholds the first is the most of an extremely low pair, the second of a low one.
+    A pair is high from the last threshold on. Of two thresholds, the first is the most of a low
+    pair; of three, the first is the most of an extremely low pair and the second of a low one.
     """
     *upper_bounds, high = thresholds
     if imported_lines >= high:
@@ -263,13 +267,13 @@ def resource_of(imported_lines: int, *, thresholds: tuple[int, ...]) -> Resource
 
 
 def languages(artifact: Artifact) -> list[str]:
-    """All languages of a corpus or shards artifact, sorted; of a part too, those of the whole."""
+    """Return all languages of a corpus or shards, sorted; for a part, those of the whole."""
     found = {code for name in pair_counts(artifact) for code in name.split("-")}
     return sorted(found | listed_names(artifact, OTHER_LANGUAGES))
 
 
 def directions(artifact: Artifact, split: Split) -> list[Direction]:
-    """Both directions of every pair that has lines in the split, sorted."""
+    """Return both directions of every pair that has lines in the split, sorted."""
     found = []
     for name in line_counts(artifact, split):
         first, second = name.split("-")
@@ -278,15 +282,15 @@ def directions(artifact: Artifact, split: Split) -> list[Direction]:
 
 
 def text_name(split: Split, pair: str, language: str) -> str:
-    """Name of a text file within a corpus."""
+    """Return the name of a text file of a corpus."""
     return f"{split}/{pair}/{language}.txt"
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Lines of a text file without their ``\\n``; no other character ends a line.
+    """Yield the lines of a text file without their newline; no other character ends a line.
 
     Raises:
-        ArtifactError: it cannot be read, or is not UTF-8.
+        ArtifactError: It cannot be read, or is not UTF-8.
     """
     try:
         with path.open(encoding="utf-8", newline="\n") as stream:
@@ -299,10 +303,10 @@ def iterate_lines(path: Path) -> Iterator[str]:
 
 
 def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list[str]:
-    """All lines of one side of a pair.
+    """Return all lines of one side of a pair.
 
     Raises:
-        ArtifactError: there are more or fewer than the statistics say.
+        ArtifactError: There are more or fewer than the statistics say.
     """
     path = corpus.file(text_name(split, pair, language))
     lines = list(iterate_lines(path))
@@ -316,10 +320,10 @@ def read_lines(corpus: Artifact, split: Split, pair: str, language: str) -> list
 
 
 def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
-    """Lines of two files that stand beside each other.
+    """Yield the lines of two files side by side.
 
     Raises:
-        ArtifactError: one file ends before the other.
+        ArtifactError: One file ends before the other.
     """
     for one, other in zip_longest(iterate_lines(first), iterate_lines(second)):
         if one is None or other is None:
@@ -328,26 +332,25 @@ def aligned_lines(first: Path, second: Path) -> Iterator[tuple[str, str]]:
 
 
 def hypotheses_name(direction: Direction) -> str:
+    """Return the name of the hypotheses of a direction in the artifact."""
     return f"hypotheses/{direction}.jsonl"
 
 
 def write_hypotheses(path: Path, hypotheses: list[Hypothesis]) -> None:
-    """One JSON object per line, in order, without details."""
-    with path.open("w", encoding="utf-8", newline="\n") as stream:
-        for hypothesis in hypotheses:
-            stream.write(json.dumps(without_details(hypothesis), ensure_ascii=False) + "\n")
+    """Write one JSON object per line, in order, without details."""
+    _write_json_lines(path, map(without_details, hypotheses))
 
 
 def without_details(hypothesis: Hypothesis) -> dict[str, Any]:
-    """A hypothesis as JSON has it, without its details."""
+    """Return a hypothesis as a JSON object without its details."""
     return {name: value for name, value in vars(hypothesis).items() if name != "details"}
 
 
 def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypothesis]:
-    """Hypotheses of one direction, in the order of the corpus's test lines.
+    """Return the hypotheses of one direction, in the order of the corpus's test lines.
 
     Raises:
-        ArtifactError: names the line that is no hypothesis.
+        ArtifactError: A line is malformed; the message names it.
     """
     path = translations.file(hypotheses_name(direction))
     return [
@@ -357,7 +360,11 @@ def read_hypotheses(translations: Artifact, direction: Direction) -> list[Hypoth
 
 
 def hypothesis_of(record: Mapping[str, Any], *, what: str) -> Hypothesis:
-    """A hypothesis from its JSON; ArtifactError begins with ``what``."""
+    """Return the hypothesis of a JSON object.
+
+    Raises:
+        ArtifactError: The object is malformed; the message begins with ``what``.
+    """
     try:
         return _HYPOTHESIS.validate_python(record)
     except ValidationError as error:

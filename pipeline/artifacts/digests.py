@@ -1,15 +1,11 @@
-"""Digests of files: made by several threads, checked before a file is used, then remembered.
+"""Compute, check and remember SHA-256 digests of files, one per chunk of 64 MiB.
 
-A file whose digests were found to be its manifest's is remembered by size, time of its last change
-and inode, in this process and in ``.NAME.verified.jsonl`` beside the artifact, so that its next use
-costs a look at its status. Where nothing can be written there, this process alone remembers.
+Several threads hash, because hashing and reading release the interpreter. A file that matched its
+manifest is remembered by size, modification time and inode, in this process and in
+``.NAME.verified.jsonl`` beside the artifact, so that its next use costs one look at its status.
+Where that file cannot be written, only this process remembers.
 
-Files that are hashed while they are written, from the same memory: nothing is read back.
-
-Digests are made by threads, since hashing, like writing, leaves the interpreter to others. Another
-one sends to disk what is written already, which the system by itself begins to do late.
-
-Digests of big files under several ranks: each hashes its share, all come to one conclusion.
+:class:`HashedFiles` hashes files from memory while they are written, and syncs them meanwhile.
 """
 
 import contextlib
@@ -37,16 +33,16 @@ from pipeline.errors import ArtifactError
 
 CHUNK_BYTES = 64 * 1024 * 1024
 READ_BYTES = 1024 * 1024
-"""What a thread holds in memory while it hashes."""
+"""Bytes that a hashing thread holds in memory."""
 
 MAX_THREADS = 4
 
 RECENT_NANOSECONDS = 50_000_000
-"""A file changed this recently is not remembered: a second change might leave the same time."""
+"""Age up to which a changed file is not remembered: another change might leave the same time."""
 
 
 class Stamp(NamedTuple):
-    """What changes when a file does."""
+    """Status of a file that changes whenever the file does."""
 
     size: int
     mtime_ns: int
@@ -54,7 +50,7 @@ class Stamp(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk of a file, to be hashed."""
+    """Chunk of a file that is to be hashed."""
 
     name: str
     number: int
@@ -64,12 +60,12 @@ class Chunk(NamedTuple):
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and chunk digests of a file, read once."""
+    """Return size and chunk digests of a file, read once."""
     return file_records([path])[path]
 
 
 def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
-    """Size and chunk digests of files, each read once."""
+    """Return size and chunk digests of files, each read once."""
     sizes = {path: path.stat().st_size for path in paths}
     chunks = [(path, index) for path in paths for index in range(number_of_chunks(sizes[path]))]
     found: dict[Path, list[str]] = {path: [] for path in paths}
@@ -79,11 +75,12 @@ def file_records(paths: Sequence[Path]) -> dict[Path, FileRecord]:
 
 
 def number_of_chunks(size: int) -> int:
+    """Return the number of chunks of a file of this many bytes."""
     return -(-size // CHUNK_BYTES)
 
 
 def _chunk_digests(chunks: Sequence[tuple[Path, int]]) -> Iterable[str]:
-    """Digests in the order asked for; hashing and reading leave the interpreter to others."""
+    """Return the digests of chunks, in their order, computed by several threads."""
     threads = min(MAX_THREADS, os.cpu_count() or 1, len(chunks))
     if threads <= 1:
         return [_chunk_digest(chunk) for chunk in chunks]
@@ -104,7 +101,7 @@ def _chunk_digest(chunk: tuple[Path, int]) -> str:
 
 
 def digest_of(chunk: Iterable[memoryview]) -> str:
-    """Digest of a chunk that is in memory, in pieces."""
+    """Return the digest of a chunk that is in memory, in pieces."""
     digest = hashlib.sha256()
     for piece in chunk:
         digest.update(piece)
@@ -112,19 +109,19 @@ def digest_of(chunk: Iterable[memoryview]) -> str:
 
 
 def raw_digest(path: Path) -> str:
-    """Digest of a raw input: a file, or every file below a folder by name and content.
+    """Return the digest of a file, or of every file below a folder by name and content.
 
     Folders that are linked in count as folders, once each.
     """
     if path.is_file():
         return json_digest(file_record(path).model_dump())
     if not path.is_dir():
-        raise ArtifactError(f"{path} does not exist: name an existing file or folder.")
+        raise ArtifactError(f"{path} does not exist. Name an existing file or folder.")
     files = sorted(_files_below(path))
     for entry in files:
         if not is_text(str(entry)):
             raise ArtifactError(
-                f"{as_text(entry)} has a name that is not UTF-8: rename it, or move it away."
+                f"{as_text(entry)} has a name that is not UTF-8. Rename it, or move it away."
             )
     records = file_records(files)
     return json_digest(
@@ -143,15 +140,15 @@ def _files_below(root: Path) -> Iterable[Path]:
         yield from (path for name in names if (path := Path(folder) / name).is_file())
 
 
-# ---------------------------------------------------------------- what is remembered
+# ---------------------------------------------------------------- remembering
 
 
 _MEMORY: dict[tuple[str, str], dict[str, Stamp]] = {}
-"""Folder and digest of an artifact → its files known to be right, and how they were then."""
+"""(Folder, digest of the artifact) → intact files and their status at that time."""
 
 
 def remembered(directory: Path, digest: str) -> dict[str, Stamp]:
-    """File → its status when it was last found to be as the manifest of this digest says."""
+    """Return file → status for the files known to match the manifest of this digest."""
     key = (os.path.realpath(directory), digest)
     if key not in _MEMORY:
         _MEMORY[key] = dict(_read_verified(verified_path(directory), digest))
@@ -159,7 +156,7 @@ def remembered(directory: Path, digest: str) -> dict[str, Stamp]:
 
 
 def _read_verified(path: Path, digest: str) -> Iterable[tuple[str, Stamp]]:
-    """The entries of one manifest; a line that a killed process left incomplete is passed over."""
+    """Yield the entries of one manifest, skipping a line that a killed process cut off."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError):
@@ -179,10 +176,16 @@ def remember(
     anew: bool = False,
     on_disk: bool = True,
 ) -> None:
-    """Note files as right, but for those that changed just now; ``anew``: forget all others.
+    """Record files as intact, except those that changed a moment ago.
 
-    Lines are appended, so that processes that do so at once lose nothing. ``on_disk``: for other
-    processes too.
+    Lines are appended, so that several processes can write at once.
+
+    Args:
+        directory: Directory of the artifact.
+        digest: Digest of the artifact.
+        stamps: File → status.
+        anew: Forget all other files.
+        on_disk: Tell later processes too.
     """
     latest = time.time_ns() - RECENT_NANOSECONDS
     settled = {name: stamp for name, stamp in stamps.items() if stamp.mtime_ns < latest}
@@ -200,13 +203,14 @@ def remember(
 
 
 def remember_artifact(directory: Path, manifest: Manifest) -> None:
-    """Note all files of an artifact that was just hashed, written and moved to its place."""
+    """Record all files of an artifact that was just hashed, written and moved to its place."""
     with contextlib.suppress(OSError):
         stamps = {name: stamp_of(directory / name) for name in manifest.files}
         remember(directory, manifest.digest, stamps, anew=True)
 
 
 def stamp_of(path: Path) -> Stamp:
+    """Return the present status of a file."""
     status = path.lstat()
     return Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
 
@@ -216,7 +220,7 @@ def stamp_of(path: Path) -> Stamp:
 
 @dataclass(frozen=True)
 class Check:
-    """The files of an artifact that are to be compared with its manifest.
+    """Files of an artifact to compare with its manifest.
 
     ``stamps`` is their status before any of them is read.
     """
@@ -227,7 +231,11 @@ class Check:
 
     @classmethod
     def of(cls, directory: Path, files: Mapping[str, FileRecord]) -> "Check":
-        """Raises ArtifactError for a link, a missing file, or one of another size."""
+        """Take the status of all files.
+
+        Raises:
+            ArtifactError: A file is missing, a link or of another size.
+        """
         stamps = {}
         for name, record in files.items():
             refuse_links(directory, name)
@@ -236,7 +244,7 @@ class Check:
         return cls(directory, files, stamps)
 
     def without(self, known: Mapping[str, Stamp]) -> "Check":
-        """What is left to compare where the status of some files is known to be right."""
+        """Return the check without the files whose present status is known to be right."""
         files = {
             name: record
             for name, record in self.files.items()
@@ -245,7 +253,7 @@ class Check:
         return Check(self.directory, files, {name: self.stamps[name] for name in files})
 
     def chunks(self) -> list[Chunk]:
-        """All that is to be hashed, in a fixed order."""
+        """Return all chunks to hash, in a fixed order."""
         return [
             Chunk(name, number)
             for name, record in sorted(self.files.items())
@@ -253,7 +261,7 @@ class Check:
         ]
 
     def problem(self, chunks: Sequence[Chunk]) -> str | None:
-        """A sentence on the first of these chunks that differs, None if none does."""
+        """Return a sentence about the first of these chunks that differs; None if none does."""
         paths = [(self.directory / chunk.name, chunk.number) for chunk in chunks]
         try:
             digests = _chunk_digests(paths)
@@ -263,42 +271,49 @@ class Check:
             if found != self.files[chunk.name].chunks[chunk.number]:
                 return (
                     f"{self.directory / chunk.name} is damaged in chunk {chunk.number} (64 MiB "
-                    f"each): its digest differs from the manifest's: {fix(self.directory)}."
+                    f"each): its digest differs from the manifest. {suggested_fix(self.directory)}."
                 )
         return None
 
 
-def fix(directory: Path) -> str:
-    return f"restore it from a copy, or remove the folder {directory} and run its stage again"
+def suggested_fix(directory: Path) -> str:
+    """Return the suggested fix for a damaged file of an artifact."""
+    return f"Restore it from a copy, or remove the folder {directory} and run its stage again"
 
 
 def refuse_links(directory: Path, name: str) -> None:
-    """Raises ArtifactError where a file of an artifact, or a folder on the way to it, is a link."""
+    """Refuse a file of an artifact that is a link or lies below one.
+
+    Raises:
+        ArtifactError: Names the link.
+    """
     path = directory
     for part in name.split("/"):
         path = path / part
         if path.is_symlink():
             raise ArtifactError(
-                f"{path} is a link, and no part of an artifact is one: {fix(directory)}."
+                f"{path} is a link, which an artifact never contains. {suggested_fix(directory)}."
             )
 
 
 def _refuse_size(directory: Path, name: str, record: FileRecord) -> None:
     path = directory / name
     if not path.is_file():
-        raise ArtifactError(f"{path} is missing though its manifest lists it: {fix(directory)}.")
+        raise ArtifactError(
+            f"{path} is missing, although its manifest lists it. {suggested_fix(directory)}."
+        )
     size = path.stat().st_size
     if size != record.size or number_of_chunks(size) != len(record.chunks):
         raise ArtifactError(
-            f"{path} has {size} bytes, its manifest says {record.size}: {fix(directory)}."
+            f"{path} has {size} bytes, its manifest says {record.size}. {suggested_fix(directory)}."
         )
 
 
 def compare_files(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[str, Stamp]:
-    """Hash files whatever is remembered of them; returns their status.
+    """Hash files, remembered or not, and return their status.
 
     Raises:
-        ArtifactError: names the first file that differs, and where.
+        ArtifactError: Names the first file that differs, and where.
     """
     check = Check.of(directory, files)
     problem = check.problem(check.chunks())
@@ -308,9 +323,10 @@ def compare_files(directory: Path, files: Mapping[str, FileRecord]) -> Mapping[s
 
 
 def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """File → what happened to it since the artifact was made, by its status alone.
+    """Return file → what happened to it since the artifact was made, by its status alone.
 
-    Where nothing is remembered of a file, it is compared with the manifest, which is written last.
+    A file that is not remembered counts as changed if it is newer than the manifest, which is
+    written last.
     """
     known = remembered(directory, manifest.digest)
     sealed = (directory / MANIFEST_NAME).lstat().st_mtime_ns
@@ -332,15 +348,15 @@ def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
 
 
 WRITE_BYTES = 1024 * 1024
-"""Shorter pieces are put together before they are written."""
+"""Shorter pieces are joined before they are written."""
 
 
 class HashedFiles:
-    """Writes files; when the block ends they are on disk and ``records`` has their digests."""
+    """Writer whose files are on disk, with their digests in ``records``, when the block ends."""
 
     def __init__(self) -> None:
         self.records: dict[Path, FileRecord] = {}
-        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))  # one core writes
+        threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) - 1))  # one core is for writing
         self._hashing = ThreadPoolExecutor(threads, thread_name_prefix="hash")
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._synced: list[Future[None]] = []
@@ -361,12 +377,12 @@ class HashedFiles:
                 sent.result()
 
     def write(self, path: Path, pieces: Iterable[memoryview]) -> None:
-        """A file of these bytes, one piece after the other; they are not needed any longer then.
+        """Write the pieces as a file, one after the other.
 
-        Pieces that are made as they are asked for need memory for about a chunk of them.
+        Pieces that a generator makes need memory for about one chunk.
 
         Raises:
-            OSError: the file cannot be written; it is named.
+            OSError: The file cannot be written; the error names it.
         """
         found: list[Future[str]] = []
         size = 0
@@ -386,12 +402,12 @@ class HashedFiles:
         self.records[path] = FileRecord(size=size, chunks=chunk_digests)
 
     def _send_to_disk(self, path: Path) -> None:
-        """What there is of a file, after all that was sent before."""
+        """Sync the part of a file that is written so far, after all earlier requests."""
         self._synced.append(self._syncing.submit(sync, path))
 
 
 def chunks_of(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """The pieces cut where the chunks of their file end, a list for each chunk."""
+    """Yield the pieces cut at the chunk borders of their file, one list per chunk."""
     chunk: list[memoryview] = []
     left = CHUNK_BYTES
     for piece in pieces:

@@ -1,10 +1,8 @@
-"""The manifest of an artifact: what it records, which names it may hold, how it is read.
+"""The manifest of an artifact: its contents, its file names, and comparisons of its settings.
 
-``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with
-their digests, and the size and SHA-256 of every 64 MiB chunk of every file. The names of files are
-relative, with ``/``, and stay within the artifact.
-
-In what two resolved settings differ, told in one way everywhere.
+``manifest.json`` is written last. It records the kind, the resolved settings, the inputs with their
+digests, and the size and SHA-256 of every 64 MiB chunk of every file. File names are relative, use
+``/`` and stay within the artifact.
 """
 
 import hashlib
@@ -13,7 +11,7 @@ import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -31,10 +29,10 @@ from pipeline.errors import ArtifactError
 MANIFEST_NAME = "manifest.json"
 
 MARKER_NAME = ".made-by-mmnmt"
-"""An empty file in every working folder, from its making on: what says that it is ours."""
+"""Empty file that marks a working folder as made by a stage, from its creation on."""
 
 LONGEST_PART = 255
-"""Bytes of a file's name on the file systems of Linux."""
+"""Most bytes of one part of a path on the file systems of Linux."""
 
 Kind = Literal[
     "corpus",
@@ -52,21 +50,8 @@ Kind = Literal[
     "analysis",
 ]
 
-FORMAT_VERSION: dict[Kind, int] = {
-    "corpus": 1,
-    "tokenizer": 1,
-    "shards": 1,
-    "mixture": 1,
-    "groups": 1,
-    "checkpoint": 1,
-    "training_state": 1,
-    "translations": 1,
-    "evaluation": 1,
-    "task_model": 1,
-    "task_evaluation": 1,
-    "export": 1,
-    "analysis": 1,
-}
+FORMAT_VERSION: dict[Kind, int] = dict.fromkeys(get_args(Kind), 1)
+"""Version of each kind's format; raise it when the files of the kind change."""
 
 FILES: dict[Kind, dict[str, str]] = {
     "corpus": {
@@ -148,13 +133,13 @@ class FileRecord(_Frozen):
 
 
 class InputRecord(_Frozen):
-    """One artifact (or ``raw`` folder) a stage read."""
+    """Artifact or raw input that a stage read."""
 
     kind: str
     path: str
     digest: str
     splits: tuple[str, ...] = ()
-    """Of a corpus, what the digest is of (``parts``); none: of all of it."""
+    """Splits of a corpus that the digest covers; empty for the whole artifact."""
 
     @model_serializer(mode="wrap")
     def _without_empty_splits(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -162,14 +147,14 @@ class InputRecord(_Frozen):
 
 
 class RunRecord(_Frozen):
-    """How the artifact came about; not part of its identity."""
+    """Start and duration of the stage; not part of the artifact's identity."""
 
     started: str
     wall_seconds: float
 
 
 class Manifest(_Frozen):
-    """The contents of ``manifest.json``."""
+    """Contents of ``manifest.json``."""
 
     kind: Kind
     format_version: int
@@ -181,11 +166,11 @@ class Manifest(_Frozen):
     statistics: dict[str, Any]
     run: RunRecord
     summary: tuple[str, ...] = ()
-    """What the stage read, kept, dropped and set aside, in one to five lines for people."""
+    """One to five lines for people: lines read, kept, dropped and set aside."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that makes the artifact what it is; where and when do not count."""
+        """Return the SHA-256 of the artifact's identity, which leaves out time and place."""
         identity = {
             "kind": self.kind,
             "format_version": self.format_version,
@@ -197,49 +182,51 @@ class Manifest(_Frozen):
 
 
 def with_article(kind: Kind) -> str:
-    """``a checkpoint``, ``an export``."""
+    """Return the kind with its article: ``a checkpoint``, ``an export``."""
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def to_json(value: Any) -> str:
-    """JSON as every artifact stores it: sorted keys, indented, text unescaped."""
+    """Return JSON as every artifact stores it: sorted keys, indented, text unescaped."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def json_digest(value: Any) -> str:
-    """SHA-256 of a JSON value, independent of key order."""
+    """Return the SHA-256 of a JSON value, independent of key order."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a finished artifact, or None where there is none.
+    """Return the manifest of a finished artifact; None if there is none.
 
     Raises:
-        ArtifactError: there is a manifest, but it cannot be read, or it names a file that cannot
+        ArtifactError: There is a manifest, but it cannot be read, or it names a file that cannot
             be within an artifact.
     """
     path = directory / MANIFEST_NAME
     try:
         if path.is_symlink():
-            raise ArtifactError(f"{path} is a link, and no part of an artifact is one: copy it.")
+            raise ArtifactError(
+                f"{path} is a link, which an artifact never contains. Copy the file."
+            )
         if not path.is_file():
             return None
         manifest = Manifest.model_validate_json(read_bytes(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} is not a manifest of this version ({error.error_count()} problems): remove "
+            f"{path} is not a manifest of this version ({error.error_count()} problems). Remove "
             f"the folder {directory} and run its stage again."
         ) from error
     except OSError as error:
         raise ArtifactError(
-            f"{path} cannot be read ({error.strerror or error}): see to it that it can."
+            f"{path} cannot be read ({error.strerror or error}). Make it readable."
         ) from error
     problem = describe_names(manifest.files)
     if problem is not None:
         raise ArtifactError(
-            f"{path} lists a file {problem}: this is not as a stage writes it; do not use the "
-            "folder, and have its stage make it again."
+            f"{path} lists a file {problem}. No stage writes this: do not use the folder, and run "
+            "its stage again."
         )
     return manifest
 
@@ -248,17 +235,17 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def is_text(name: str) -> bool:
-    """Whether a name is UTF-8: Python holds other bytes in half surrogate pairs."""
+    """Return whether a name is UTF-8; Python represents other bytes as lone surrogates."""
     return not any(unicodedata.category(character) == "Cs" for character in name)
 
 
 def as_text(path: Path) -> str:
-    """A path as it can be printed, bytes that are not UTF-8 as escapes."""
+    """Return a path in printable form, with bytes that are not UTF-8 escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def describe_names(names: Iterable[str]) -> str | None:
-    """The first name that an artifact cannot hold, and why, to be put behind "a file"."""
+    """Return the first name that an artifact cannot hold, with the reason; None if all fit."""
     seen: dict[str, str] = {}
     for name in names:
         problem = describe_name(name)
@@ -272,7 +259,7 @@ def describe_names(names: Iterable[str]) -> str | None:
 
 
 def describe_name(name: str) -> str | None:
-    """Why an artifact cannot hold a file of this name, to be put behind "which"; None if it can."""
+    """Return why an artifact cannot hold a file of this name, to follow "which"; else None."""
     parts = name.split("/")
     if name.startswith("/"):
         return "is absolute"
@@ -290,7 +277,7 @@ def describe_name(name: str) -> str | None:
 
 
 def fold_name(name: str) -> str:
-    """What two names must share to be one file on some file system."""
+    """Return a key that names share if some file system takes them for one file."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -302,11 +289,12 @@ DECIDE_NOTHING = (
     "training.resource_thresholds",
     "training.skip_nonfinite_after",
 )
-"""Settings of training stages that change neither an update nor which weights are kept: how often
-and how many states are written in the run's folder, on which ranks experts lie, what is computed
-twice to save memory, how the curves sum up validation, and whether a run that cannot go on without
-leaving micro-batches out ends there.
-([logging] and [saving], which say how metrics and states are written, are in no manifest.)"""
+"""Settings of training that change neither an update nor which weights are kept.
+
+They say how many states are written and when, which rank holds which expert, what is recomputed to
+save memory, how curves summarize validation, and whether a run ends that can only go on without
+some micro-batches. Manifests leave out [logging] and [saving] altogether.
+"""
 
 REMOVED: dict[str, tuple[Any, ...]] = {
     "clean.language_min_characters": (40,),
@@ -327,13 +315,15 @@ DECIDE_WHICH_WEIGHTS = (
     "training.patience",
     "training.validate_every",
 )
-"""Settings that change no update, but after which of them the weights may be kept, or how many
-there are: a run goes on with other ones, a finished model is another with them. (With another
-``training.best_by`` it does not: the perplexity of what was kept is of other pairs.)"""
+"""Settings that change no update but decide which weights are kept, and how many.
+
+A run goes on when one of them changes; a finished model becomes another. ``training.best_by`` is
+not among them: with another value, the stored perplexity is that of other pairs.
+"""
 
 
 def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Of settings that decide nothing, those that do not with these other ones.
+    """Return those of the names that decide nothing together with these other settings.
 
     Resource thresholds say which pairs a tier has, and with ``training.best_by`` a tier says which
     weights are kept. With ``training.average_last`` the weights are the mean of states saved.
@@ -347,7 +337,7 @@ def undeciding(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
 
 
 def setting_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """``section.setting: old → new`` for every setting that differs, sorted."""
+    """Return ``section.setting: old → new`` for every setting that differs, sorted."""
     before, after = _flatten(old), _flatten(new)
     return [
         f"{name}: {before.get(name, 'unset')} → {after.get(name, 'unset')}"
@@ -367,12 +357,12 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """The first setting that differs, as ``training.updates: 10 → 20``; None if none does."""
+    """Return the first difference, as ``training.updates: 10 → 20``; None if there is none."""
     return next(iter(setting_changes(old, new)), None)
 
 
 def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Nested settings but those named: ``section``, ``section.setting``, and so on down."""
+    """Return nested settings without the named ones (``section``, ``section.setting``, …)."""
     kept = dict(tree)
     for name in names:
         first, _, below = name.partition(".")
@@ -384,12 +374,12 @@ def without_settings(tree: Mapping[str, Any], names: Iterable[str]) -> dict[str,
 
 
 def with_defaults(noted: Mapping[str, Any], *, sections: Iterable[str]) -> dict[str, Any]:
-    """Return what an artifact notes of a recipe's sections, as this version would note it.
+    """Return the recorded sections of a recipe, completed by settings that are newer than them.
 
-    Those are at their defaults, since a new setting does by default what was done before. As noted
-    where a section cannot be read any more. Names that are no sections of a recipe are passed over;
-    of a setting (``training.seed``) the whole section is filled in. Settings that were removed do
-    not count where they had the effect of today.
+    A missing setting gets its default, because a new setting does by default what was done before.
+    The result is unchanged if a section cannot be read any more. Names that are not sections of a
+    recipe are skipped; for a setting (``training.seed``) the whole section is completed. Removed
+    settings do not count where they had the effect of today.
     """
     noted = without_settings(noted, [name for name in REMOVED if _is_as_today(noted, name)])
     kinds = {name: type(one) for name, one in Recipe(name="defaults") if isinstance(one, Settings)}
@@ -411,14 +401,14 @@ def _is_as_today(noted: Mapping[str, Any], name: str) -> bool:
 
 
 OTHER_LANGUAGES = "other_languages"
-"""Statistic of a part: languages of the corpus that no pair with lines in the part has."""
+"""Statistic of a part: languages of the corpus without lines in the part."""
 
 _KEPT_STATISTICS = ("emptied", "imported")
-"""Of a corpus: they are of its training lines."""
+"""Statistics of a corpus that describe its training lines."""
 
 
 def part_of(manifest: Manifest, splits: Sequence[str]) -> Manifest:
-    """Return a corpus's manifest with the files and statistics of some splits alone."""
+    """Return the manifest of a corpus with the files and statistics of some splits alone."""
     folders = tuple(f"{split}/" for split in splits)
     files = {name: record for name, record in manifest.files.items() if name.startswith(folders)}
     statistics = _statistics_of(manifest.statistics, splits)
@@ -426,7 +416,7 @@ def part_of(manifest: Manifest, splits: Sequence[str]) -> Manifest:
 
 
 def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
-    """SHA-256 of all that a stage can read of these splits; without splits, of the artifact."""
+    """Return the SHA-256 of all that a stage can read of these splits, or of the artifact."""
     if not splits:
         return manifest.digest
     part = part_of(manifest, splits)
@@ -441,7 +431,7 @@ def digest_of_part(manifest: Manifest, splits: Sequence[str]) -> str:
 
 
 def _statistics_of(statistics: Mapping[str, Any], splits: Sequence[str]) -> dict[str, Any]:
-    """As they are where they are not those of a corpus: who reads them refuses them."""
+    """Return the statistics of these splits; malformed ones unchanged, for readers to refuse."""
     pairs = statistics.get("pairs")
     if not isinstance(pairs, dict) or not all(isinstance(one, dict) for one in pairs.values()):
         return dict(statistics)

@@ -1,10 +1,10 @@
-"""The mixture: how often each pair is drawn, from which update on.
+"""Read mixtures (how often each pair is drawn) and language groups.
 
-``mixture.json`` has ``pairs``, pair → ``train_lines``, ``probability`` and, where directions are
+``mixture.json`` has ``pairs``: pair → ``train_lines``, ``probability`` and, where directions are
 drawn by their own sizes, ``forward``: the share of its draws that go from its first language to its
-second. What changes later stands under ``phases``, as ``{"from_update": n, "pairs": …}`` each.
+second. Later phases stand under ``phases``, each as ``{"from_update": n, "pairs": …}``.
 
-Language groups, as a language-group router uses them.
+``groups.json`` has ``groups``: language → number of its language group, for language-group routers.
 """
 
 import math
@@ -19,17 +19,17 @@ from pipeline.errors import ArtifactError, DataError
 
 MIXTURE_NAME = "mixture.json"
 SUM_TOLERANCE = 1e-6
-"""Of probabilities that were written with all their digits."""
+"""Deviation from 1 allowed for a sum of probabilities, which are written with all their digits."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is drawn from an update on.
+    """Probabilities that hold from an update on.
 
     Attributes:
-        from_update: the first update of the phase, counted from 1.
-        probabilities: pair → probability that a sentence pair drawn is of this pair.
-        forward: pair → share of its draws from its first language to its second; a pair that is not
+        from_update: The first update of the phase, counted from 1.
+        probabilities: Pair → probability that a sentence pair drawn is of this pair.
+        forward: Pair → share of its draws from its first language to its second; a pair that is not
             in it is drawn in both directions equally often, epoch by epoch in turn.
     """
 
@@ -40,26 +40,26 @@ class Phase:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The phases of a training, ascending; the first begins at update 1, and all have all pairs."""
+    """Phases of a training, ascending; the first begins at update 1, and all have all pairs."""
 
     phases: tuple[Phase, ...]
 
     @classmethod
     def constant(cls, probabilities: Mapping[str, float]) -> "Mixture":
-        """One phase, both directions of every pair equally often."""
+        """Return a mixture of one phase that draws both directions of every pair equally often."""
         return cls((Phase(1, probabilities),))
 
     def draws(self, direction: Direction) -> bool:
-        """Whether no phase leaves it out by drawing its pair in the other direction alone."""
+        """Return whether any phase draws this direction."""
         pair = direction.pair
         unwanted = 0.0 if pair.startswith(f"{direction.source}-") else 1.0
         return any(phase.forward.get(pair) != unwanted for phase in self.phases)
 
 
 def lines_per_language(artifact: Artifact) -> dict[str, int]:
-    """Language → training lines of a corpus or shards over all its pairs, for every language.
+    """Return the training lines of every language of a corpus or shards, over all pairs.
 
-    A pivot's lines count once in each of its pairs.
+    A line counts once in each of its pairs, so lines of a pivot count several times.
     """
     totals = dict.fromkeys(languages(artifact), 0)
     for pair, count in line_counts(artifact, "train").items():
@@ -71,17 +71,17 @@ def lines_per_language(artifact: Artifact) -> dict[str, int]:
 def temperature_probabilities(
     counts: Mapping[str, int], *, sampling_temperature: float
 ) -> dict[str, float]:
-    """p_i ∝ (n_i / Σn)^(1/T) (MMNMT, §5.1): T = 1 is proportional, T = ∞ uniform.
+    """Return p_i ∝ (n_i / Σn)^(1/T) (MMNMT, §5.1): T = 1 is proportional, T = ∞ uniform.
 
-    What has a count of zero has the probability zero at every temperature.
+    A count of zero has probability zero at every temperature.
 
     Raises:
-        DataError: every count is zero.
+        DataError: Every count is zero.
     """
     largest = max(counts.values(), default=0)
     if largest <= 0:
-        raise DataError("There is nothing to draw from: every pair has 0 training lines.")
-    # Relative to the largest count the logarithms are at most 0, so that no power overflows.
+        raise DataError("Every pair has 0 training lines. Use a corpus with training text.")
+    # Divide by the largest count: all logarithms are then at most 0, and no power overflows.
     weights = {
         name: math.exp((math.log(count) - math.log(largest)) / sampling_temperature)
         if count
@@ -95,19 +95,20 @@ def temperature_probabilities(
 def capped_shares(
     shares: Mapping[str, float], counts: Mapping[str, int], *, max_upsampling: float
 ) -> dict[str, float]:
-    """Shares of which none exceeds ``max_upsampling`` times its part of all counts.
+    """Limit each share to ``max_upsampling`` times its part of all counts.
 
-    What that takes from some goes to the others in proportion to their shares: min(c_i, λ s_i) with
-    c_i = max_upsampling · n_i / Σn, and the one λ at which they sum to 1.
+    The excess goes to the other shares in proportion: min(c_i, λ s_i) with c_i = max_upsampling ·
+    n_i / Σn, and the one λ for which they sum to 1.
 
     Args:
-        shares: name → share, which sum to 1; 0 where the count is.
-        max_upsampling: at least 1, so that there are such shares.
+        shares: Name → share; they sum to 1, and are 0 where the count is.
+        counts: Name → count.
+        max_upsampling: At least 1, so that such shares exist.
     """
     total = sum(counts.values())
     caps = {name: max_upsampling * (counts[name] / total) for name in shares}
     drawn = [name for name, share in shares.items() if share > 0]
-    # By the λ at which each meets its cap: those before a place are capped, if any.
+    # Sort by the λ at which each share meets its cap: the capped ones come first.
     ascending = sorted(drawn, key=lambda name: (caps[name] / shares[name], name))
     kept, open_shares = 1.0, math.fsum(shares[name] for name in drawn)
     found = dict.fromkeys(shares, 0.0)
@@ -124,10 +125,10 @@ def capped_shares(
 
 
 def read_mixture(artifact: Artifact) -> Mixture:
-    """What is drawn in training, phase after phase.
+    """Return the phases of a mixture.
 
     Raises:
-        ArtifactError: the file holds something else, or probabilities do not sum to 1.
+        ArtifactError: The file holds something else, or probabilities do not sum to 1.
     """
     document = artifact.read_json(MIXTURE_NAME)
     first = document if isinstance(document, dict) else {}
@@ -168,30 +169,30 @@ def _share(artifact: Artifact, name: str, entry: object, key: str) -> float:
 
 
 def _refuse(artifact: Artifact, problem: str) -> NoReturn:
-    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}: run stage 'mix' again.")
+    raise ArtifactError(f"{artifact.file(MIXTURE_NAME)} {problem}. Run stage 'mix' again.")
 
 
 GROUPS_NAME = "groups.json"
 
 
 def read_groups(artifact: Artifact) -> dict[str, int]:
-    """Language → group, numbered from 0 without gaps.
+    """Return language → group, numbered from 0 without gaps.
 
     Raises:
-        ArtifactError: the file holds something else, or the numbers have gaps.
+        ArtifactError: The file holds something else, or the numbers have gaps.
     """
     document = artifact.read_json(GROUPS_NAME)
     groups = document.get("groups") if isinstance(document, dict) else None
     if not isinstance(groups, dict) or not groups or not all(map(_is_number, groups.values())):
         raise ArtifactError(
-            f"{artifact.file(GROUPS_NAME)} does not give languages a group each: run stage "
+            f"{artifact.file(GROUPS_NAME)} does not give languages a group each. Run stage "
             "'group_languages' again."
         )
     numbers = set(groups.values())
     if numbers != set(range(len(numbers))):
         raise ArtifactError(
             f"{artifact.file(GROUPS_NAME)} numbers its groups {shown(sorted(numbers))}, where 0 "
-            f"to {len(numbers) - 1} is wanted: run stage 'group_languages' again."
+            f"to {len(numbers) - 1} is wanted. Run stage 'group_languages' again."
         )
     return dict(sorted(groups.items()))
 

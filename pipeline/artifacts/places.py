@@ -1,34 +1,37 @@
-"""Where an output and its working files lie, what of that is ours, and how it is removed.
+"""Paths of an output and its working files: names, locks, ownership, replacement and removal.
 
 Beside an output ``NAME`` there may be
 
 - ``.NAME.unfinished``: the artifact under construction;
-- ``.NAME.replaced``: what lay at ``NAME``, while the new artifact takes its place;
-- ``NAME.run``: what a stage that can be interrupted keeps for its next run, until it is done
-  (``run_removal``);
-- ``NAME.before-1`` and ``NAME.before-1.run``, ``-2`` and so on: an earlier, trained ``NAME`` with
-  its run folder, set aside when the user had it trained anew or put something else in its place;
-  nothing here reads them, so they can be removed, or renamed to be what they were;
+- ``.NAME.replaced``: the previous artifact while the new one takes its place;
+- ``NAME.run``: the run folder of a stage that can be resumed (``run_folders``);
+- ``NAME.before-1``, ``NAME.before-1.run``, ``-2`` and so on: an earlier trained ``NAME`` and its
+  run folder, set aside when training began anew or another artifact took the place. No stage reads
+  them, so they can be removed or renamed back;
 - ``.NAME.lock``: one writer at a time;
-- ``.NAME.verified.jsonl``: which files were found to be as the manifest says (``digests``).
+- ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
 
-Nothing else in this project removes or renames anything there. A folder is replaced or removed
-only where all of it is ours: it is empty, or it has a manifest and nothing but the files listed
-there, or it is a working folder with our marker in it. An artifact is replaced only by one of its
-own kind, and a trained one is then kept beside it. Links are never followed.
+Nothing else in this project removes or renames anything there. A folder is replaced or removed only
+if the project made all of it: it is empty, or it has a manifest and only the files listed there, or
+it is a working folder with the marker. An artifact is replaced only by one of its own kind, and a
+trained one is then kept beside it. Links are never followed.
 """
 
 import contextlib
+import fcntl
 import itertools
 import os
+import secrets
 import shutil
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
 
-from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import (
     LONGEST_PART,
     MANIFEST_NAME,
@@ -41,17 +44,7 @@ from pipeline.artifacts.manifest import (
     with_article,
 )
 from pipeline.config.documents import unfinished_path
-from pipeline.errors import ArtifactError, ConfigError
-
-Work = Literal["training", "translation", "assembly", "sharding"]
-
-RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
-    "training": ("states", "best", "metrics.jsonl"),
-    "translation": ("identity.json",),
-    "assembly": ("assembly.json",),
-    "sharding": ("sharding.json",),
-}
-"""What tells the run folder of one kind of stage from the other's."""
+from pipeline.errors import ArtifactError, ConfigError, to_write
 
 # ---------------------------------------------------------------- names
 
@@ -60,24 +53,24 @@ def refuse_path(path: Path, *, is_output: bool = False) -> None:
     """Refuse a path that a manifest or the file system cannot hold, before any work is done.
 
     Args:
-        path: as the user gave it.
-        is_output: whether a stage writes there, and so beside it, under longer names.
+        path: Path as the user gave it.
+        is_output: Whether a stage writes there, and so beside it, under longer names.
 
     Raises:
-        ConfigError: the path, or a folder above it, is not UTF-8; or a part of it is too long.
+        ConfigError: The path is not UTF-8, or a part of it is too long.
     """
     absolute = path.absolute()
     if not is_text(str(absolute)):
         raise ConfigError(
-            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text: "
-            "rename it, or name another."
+            f"The path {as_text(absolute)} is not UTF-8, and what is made records paths as text. "
+            "Rename it, or name another."
         )
     *folders, last = map(_num_bytes, absolute.parts)
     most = LONGEST_PART - (_longest_addition() if is_output else 0)
     if last > most or max(folders, default=0) > LONGEST_PART:
         raise ConfigError(
             f"The path {path} has a name of {max(last, *folders)} bytes, where at most "
-            f"{most if last > most else LONGEST_PART} fit: choose a shorter one."
+            f"{most if last > most else LONGEST_PART} fit. Choose a shorter one."
         )
 
 
@@ -86,7 +79,7 @@ def _num_bytes(name: str) -> int:
 
 
 def _longest_addition() -> int:
-    """Bytes that the names of what lies beside an output have more than its own."""
+    """Return how many bytes longer the names beside an output are than its own."""
     out_dir = Path("x")
     beside = [of(out_dir) for of in (unfinished_dir, replaced_dir, lock_path, verified_path)]
     beside.append(run_dir(out_dir.with_name(f"{out_dir.name}.before-100")))
@@ -94,7 +87,7 @@ def _longest_addition() -> int:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """A hard link where the file system has them, a copy otherwise; whether it is a link."""
+    """Make a hard link, or a copy where links are not possible; return whether it is a link."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -105,41 +98,161 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def unfinished_dir(out_dir: Path) -> Path:
+    """Return the folder in which a stage builds its output."""
     return unfinished_path(out_dir)
 
 
 def replaced_dir(out_dir: Path) -> Path:
+    """Return the folder that keeps the previous output while it is replaced."""
     return out_dir.parent / f".{out_dir.name}.replaced"
 
 
 def run_dir(out_dir: Path) -> Path:
+    """Return the run folder of an output."""
     return out_dir.parent / f"{out_dir.name}.run"
 
 
 def lock_path(out_dir: Path) -> Path:
+    """Return the lock file of an output."""
     return out_dir.parent / f".{out_dir.name}.lock"
 
 
 def verified_path(directory: Path) -> Path:
+    """Return the file that remembers the digests checked for an artifact."""
     return directory.parent / f".{directory.name}.verified.jsonl"
 
 
 def plan_lock_path(plan_dir: Path) -> Path:
+    """Return the lock file of the work directory of a plan."""
     return plan_dir / ".lock"
 
 
+# ---------------------------------------------------------------- locks
+
+SIGNATURE = "process "
+"""Beginning of the contents of every lock file, which name the holder."""
+
+
+@dataclass(frozen=True)
+class Lock:
+    """Lock file that this process has signed.
+
+    The kernel releases the lock when its holder ends. Some network file systems do not share such
+    locks: there a second writer signs the file too, and the first notices before it publishes.
+    """
+
+    path: Path
+    signature: str
+    what: str
+
+    def refuse_if_lost(self) -> None:
+        """Stop if the lock file is gone or another process has signed it.
+
+        Raises:
+            ArtifactError: Names the process that signed it.
+        """
+        try:
+            found = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            found = ""
+        if found != self.signature:
+            lost = f"it is being written by {found}" if found else "its lock is gone"
+            raise ArtifactError(
+                f"{self.what}: {lost}. This run stops, because two would damage each other's "
+                "files. Wait for the other one, or stop it, then run again."
+            )
+
+
+@contextmanager
+def exclusive(path: Path, *, what: str, patience_seconds: float = 0.0) -> Iterator[Lock]:
+    """Hold the lock file ``path`` within the block; its parent folders are made.
+
+    Args:
+        path: Lock file.
+        what: Name of the locked folder, for messages.
+        patience_seconds: Time to wait for a holder that may be about to end.
+
+    Raises:
+        ArtifactError: Another process holds the lock, or the file cannot be made.
+    """
+    descriptor: int | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(path, what=what, give_up=time.monotonic() + patience_seconds)
+        signature = _sign(descriptor)
+    except OSError as error:
+        if descriptor is not None:
+            _release(path, descriptor)
+        raise ArtifactError(
+            f"{what} cannot be written ({error.strerror or error}): {to_write(error)}, or choose "
+            "another folder."
+        ) from error
+    try:
+        yield Lock(path, signature, what)
+    finally:
+        _release(path, descriptor)
+
+
+def _locked(path: Path, *, what: str, give_up: float) -> int:
+    """Return the descriptor of the locked file at ``path``, never of one just removed there."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        text = os.pread(descriptor, 200, 0).decode(errors="replace")
+        if text and not text.startswith(SIGNATURE):
+            os.close(descriptor)
+            raise ArtifactError(
+                f"{path} should be the lock of {what}, but it is another file. Move it away."
+            )
+        if not _lock(descriptor):
+            os.close(descriptor)
+            if time.monotonic() < give_up:
+                time.sleep(0.1)
+                continue
+            raise ArtifactError(
+                f"{what} is being written by {text.strip() or 'another process'}. Wait for it or "
+                "stop it, then run again."
+            )
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            return descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(descriptor: int) -> str:
+    """Write the holder into the lock file; a random token tells reused process ids apart."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    host, token = socket.gethostname(), secrets.token_hex(4)
+    signature = f"{SIGNATURE}{os.getpid()} on {host} since {now} (run {token})"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, signature.encode(), 0)
+    return signature
+
+
+def _release(path: Path, descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
 def sole_writer(out_dir: Path) -> AbstractContextManager[Lock]:
-    """Hold the lock of an output folder: no other process makes it meanwhile."""
+    """Hold the lock of an output, so that no other process makes it meanwhile."""
     return exclusive(lock_path(out_dir), what=str(out_dir))
 
 
-# ---------------------------------------------------------------- what is ours
+# ---------------------------------------------------------------- ownership
 
 
 def why_not_ours(directory: Path) -> str | None:
-    """What keeps a folder from being removed, to be put behind its name; None if it is ours.
+    """Return why a folder may not be removed, to follow its name; None if it may.
 
-    It is ours if it holds no file at all, or a manifest and nothing but the files that lists.
+    It may be removed if it holds no file at all, or a manifest and only the files listed there.
     """
     if directory.is_symlink():
         return "is a link"
@@ -160,13 +273,13 @@ def why_not_ours(directory: Path) -> str | None:
     for name in found:
         if name not in ours:
             return f"holds {name}, which its {MANIFEST_NAME} does not list"
-        if not _is_plain(directory / name):
+        if not is_plain(directory / name):
             return f"holds {name}, which is not a plain file"
     return None
 
 
 def entries(directory: Path) -> Iterator[str]:
-    """Everything below a folder that is not itself a folder, by name, in order."""
+    """Yield the relative names of all files and links below a folder, in order."""
     for folder, folder_names, names in os.walk(directory, onerror=_raise):
         folder_names.sort()
         links = [name for name in folder_names if (Path(folder) / name).is_symlink()]
@@ -178,46 +291,49 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _is_plain(path: Path) -> bool:
+def is_plain(path: Path) -> bool:
+    """Return whether a path is a file and not a link."""
     return path.is_file() and not path.is_symlink()
 
 
 def is_working(directory: Path) -> bool:
-    """Whether a folder is a working folder: one with our marker, or one without any file."""
+    """Return whether a folder is a working folder: it has the marker, or no file at all."""
     if directory.is_symlink() or not directory.is_dir():
         return False
-    return _is_plain(directory / MARKER_NAME) or not any(entries(directory))
+    return is_plain(directory / MARKER_NAME) or not any(entries(directory))
 
 
 def refuse_other_kind(out_dir: Path, *, kind: Kind) -> None:
-    """Refuse an output where a finished artifact of another kind lies, which is never replaced.
+    """Refuse an output where a finished artifact of another kind lies.
 
     Raises:
-        ArtifactError: names both kinds.
+        ArtifactError: Names both kinds.
     """
     try:
         manifest = read_manifest(out_dir)
     except ArtifactError:
-        return  # not a finished artifact: why_not_ours has a sentence for it
+        return  # not a finished artifact: why_not_ours describes it
     if manifest is not None and manifest.kind != kind:
         raise ArtifactError(
             f"{out_dir} holds {with_article(manifest.kind)} made by {manifest.stage}, which "
-            f"{with_article(kind)} never replaces: name another --out, or move it away."
+            f"{with_article(kind)} never replaces. Name another --out, or move it away."
         )
 
 
 def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = None) -> None:
-    """Refuse an output where something lies that is not ours, or was not asked to be replaced.
+    """Refuse an output where something lies that must not or was not asked to be replaced.
 
     Args:
-        kind: of the new artifact; None: whatever lies there is of the right kind.
+        out_dir: Directory of the output.
+        overwrite: Whether an artifact there may be replaced.
+        kind: Kind of the new artifact; None accepts any kind there.
 
     Raises:
         ArtifactError: ``out_dir``, or a working folder beside it, holds what would be lost.
     """
     if out_dir.name in ("", ".."):
         raise ArtifactError(
-            f"{out_dir} does not end in a name: give the new folder one of its own."
+            f"{out_dir} does not end in a name. Give the new folder one of its own."
         )
     for working in (unfinished_dir(out_dir), replaced_dir(out_dir)):
         if os.path.lexists(working):
@@ -231,12 +347,12 @@ def refuse_to_overwrite(out_dir: Path, *, overwrite: bool, kind: Kind | None = N
         return  # rank 0 of this stage has just set it aside
     if reason is not None:
         raise ArtifactError(
-            f"{out_dir} exists already and {reason}: it is never replaced; name another --out, or "
-            "move away what is yours."
+            f"{out_dir} exists already and {reason}, so it is never replaced. Name another --out, "
+            "or move your files away."
         )
     if not overwrite and any(out_dir.iterdir()):
         raise ArtifactError(
-            f"{out_dir} exists already: name another --out, or pass --overwrite to replace it."
+            f"{out_dir} exists already. Name another --out, or pass --overwrite to replace it."
         )
 
 
@@ -244,8 +360,8 @@ def _refuse_foreign(working: Path) -> None:
     reason = None if is_working(working) else why_not_ours(working)
     if reason is not None:
         raise ArtifactError(
-            f"{working} is where a stage would work, but it {reason}: nothing there is touched; "
-            "name another --out, or move the folder away."
+            f"The stage needs {working} to work in, but it {reason}. Name another --out, or move "
+            "the folder away."
         )
 
 
@@ -253,18 +369,18 @@ def _refuse_foreign(working: Path) -> None:
 
 
 def remove_artifact(directory: Path) -> None:
-    """Remove an artifact file by file, its manifest last; what is not there needs no removing.
+    """Remove an artifact file by file, its manifest last; do nothing if it is not there.
 
     Raises:
-        ArtifactError: something in it is not ours; nothing is removed.
+        ArtifactError: It contains a foreign file; nothing is removed.
     """
     if not os.path.lexists(directory):
         return
     reason = why_not_ours(directory)
     if reason is not None:
-        raise ArtifactError(f"{directory} {reason}: it is not removed; move it away.")
+        raise ArtifactError(f"{directory} {reason}, so it is not removed. Move it away.")
     manifest = read_manifest(directory)
-    # First the file beside it: a later start that finds the directory gone looks for nothing else.
+    # The file beside it goes first: once the directory is gone, no later start would look for it.
     with contextlib.suppress(OSError):
         if is_verified_file(verified_path(directory)):
             verified_path(directory).unlink()
@@ -282,10 +398,10 @@ def _remove_empty_folders(directory: Path) -> None:
 
 
 def remove_working(directory: Path) -> None:
-    """Remove a working folder, its marker last; what is not there needs no removing.
+    """Remove a working folder, its marker last; do nothing if it is not there.
 
     Raises:
-        ArtifactError: the folder is not ours; nothing is removed.
+        ArtifactError: The folder is foreign; nothing is removed.
     """
     if not os.path.lexists(directory):
         return
@@ -302,16 +418,16 @@ def remove_working(directory: Path) -> None:
 
 
 def discard_working(directory: Path) -> None:
-    """Remove a working folder as far as that is possible, after an error."""
+    """Remove a working folder as far as possible, after an error."""
     with contextlib.suppress(OSError, ArtifactError):
         remove_working(directory)
 
 
 def make_working(directory: Path) -> None:
-    """Make a working folder anew, with our marker in it; its parents are made.
+    """Make an empty working folder with the marker in it, and its parents.
 
     Raises:
-        ArtifactError: something that is not ours is in the way.
+        ArtifactError: A foreign folder is in the way.
     """
     if os.path.lexists(directory):
         _refuse_foreign(directory)
@@ -321,26 +437,26 @@ def make_working(directory: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[Path]:
-    """All files of a working folder but the marker."""
+    """Yield all files of a working folder except the marker."""
     for path in directory.rglob("*"):
         if path.is_file() and path.name != MARKER_NAME:
             yield path
 
 
 def restore(out_dir: Path) -> None:
-    """Put back what lay at ``out_dir``, where a killed :func:`replace_directory` left it aside."""
+    """Put back the previous output if a kill in :func:`replace_directory` left it aside."""
     aside = replaced_dir(out_dir)
     if not os.path.lexists(out_dir) and aside.is_dir() and why_not_ours(aside) is None:
         aside.rename(out_dir)
 
 
 def replace_directory(new_dir: Path, out_dir: Path) -> None:
-    """Rename ``new_dir`` to ``out_dir``; what was there is set aside first and removed after.
+    """Rename ``new_dir`` to ``out_dir``, and then remove the previous output.
 
-    A trained model that something else than training replaces stays where it is set aside.
+    A trained model is not removed but kept aside if its replacement was not made by training.
 
     Raises:
-        ArtifactError: what is there, or set aside already, is not ours, or of another kind.
+        ArtifactError: The previous output, or one left aside, may not be replaced.
     """
     restore(out_dir)
     new = read_manifest(new_dir)
@@ -359,15 +475,15 @@ def replace_directory(new_dir: Path, out_dir: Path) -> None:
         if aside.exists():
             aside.rename(out_dir)
         raise
-    with contextlib.suppress(OSError):  # what is left of it is removed by the next stage here
+    with contextlib.suppress(OSError):  # the next stage here removes the rest
         _clear_replaced(out_dir)
 
 
 def _clear_replaced(out_dir: Path) -> None:
-    """Remove what ``out_dir`` replaced; keep a trained model that something untrained replaced.
+    """Remove the replaced output, or keep it if it is trained and its replacement is not.
 
-    It is kept only once the new artifact is in its place, so that :func:`restore` finds it where a
-    kill comes before.
+    It is kept only once the new artifact is in its place, so that :func:`restore` finds it after an
+    earlier kill.
     """
     aside = replaced_dir(out_dir)
     if not os.path.lexists(aside):
@@ -393,7 +509,7 @@ def sync(path: Path) -> None:
 
 
 def is_trained(manifest: Manifest | None) -> bool:
-    """Whether an artifact is a model that a training stage made, and not one made of others."""
+    """Return whether an artifact is a model that a training stage made."""
     return (
         manifest is not None
         and manifest.kind in ("checkpoint", "task_model")
@@ -402,7 +518,7 @@ def is_trained(manifest: Manifest | None) -> bool:
 
 
 def free_place_aside(out_dir: Path) -> Path:
-    """The first ``NAME.before-1``, ``-2``, … where nothing lies, nor beside it a run folder."""
+    """Return the first of ``NAME.before-1``, ``-2``, … without an artifact or run folder."""
     places = (out_dir.parent / f"{out_dir.name}.before-{n}" for n in itertools.count(1))
     return next(
         place
@@ -411,104 +527,19 @@ def free_place_aside(out_dir: Path) -> Path:
     )
 
 
-def set_aside(out_dir: Path) -> Path:
-    """Rename the artifact of a training stage, and its run folder, to a free place; returns it.
-
-    Raises:
-        ArtifactError: what lies there is not ours; nothing is renamed.
-    """
-    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
-    refuse_run_folder(run_folder, work="training")
-    if os.path.lexists(out_dir):
-        refuse_to_overwrite(out_dir, overwrite=True)
-    if run_folder.exists():
-        run_folder.rename(run_dir(place))
-    if out_dir.exists():
-        out_dir.rename(place)
-    sync(out_dir.parent)
-    return place
-
-
-# ---------------------------------------------------------------- run folders
-
-
-def refuse_run_folder(directory: Path, *, work: Work) -> None:
-    """Refuse a ``NAME.run`` that no stage of this kind has made.
-
-    Raises:
-        ArtifactError: a link, a folder of the user's, or the run folder of another kind of stage.
-    """
-    if not os.path.lexists(directory):
-        return
-    others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
-    other = next((name for name in others if (directory / name).exists()), None)
-    if not is_working(directory) and not _looks_like_a_run(directory):
-        problem = "was not made by a stage"
-    elif other is not None:
-        problem = f"holds {other} of another kind of stage"
-    else:
-        return
-    if not os.path.lexists(directory):
-        return  # rank 0 of this stage has just set it aside
-    raise ArtifactError(
-        f"{directory} is where the stage would keep what it needs to go on, but it {problem}: "
-        "nothing there is touched; name another --out, or move the folder away."
-    )
-
-
-def claim_run_folder(directory: Path, *, work: Work) -> None:
-    """Make a run folder, or mark the one that is there.
-
-    Raises:
-        ArtifactError: see :func:`refuse_run_folder`.
-    """
-    refuse_run_folder(directory, work=work)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MARKER_NAME).touch()
-
-
-def remove_files(directory: Path, patterns: Sequence[str]) -> None:
-    """Remove the files of a run folder that a stage names, and the folder if all were its own."""
-    for pattern in patterns:
-        for path in directory.glob(pattern):
-            path.unlink()
-    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
-        (directory / MARKER_NAME).unlink(missing_ok=True)
-        directory.rmdir()
-
-
-def _looks_like_a_run(directory: Path) -> bool:
-    """Whether a folder without marker is the run folder of an earlier version."""
-    if directory.is_symlink() or not directory.is_dir():
-        return False
-    return (
-        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
-        or _kind_at(directory / "best") in ("checkpoint", "task_model")
-        or _begins(directory / "identity.json", b"[{")
-        or _begins(directory / "lock", b"process ")
-    )
-
-
-def _kind_at(directory: Path) -> str | None:
-    try:
-        manifest = read_manifest(directory)
-    except ArtifactError:
-        return None
-    return manifest.kind if manifest else None
-
-
-def _begins(path: Path, expected: bytes) -> bool:
-    if not _is_plain(path):
+def begins_with(path: Path, expected: bytes) -> bool:
+    """Return whether a plain file begins with these bytes."""
+    if not is_plain(path):
         return False
     with path.open("rb") as stream:
         return stream.read(len(expected)) == expected
 
 
 def is_verified_file(path: Path) -> bool:
-    """Whether a file is one of remembered digests (``digests``), or nothing yet."""
+    """Return whether a path holds remembered digests (``digests``), or nothing yet."""
     if not os.path.lexists(path):
         return True
-    return _is_plain(path) and (path.stat().st_size == 0 or _begins(path, b'["'))
+    return is_plain(path) and (path.stat().st_size == 0 or begins_with(path, b'["'))
 
 
 # ---------------------------------------------------------------- outputs and inputs
@@ -517,12 +548,18 @@ def is_verified_file(path: Path) -> bool:
 def refuse_inputs(
     out_dir: Path, *, inputs: Mapping[str, Path], run_folder: bool, what: str = "--out"
 ) -> None:
-    """Refuse an output that is, holds or lies within an input, links resolved.
+    """Refuse an output that is, contains or lies within an input, with links resolved.
 
-    The same holds for the folders a stage works in; ``run_folder``: ``NAME.run`` is one of them.
+    The same holds for the working folders beside the output.
+
+    Args:
+        out_dir: Directory of the output.
+        inputs: Name → path.
+        run_folder: Whether the stage also works in ``NAME.run``.
+        what: Option that named the output, for messages.
 
     Raises:
-        ConfigError: names both paths.
+        ConfigError: Names both paths.
     """
     working = [unfinished_dir(out_dir), replaced_dir(out_dir)]
     working += [run_dir(out_dir)] if run_folder else []
@@ -531,19 +568,19 @@ def refuse_inputs(
         if relation is not None:
             raise ConfigError(
                 f"{what} {out_dir} {relation} the input {name} ({path}), which must stay as it "
-                "is: choose another folder for the output."
+                "is. Choose another folder for the output."
             )
         for folder in working:
             relation = _relation(folder, path)
             if relation is not None:
                 raise ConfigError(
                     f"{what} {out_dir} needs {folder} to work in, which {relation} the input "
-                    f"{name} ({path}): choose another folder for the output."
+                    f"{name} ({path}). Choose another folder for the output."
                 )
 
 
 def _relation(place: Path, given: Path) -> str | None:
-    """How a place stands to an input, to be put between the two; None if they are apart."""
+    """Return how a path relates to an input ("is", "holds", …); None if they are apart."""
     place_and_above, given_and_above = _identities(place), _identities(given)
     if place_and_above[0] == given_and_above[0]:
         return "is"
@@ -555,9 +592,10 @@ def _relation(place: Path, given: Path) -> str | None:
 
 
 def _identities(path: Path) -> Sequence[tuple[int, int] | str]:
-    """A path and all folders above it, links resolved: by inode, by name where there is none yet.
+    """Return the identities of a path and all folders above it, with links resolved.
 
-    So two spellings are told to be one where the file system takes them for one.
+    An identity is the inode, or the name where nothing exists yet, so that two spellings of one
+    folder compare equal.
     """
     resolved = Path(os.path.realpath(path))
     return [_identity(entry) for entry in (resolved, *resolved.parents)]

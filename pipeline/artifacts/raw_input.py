@@ -1,7 +1,7 @@
-"""Raw inputs: text that no stage made, as folders and files in an order, or a data set of the hub.
+"""Raw inputs, which no stage made: files and folders, or a data set of the Hugging Face hub.
 
-Each says what a manifest records of it. Files are hashed; a data set of the Hugging Face hub is
-pinned to a commit, so that its name says which text it is and nothing is fetched to know.
+A manifest records files by their digest, and a data set by its commit, so that nothing is fetched
+to tell which text it is.
 """
 
 import re
@@ -15,7 +15,7 @@ from pipeline.artifacts.manifest import InputRecord, json_digest
 from pipeline.errors import ConfigError
 
 HUB = "hub:"
-"""What the value of an option begins with that names a data set of the hub."""
+"""Prefix of an option's value that names a data set of the hub."""
 
 _DATASET = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[0-9a-f]{40})", re.ASCII)
 
@@ -28,20 +28,20 @@ class RawPaths:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """As options name it."""
+        """Return the values of the option that name these paths."""
         return tuple(map(str, self.paths))
 
     def named(self, name: str) -> dict[str, Path]:
-        """The paths by name of input: ``name``, or ``name/1``, ``name/2``, … of several."""
+        """Return the paths by input name: ``name``, or ``name/1``, ``name/2``, … of several."""
         if len(self.paths) == 1:
             return {name: self.paths[0]}
         return {f"{name}/{number}": path for number, path in enumerate(self.paths, start=1)}
 
     def records(self, name: str) -> dict[str, InputRecord]:
-        """What a manifest says of each path, by the name of the input.
+        """Return the manifest's record of each path by input name.
 
         Raises:
-            ArtifactError: a path does not exist.
+            ArtifactError: A path does not exist.
         """
         return {
             key: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
@@ -49,53 +49,61 @@ class RawPaths:
         }
 
     def only_path(self) -> Path:
-        """The one path; ConfigError where there are several."""
+        """Return the single path.
+
+        Raises:
+            ConfigError: There are several.
+        """
         if len(self.paths) > 1:
             raise ConfigError(
-                f"{', '.join(self.values)} are several paths where one is wanted: name one."
+                f"{', '.join(self.values)} are several paths where one is wanted. Name one."
             )
         return self.paths[0]
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set of the Hugging Face hub as it was at one commit."""
+    """Data set of the Hugging Face hub at one commit."""
 
     name: str
-    """``OWNER/NAME``."""
+    """Name of the data set, ``OWNER/NAME``."""
     revision: str
-    """All 40 digits of the commit."""
+    """Commit, all 40 hexadecimal digits."""
 
     def __str__(self) -> str:
         return f"{HUB}{self.name}@{self.revision}"
 
     @property
     def values(self) -> tuple[str, ...]:
-        """As options name it."""
+        """Return the values of the option that name this data set."""
         return (str(self),)
 
     def named(self, name: str) -> dict[str, Path]:
-        """No paths: there is nothing of it on this machine that could be overwritten."""
+        """Return no paths, because nothing of it on this machine could be overwritten."""
         del name
         return {}
 
     def records(self, name: str) -> dict[str, InputRecord]:
-        """What a manifest says of it; nothing is fetched."""
+        """Return the manifest's record by input name, without fetching anything."""
         return {name: InputRecord(kind="raw", path=str(self), digest=json_digest(str(self)))}
 
     def only_path(self) -> Path:
-        """Raises ConfigError: it is no path."""
-        raise ConfigError(f"{self} is a data set of the hub where a path is wanted: name a path.")
+        """Refuse, because a data set has no path.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{self} is a data set of the hub where a path is wanted. Name a path.")
 
 
 RawInput: TypeAlias = RawPaths | HubDataset
 
 
 def raw_input(values: Sequence[str]) -> RawInput:
-    """What the values of an option name.
+    """Return the raw input that the values of an option name.
 
     Raises:
-        ConfigError: a data set of the hub that is not pinned or not alone, or one path twice.
+        ConfigError: A data set of the hub that is not pinned or not alone, or one path twice.
     """
     datasets = [value for value in values if value.startswith(HUB)]
     if not datasets:
@@ -103,12 +111,12 @@ def raw_input(values: Sequence[str]) -> RawInput:
     found = _DATASET.fullmatch(datasets[0])
     if found is None:
         raise ConfigError(
-            f"{datasets[0]} does not say which text it is: write hub:OWNER/NAME@REVISION, where "
+            f"{datasets[0]} does not say which text it is. Write hub:OWNER/NAME@REVISION, where "
             "REVISION is the full commit of 40 digits (branches and tags can move)."
         )
     if len(values) > 1:
         raise ConfigError(
-            f"{datasets[0]} is one of {len(values)} raw inputs: name one data set of the hub "
+            f"{datasets[0]} is one of {len(values)} raw inputs. Name one data set of the hub "
             "alone, or paths."
         )
     return HubDataset(name=found["name"], revision=found["revision"])
@@ -118,5 +126,5 @@ def _raw_paths(values: Sequence[str]) -> RawPaths:
     paths = tuple(map(Path, values))
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:
-        raise ConfigError(f"{repeated[0]} is named twice: name each path once.")
+        raise ConfigError(f"{repeated[0]} is named twice. Name each path once.")
     return RawPaths(paths)

@@ -1,13 +1,14 @@
-"""Where words begin in languages that white space does not part, as segmenters find it.
+"""Segmenters: word boundaries for languages that are written without spaces.
 
-A segmenter is given what stands between two white spaces, and returns the words of it, one after
-the other, nothing left out. ``characters``: each is a word, with the marks on it; ``mecab``:
-Japanese, by MeCab and the dictionary ipadic; ``punctuation``: parted from words, about as Moses
-does; or a function of the user's in a file of its own.
+A segmenter takes the text between two white spaces and returns its words in order, leaving nothing
+out. ``characters`` makes each character a word, with its marks; ``mecab`` segments Japanese by
+MeCab with the dictionary ipadic; ``punctuation`` splits punctuation off words, roughly as Moses
+does; or the user names a function in a file.
 
-Which language has which is part of the tokenizer (``tokenizer.json``), so that a model translates
-by the words it was trained on. A function is known there by the SHA-256 of its file, and where the
-file lies says the recipe alone: no model brings code with it, or names what lies on this machine.
+The tokenizer records the segmenter of each language (``tokenizer.json``), so that a model
+translates with the words it was trained on. It records the SHA-256 of a function's file, but only
+the recipe says where the file is: a model never brings code along and never names a file of this
+machine.
 
 Legend: N tokens of a line.
 """
@@ -35,7 +36,7 @@ Segmenter = Callable[[str], Sequence[str]]
 Flags = npt.NDArray[np.bool_]
 
 MAX_FILE_BYTES = 2**20
-"""Of a function's file."""
+"""Largest file with a user's function."""
 SHOWN_CHARACTERS = 40
 
 _SPACES_AND_OTHERS = re.compile(r"\s|\S+")
@@ -44,9 +45,11 @@ _ZERO_WIDTH_JOINER = "\N{ZERO WIDTH JOINER}"
 
 
 class Segmenters:
-    """The segmenters of a tokenizer's languages, each loaded when it is first needed.
+    """Segmenters of a tokenizer's languages, each loaded when it is first needed.
 
-    ``named``: language → name of those that the recipe at hand has; functions are looked up here.
+    Args:
+        tokenizer: Tokenizer that records which language has a segmenter.
+        named: Language → segmenter in the recipe, which says where functions are.
     """
 
     def __init__(self, tokenizer: Tokenizer, named: Mapping[str, str]) -> None:
@@ -59,17 +62,17 @@ class Segmenters:
         self._loaded: dict[str, Segmenter] = {}
 
     def __reduce__(self) -> tuple[type["Segmenters"], tuple[Tokenizer, dict[str, str]]]:
-        """Another process loads its own: functions of files do not go from one to another."""
+        """Pickle without the loaded functions; another process loads its own."""
         return type(self), (self._tokenizer, self._named)
 
     def __contains__(self, language: str) -> bool:
         return language in self._tokenizer.segmenters
 
     def load(self, languages: Iterable[str]) -> None:
-        """Load those of some languages; a language may have none.
+        """Load the segmenters of those languages that have one.
 
         Raises:
-            ConfigError: a library is missing, or the recipe does not say where a function lies, or
+            ConfigError: A library is missing, or the recipe does not say where a function lies, or
                 names another file.
         """
         for language in sorted(languages):
@@ -77,12 +80,12 @@ class Segmenters:
                 self._loaded[language] = self._found(language)
 
     def begins(self, language: str, lines: Sequence[str]) -> list[Flags]:
-        """Of each token of each line whether a word begins with it, (N,).
+        """Return for each token of each line whether a word begins with it, (N,).
 
         A token that reaches into several words belongs to the first.
 
         Raises:
-            ConfigError: as of ``load``; or the segmenter fails, or changes the text.
+            ConfigError: The segmenter cannot be loaded, fails, or changes the text.
         """
         self.load([language])
         places = self._tokenizer.places_batch(lines, language=language)
@@ -92,7 +95,7 @@ class Segmenters:
         ]
 
     def _begins_of_words(self, language: str, line: str) -> list[int]:
-        """The characters that words begin at; a white space is a word."""
+        """Return the characters at which words begin; each white space is a word."""
         found: list[int] = []
         for part in _SPACES_AND_OTHERS.finditer(line):
             words = [part[0]] if part[0].isspace() else self._words(language, part[0])
@@ -108,15 +111,15 @@ class Segmenters:
                 raise TypeError("it returns a text, not a list of words")
             words = list(found)
             changed = "".join(words)
-        except Exception as error:  # of the user's code, whatever it is
+        except Exception as error:  # user code may raise anything
             raise ConfigError(
-                f"{what} failed on {shown_text(text)} ({_said(error)}): mend it, "
+                f"{what} failed on {shown_text(text)} ({_said(error)}). Correct it, "
                 "or name another under tokenizer.segmenters."
             ) from error
         if changed != text:
             raise ConfigError(
-                f"{what} changes the text, it makes {shown_text(changed)} of {shown_text(text)}: "
-                "its words must join to what it is given; mend it, or name another under "
+                f"{what} changes {shown_text(text)} to {shown_text(changed)}. Its words must join "
+                "to the text that it is given: correct it, or name another under "
                 "tokenizer.segmenters."
             )
         return [word for word in words if word]
@@ -128,8 +131,8 @@ class Segmenters:
         name = self._named.get(language, "")
         if name in ("", *SEGMENTERS):
             raise ConfigError(
-                f"The words of {language} are found by a function {record.name!r} of its user's, "
-                "which comes with no model: name its file in the recipe, as [tokenizer.segmenters] "
+                f"The words of {language} are found by a user's function {record.name!r}, which no "
+                "model includes. Name its file in the recipe, as [tokenizer.segmenters] "
                 f'{language} = "path/to/file.py:{record.name}".'
             )
         path, function, content = read_function_file(name)
@@ -137,7 +140,7 @@ class Segmenters:
             raise ConfigError(
                 f"tokenizer.segmenters names {name} for {language}, and the tokenizer was made "
                 f"with a function {record.name!r} of a file with other contents (SHA-256 "
-                f"{record.sha256[:12]}…): name that one, or train the tokenizer and what follows "
+                f"{record.sha256[:12]}…). Name that one, or train the tokenizer and what follows "
                 "anew."
             )
         return load_function(path, function, content)
@@ -146,10 +149,10 @@ class Segmenters:
 def segmenter_records(
     named: Mapping[str, str], languages: Collection[str]
 ) -> dict[str, SegmenterRecord]:
-    """What a tokenizer of these languages keeps of the segmenters that a recipe names.
+    """Return the records of the segmenters that a recipe names, for a new tokenizer.
 
     Raises:
-        ConfigError: there is no such language, or one of them cannot be had.
+        ConfigError: A language is unknown, or a segmenter cannot be loaded.
     """
     found: dict[str, SegmenterRecord] = {}
     for spelling, name in named.items():
@@ -159,12 +162,12 @@ def segmenter_records(
             raise ConfigError(
                 f"tokenizer.segmenters names {spelling!r}, "
                 + ("a second time" if code else f"and the corpus has no such language ({near})")
-                + ": change it, or leave it out."
+                + ". Change it, or leave it out."
             )
         if name == "mecab" and canonical(code) != "ja":
             raise ConfigError(
-                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese: "
-                "name another."
+                f"tokenizer.segmenters names mecab for {code}, and its dictionary is of Japanese. "
+                "Name another."
             )
         if name in SEGMENTERS:
             _built_in(name)
@@ -177,7 +180,7 @@ def segmenter_records(
 
 
 def characters(text: str) -> list[str]:
-    """Each character with the marks on it, and what a zero width joiner joins to it."""
+    """Return each character with its marks, joined to the next by a zero-width joiner."""
     borders = [
         place
         for place in range(1, len(text))
@@ -190,7 +193,7 @@ def characters(text: str) -> list[str]:
 
 
 def punctuation(text: str) -> list[str]:
-    """Part punctuation and symbols from words, each a word of its own.
+    """Split punctuation and symbols off words, each as a word of its own.
 
     As with Moses' tokenizer, a stop, comma, hyphen or apostrophe between two letters or digits
     stays; unlike there, an abbreviation loses its last stop and contractions are not parted.
@@ -213,10 +216,10 @@ def _is_punctuation(character: str) -> bool:
 
 
 class JapaneseWords:
-    """MeCab's morphemes, by the dictionary ipadic.
+    """Segmenter for Japanese: MeCab's morphemes, by the dictionary ipadic.
 
     Raises:
-        ConfigError: they are not installed.
+        ConfigError: They are not installed.
     """
 
     def __init__(self) -> None:
@@ -227,67 +230,67 @@ class JapaneseWords:
             self._tagger: Any = MeCab.Tagger(ipadic.MECAB_ARGS)
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}): pip "
-                "install mecab-python3 ipadic."
+                f"tokenizer.segmenters names mecab, and MeCab is not installed here ({error}). Run "
+                "pip install mecab-python3 ipadic."
             ) from error
 
     def __call__(self, text: str) -> list[str]:
-        """Cut by the lengths of MeCab's nodes: what it takes for a space is in no word of its."""
+        """Split by the lengths of MeCab's nodes, which include what MeCab takes for spaces."""
         content = text.encode()
         bounds = [0]
         node = self._tagger.parseToNode(text)
         while node is not None:
             bounds.append(bounds[-1] + node.rlength)
             node = node.next
-        bounds.append(len(content))  # it ends at a character NUL
+        bounds.append(len(content))  # MeCab stops at a NUL character
         return [content[begin:end].decode() for begin, end in pairwise(bounds)]
 
 
 def read_function_file(name: str) -> tuple[Path, str, bytes]:
-    """Path, function and content of ``path/to/file.py:function``.
+    """Return path, function name and content of ``path/to/file.py:function``.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: The file is missing.
     """
     path, _, function = name.rpartition(":")
-    fix = "tokenizer.segmenters names it, correct the path (it is taken from the current folder)"
+    fix = "correct tokenizer.segmenters, whose paths are taken from the current folder"
     content = read_bytes(Path(path), limit=MAX_FILE_BYTES, error=ConfigError, fix=fix)
     return Path(path), function, content
 
 
 def load_function(path: Path, function: str, content: bytes) -> Segmenter:
-    """A function of a file with this content, which is run; a module of its own.
+    """Run a file of this content as a module of its own, and return its function.
 
     Raises:
-        ConfigError: the file fails, or has no such function.
+        ConfigError: The file fails, or has no such function.
     """
     module = ModuleType(f"segmenter_{_sha256(content)[:12]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     try:
         exec(compile(content, path, "exec"), module.__dict__)
-    except (Exception, SystemExit) as error:  # of the user's code, whatever it is
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(
-            f"tokenizer.segmenters names {path}, which fails ({_said(error)}): mend it."
+            f"tokenizer.segmenters names {path}, which fails ({_said(error)}). Correct it."
         ) from error
     found = module.__dict__.get(function)
     if not callable(found):
         raise ConfigError(
-            f"tokenizer.segmenters names {path}:{function}, and the file has no such function: "
-            "correct the name."
+            f"tokenizer.segmenters names {path}:{function}, and the file has no such function. "
+            "Correct the name."
         )
     segmenter: Segmenter = found
     return segmenter
 
 
 def shown_text(text: str) -> str:
-    """The beginning of a text, as Python writes it."""
+    """Return the beginning of a text, quoted."""
     is_long = len(text) > SHOWN_CHARACTERS
     return f"{text[:SHOWN_CHARACTERS]!r}{'…' if is_long else ''}"
 
 
 def _said(error: BaseException) -> str:
-    """What an error of the user's code says, in one line."""
+    """Return an error of the user's code in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -308,7 +311,7 @@ def _begins_of_tokens(place_N: npt.NDArray[np.int64], begins: Sequence[int]) -> 
 
 
 def _code_of(spelling: str, languages: Collection[str]) -> str | None:
-    """Which of the languages a spelling means; None if none of them."""
+    """Return which of the languages a spelling means; None if none of them."""
     if spelling in languages:
         return spelling
     try:

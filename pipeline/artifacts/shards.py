@@ -1,11 +1,10 @@
-"""Shards: the token ids of each side of a pair, memory-mapped.
+"""Shards: memory-mapped token ids of each side of a pair.
 
-``{split}/{pair}/{language}.tokens`` holds the ids of all sentences one after the other, in
-little-endian uint16, or uint32 where the vocabulary needs it; ``{language}.offsets.npy`` beside it
-(int64, sentences + 1) says where each begins. Specials and tags are not stored: batches add them.
-Of a language with a segmenter (``segmenters.py``) there is ``{language}.begins``, too, a byte for
-each token: 1 where a word begins.
-The artifact's ``tokenizer/`` is a copy of the tokenizer's files.
+``{split}/{pair}/{language}.tokens`` holds the ids of all sentences in a row, as little-endian
+uint16, or uint32 if the vocabulary needs it. ``{language}.offsets.npy`` beside it (int64, sentences
++ 1) holds where each sentence begins. Specials and tags are not stored: batches add them. A
+language with a segmenter (``segmenters.py``) also has ``{language}.begins``, one byte per token: 1
+where a word begins. The folder ``tokenizer/`` is a copy of the tokenizer's files.
 """
 
 from collections.abc import Sequence
@@ -25,34 +24,37 @@ TOKENIZER_FOLDER = "tokenizer"
 
 _HEADER_BYTES = 128
 _HEADER_START = b"\x93NUMPY\x01\x00v\x00{'descr': '<i8', 'fortran_order': False, 'shape': ("
-"""How numpy begins a file of one dimension of whole numbers: format 1.0, 118 bytes of text."""
+"""Beginning of a ``.npy`` file with one dimension of int64: format 1.0, 118 bytes of text."""
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Flags = npt.NDArray[np.uint8]
 
 
 def shard_names(split: Split, pair: str, language: str) -> tuple[str, str]:
-    """Names, within the artifact, of the tokens and of the offsets of one side of a pair."""
+    """Return the names of the tokens and offsets of one side of a pair in the artifact."""
     stem = f"{split}/{pair}/{language}"
     return f"{stem}.tokens", f"{stem}.offsets.npy"
 
 
 def begins_name(split: Split, pair: str, language: str) -> str:
-    """Name, within the artifact, of the beginnings of words of one side of a pair."""
+    """Return the name of the word beginnings of one side of a pair in the artifact."""
     return f"{split}/{pair}/{language}.begins"
 
 
 def token_type(vocabulary_size: int) -> np.dtype[Any]:
-    """The smallest of the two stored types that holds every id."""
+    """Return the smaller of the two stored types that holds every id."""
     return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
 
 
 class Shard:
-    """The sentences of one side of a pair, in the order of the other side's.
+    """Sentences of one side of a pair, in the same order as those of the other side.
 
-    ``shard[i]`` is a read-only array of the stored type; ``lengths`` counts tokens (int32).
-    ``tokens`` and ``offsets`` are the two files, for those who go over many sentences at once, and
-    ``begins`` the third; None of a language without a segmenter.
+    ``shard[i]`` is a read-only array of the stored type.
+
+    Attributes:
+        tokens: Ids of all sentences in a row.
+        offsets: Start of each sentence, and the end of the last (int64).
+        begins: 1 where a word begins; None for a language without a segmenter.
     """
 
     def __init__(
@@ -72,18 +74,24 @@ class Shard:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
+        """Return the number of tokens of each sentence (int32)."""
         return np.diff(self.offsets).astype(np.int32)
 
 
 def open_shard(
     artifact: Artifact, split: Split, pair: str, language: str, *, has_begins: bool = False
 ) -> Shard:
-    """Map one side of a pair into memory; its digests are checked first, unless they are known.
+    """Map one side of a pair into memory, after checking its digests.
 
-    ``has_begins``: the language has a segmenter.
+    Args:
+        artifact: Shards.
+        split: Split of the side.
+        pair: Pair of the side.
+        language: Language of the side.
+        has_begins: Whether the language has a segmenter.
 
     Raises:
-        ArtifactError: no such side, or its files do not fit together.
+        ArtifactError: The side is missing, or its files do not fit together.
     """
     tokens_name, offsets_name = shard_names(split, pair, language)
     tokens_path, offsets_path = artifact.file(tokens_name), artifact.file(offsets_name)
@@ -92,7 +100,7 @@ def open_shard(
         num_bytes = tokens_path.stat().st_size
     except (OSError, ValueError) as error:
         raise ArtifactError(
-            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}): run stage "
+            f"{offsets_path} or {tokens_path.name} beside it cannot be read ({error}). Run stage "
             f"{artifact.manifest.stage!r} again."
         ) from error
     tokens = _map_tokens(tokens_path, num_bytes, num_tokens=int(offsets[-1]))
@@ -103,7 +111,7 @@ def open_shard(
 
 
 def with_equal_limit(manifest: Manifest, directory: Path, *, max_tokens: int) -> Manifest:
-    """Return the manifest of shards, as of another ``shards.max_tokens`` if that keeps the same.
+    """Return the manifest as if made with this ``shards.max_tokens``, if that changes nothing.
 
     A higher limit does if none of the sentences was too long; a lower one if none of those kept is.
     """
@@ -122,7 +130,7 @@ def with_equal_limit(manifest: Manifest, directory: Path, *, max_tokens: int) ->
 
 
 def _longest(manifest: Manifest, directory: Path, *, most: int) -> int:
-    """Return the tokens of the longest sentence; more than ``most`` if a file cannot be read."""
+    """Return the tokens of the longest sentence; more than ``most`` if a file is unreadable."""
     names = [name for name in manifest.files if name.endswith(".offsets.npy")]
     longest = 0 if names else most + 1
     for name in names:
@@ -137,9 +145,12 @@ def _longest(manifest: Manifest, directory: Path, *, most: int) -> int:
 
 
 def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
-    """Where sentences begin; ValueError unless they are whole numbers that ascend from 0.
+    """Map the starts of the sentences into memory.
 
-    The header is not parsed by numpy, which would take what it says of types and sizes for granted.
+    The header is compared, not parsed: numpy would trust its types and sizes.
+
+    Raises:
+        ValueError: They are not whole numbers ascending from 0.
     """
     with path.open("rb") as stream:
         header = stream.read(_HEADER_BYTES)
@@ -155,7 +166,7 @@ def _map_offsets(path: Path) -> npt.NDArray[np.int64]:
 
 
 def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
-    """The stored type follows from the two sizes; an empty file cannot be mapped."""
+    """Map the tokens into memory, with the stored type that follows from the two sizes."""
     for stored_type in (np.dtype("<u2"), np.dtype("<u4")):
         if num_bytes == num_tokens * stored_type.itemsize:
             if num_tokens == 0:
@@ -163,14 +174,14 @@ def _map_tokens(path: Path, num_bytes: int, *, num_tokens: int) -> Tokens:
             return np.asarray(np.memmap(path, dtype=stored_type, mode="r"))
     raise ArtifactError(
         f"{path} has {num_bytes} bytes, which does not fit the {num_tokens} tokens of its "
-        "offsets: restore both files from a copy or run the stage again."
+        "offsets. Restore both files from a copy or run the stage again."
     )
 
 
 def _map_begins(path: Path, *, num_tokens: int) -> Flags:
     if path.stat().st_size != num_tokens:
         raise ArtifactError(
-            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens: restore both files "
+            f"{path} has {path.stat().st_size} bytes for {num_tokens} tokens. Restore both files "
             "from a copy or run the stage again."
         )
     if num_tokens == 0:
@@ -179,7 +190,16 @@ def _map_begins(path: Path, *, num_tokens: int) -> Flags:
 
 
 class ShardWriter:
-    """Writes one side of a pair, batch by batch; nothing of what is written stays in memory."""
+    """Writer of one side of a pair, batch by batch, which keeps nothing in memory.
+
+    Args:
+        directory: Folder of the artifact.
+        split: Split of the side.
+        pair: Pair of the side.
+        language: Language of the side.
+        size: Number of ids of the tokenizer.
+        has_begins: Whether the language has a segmenter.
+    """
 
     def __init__(
         self,
@@ -191,9 +211,6 @@ class ShardWriter:
         size: int,
         has_begins: bool = False,
     ):
-        """``size`` is the number of ids of the tokenizer; ``has_begins``: the language has a
-        segmenter.
-        """
         tokens_name, offsets_name = shard_names(split, pair, language)
         self._type = token_type(size)
         self._sentences, self._end = 0, 0
@@ -206,7 +223,7 @@ class ShardWriter:
         self._begins = path.open("wb") if has_begins else None
 
     def append(self, sentences: Sequence[Sequence[int]]) -> Tokens:
-        """Write sentences; returns their tokens one after the other, for counting."""
+        """Write sentences and return their tokens in a row."""
         lengths = np.fromiter(map(len, sentences), dtype="<i8", count=len(sentences))
         flat = chain.from_iterable(sentences)
         tokens = np.fromiter(flat, dtype=self._type, count=int(lengths.sum()))
@@ -216,7 +233,7 @@ class ShardWriter:
         return tokens
 
     def append_begins(self, begins: Sequence[npt.NDArray[np.bool_]]) -> int:
-        """Write where words of the sentences just appended begin; returns how many do."""
+        """Write the word beginnings of the sentences just appended; return their number."""
         assert self._begins is not None
         begins_N = np.concatenate([np.zeros(0, dtype=bool), *begins])
         self._begins.write(begins_N.astype(np.uint8).data)
@@ -233,6 +250,6 @@ class ShardWriter:
 
 
 def _offsets_header(number: int) -> bytes:
-    """What numpy.save writes before so many offsets, which is as long for any number of them."""
+    """Return the header that numpy.save writes before this many offsets, of constant length."""
     content = _HEADER_START + b"%d,), }" % number
     return content.ljust(_HEADER_BYTES - 1) + b"\n"

@@ -1,12 +1,11 @@
-"""Text to token ids and back: vocabularies, language tokens, and the tags of a translation.
+"""Tokenizers: text to token ids and back, language tokens, and the tags of a translation.
 
-A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``,
-beside it ``sentencepiece.target.model`` where the languages that are translated into have pieces of
-their own; the same files lie in a tokenizer artifact, in shards and in checkpoints. Token ids are
-the vocabulary's pieces, specials among them, followed by one token per language in alphabetical
-order, unless the tokenizer has a numbering of its own, as vocabularies from elsewhere have.
-Language tokens and specials are never the result of encoding text: ``</s>`` or ``__de__`` within a
-sentence is text.
+A tokenizer is a folder with ``tokenizer.json`` and, for SentencePiece, ``sentencepiece.model``;
+languages with pieces of their own add ``sentencepiece.target.model``. The same files are part of
+tokenizer artifacts, shards and checkpoints. Token ids are the pieces of the vocabulary, specials
+included, followed by one token per language in alphabetical order, unless the tokenizer has its own
+numbering, as imported vocabularies do. Text never encodes to specials or language tokens: ``</s>``
+or ``__de__`` in a sentence is text.
 """
 
 import hashlib
@@ -22,6 +21,7 @@ from pipeline.artifacts.settings import SEGMENTERS
 from pipeline.artifacts.vocabularies import (
     DESCRIPTION_NAME,
     MODEL_NAME,
+    SPACE,
     SPECIALS,
     TARGET_MODEL_NAME,
     ByteLevelVocabulary,
@@ -68,27 +68,25 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = (DESCRIPTION_NAME, MODEL_NAME, TARGET_MODEL_NAME)
-"""All files a tokenizer can consist of; a tokenizer of bytes has the first only."""
+"""All files that a tokenizer may have; a tokenizer of bytes has only the first."""
 
 MAX_MODEL_BYTES = 2**28
-"""A SentencePiece model of a million pieces has about 25 MB."""
+"""Largest SentencePiece model; one of a million pieces has about 25 MB."""
 
-SPACE = "▁"
-"""As SentencePiece spells white space."""
 WHITE_SPACE_BYTES = ("<0x09>", "<0x0A>", "<0x0D>", "<0x20>")
 
 LanguageTokenScheme = Literal["underscores", "angle", "brackets", "lang_tok", "plain"]
 
 
 class SegmenterRecord(BaseModel):
-    """What parts a language's text into words (``segmenters.py``)."""
+    """Segmenter of a language (``segmenters.py``)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """``characters``, ``mecab``; or of a function of the user's its name."""
+    """``characters``, ``mecab`` or ``punctuation``, or the name of the user's function."""
     sha256: str | None = None
-    """Of the file with the function."""
+    """Digest of the file with the user's function."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,29 +96,36 @@ class SegmenterRecord(BaseModel):
 
 
 class TokenizerDescription(BaseModel):
-    """The contents of ``tokenizer.json``."""
+    """Contents of ``tokenizer.json``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["sentencepiece", "byte_bpe", "bytes"]
-    """What the model's pieces are of: text (characters too), the bytes of UTF-8; or no model."""
+    """Unit of the model's pieces: text (for characters too) or UTF-8 bytes; ``bytes`` has no
+    model."""
     languages: tuple[str, ...]
     language_token_scheme: LanguageTokenScheme
     numbering: Numbering | None = None
-    """None: pieces, then languages in order."""
+    """Ids of an imported vocabulary; None: pieces, then languages in order."""
     target_languages: tuple[str, ...] = ()
-    """Languages that have a vocabulary of their own, and are all that is translated into; none:
-    one vocabulary for all."""
+    """Languages with a vocabulary of their own, the only ones translated into; empty: one
+    vocabulary."""
     segmenters: dict[str, SegmenterRecord] = Field(default_factory=dict)
-    """Language → what parts it into words, where white space does not."""
+    """Language written without spaces → segmenter."""
     token_spellings: dict[str, str] = Field(default_factory=dict)
-    """Language → how its token is written where the vocabulary comes from: ``eng_Latn`` of NLLB.
-    Decides no id; languages without an entry follow ``language_token_scheme``."""
+    """Language → spelling of its token in the imported vocabulary (``eng_Latn`` in NLLB). It
+    affects no id; other languages follow ``language_token_scheme``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not set(self.target_languages) <= set(self.languages):
-            raise ValueError("target_languages must be among the languages")
+        named = {
+            "target_languages": self.target_languages,
+            "segmenters": self.segmenters,
+            "token_spellings": self.token_spellings,
+        }
+        for name, codes in named.items():
+            if not set(codes) <= set(self.languages):
+                raise ValueError(f"{name} must be among the languages")
         if self.target_languages and self.kind == "bytes":
             raise ValueError("bytes are one vocabulary for all languages")
         if list(self.languages) != sorted(set(self.languages)):
@@ -129,10 +134,6 @@ class TokenizerDescription(BaseModel):
             self.languages
         ):
             raise ValueError("numbering.language_tokens must name the languages, and no other")
-        if not set(self.segmenters) <= set(self.languages):
-            raise ValueError("segmenters must name languages")
-        if not set(self.token_spellings) <= set(self.languages):
-            raise ValueError("token_spellings must name languages")
         return self
 
     def language_token(self, code: str) -> str:
@@ -141,24 +142,25 @@ class TokenizerDescription(BaseModel):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The files beside the description."""
+        """Return the names of the files beside the description."""
         if self.kind == "bytes":
             return ()
         return (MODEL_NAME, TARGET_MODEL_NAME) if self.target_languages else (MODEL_NAME,)
 
 
 class Tokenizer:
-    """A vocabulary and its language tokens.
+    """Vocabulary with language tokens.
 
     Attributes:
-        languages: codes, sorted.
-        size: number of ids: pieces, specials included, and language tokens.
-        pad_id, bos_id, eos_id, unk_id: ids of the specials, as the vocabulary has them.
-        fingerprint: hexadecimal SHA-256 of all that decides ids and words; equal =
-            interchangeable.
-        target_languages: those whose pieces are their own, if there are such.
-        output_size: where they are, the number of ids, from 0 on, that their text consists of.
-        segmenters: language → what parts it into words, where white space does not.
+        languages: Codes, sorted.
+        size: Number of ids: pieces with specials, and language tokens.
+        pad_id, bos_id, eos_id, unk_id: Ids of the specials in the vocabulary.
+        fingerprint: Hexadecimal SHA-256 of all that decides ids and words. Tokenizers with equal
+            fingerprints are interchangeable.
+        target_languages: Languages with pieces of their own, if any.
+        output_size: Number of ids, counted from 0, that text of the target languages consists of;
+            None without target languages.
+        segmenters: Language written without spaces → segmenter.
     """
 
     def __init__(
@@ -188,14 +190,15 @@ class Tokenizer:
         self._specials = frozenset((self.pad_id, self.bos_id, self.eos_id, self.unk_id))
 
     def encode(self, text: str, *, language: str | None = None) -> list[int]:
-        """Ids of a sentence, without specials or tags (``unk_id`` for unknown characters)."""
+        """Return the ids of a sentence without specials and tags; unknown text is ``unk_id``."""
         return self.encode_batch([text], language=language)[0]
 
     def encode_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[list[int]]:
-        """Ids of each sentence; faster than one by one.
+        """Return the ids of each sentence, faster than one by one.
 
         Args:
-            language: which the lines are in; needed where languages differ in their pieces.
+            lines: Sentences.
+            language: Language of the lines; required if languages have different pieces.
         """
         return self._vocabulary_of(language).encode_batch(lines)
 
@@ -206,7 +209,7 @@ class Tokenizer:
         *,
         language: str | None = None,
     ) -> list[list[int]]:
-        """As ``encode_batch``, by pieces that are drawn; a line and its seed decide its ids."""
+        """Return ids like ``encode_batch``, with pieces drawn by the seed of each line."""
         return self._vocabulary_of(language).sample_batch(lines, segmentation)
 
     def _vocabulary_of(self, language: str | None) -> Vocabulary:
@@ -215,15 +218,15 @@ class Tokenizer:
         return self._target_vocabulary if language in self.target_languages else self._vocabulary
 
     def places_batch(self, lines: Sequence[str], *, language: str | None = None) -> list[Integers]:
-        """Of each id of each sentence the character that it begins at."""
+        """Return, for each id of each sentence, the character that it begins at."""
         return self._vocabulary_of(language).places_batch(lines)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; specials, language tokens and bytes that are no UTF-8 are dropped."""
+        """Return the text of ids, without specials, language tokens and invalid UTF-8."""
         return self.decode_counted(ids).text
 
     def decode_counted(self, ids: Iterable[int]) -> Decoded:
-        """As ``decode``, with the number of sequences of bytes that were dropped."""
+        """Return the text like ``decode``, and the number of dropped byte sequences."""
         pieces = [int(index) for index in ids]
         return self._vocabulary.decode(
             [
@@ -234,16 +237,16 @@ class Tokenizer:
         )
 
     def piece(self, index: int) -> str | None:
-        """How the vocabulary spells an id; None for specials, language tokens and spare ids."""
+        """Return the vocabulary's spelling of an id; None for specials, tags and spare ids."""
         if index in self._specials or index in self._languages_by_id:
             return None
         return self._vocabulary.piece(index)
 
     def white_space_ids(self) -> tuple[int, ...]:
-        """Ids that are no text, and those of white space.
+        """Return the ids that are not text, and those of white space.
 
         Raises:
-            ConfigError: pieces hold white space and text at once.
+            ConfigError: Pieces hold white space and text at once.
         """
         pieces = {index: self._vocabulary.piece(index) for index in range(self._vocabulary.size)}
         mixed = [
@@ -252,56 +255,61 @@ class Tokenizer:
         if mixed:
             raise ConfigError(
                 f"The vocabulary has pieces of white space and text at once ({mixed[0]!r}), so "
-                "that words cannot be told by ids: use one of bytes or characters."
+                "that words cannot be told by ids. Use one of bytes or characters."
             )
         return tuple(
             index for index, piece in pieces.items() if piece is None or is_white_space(piece)
         )
 
     def language_token_id(self, code: str) -> int:
-        """Id of a language's token.
+        """Return the id of a language's token.
 
         Raises:
-            ConfigError: no such language; names the nearest codes.
+            ConfigError: No such language; names the nearest codes.
         """
         if code not in self._language_ids:
             nearest = ", ".join(nearest_codes(code, self.languages)) or "none"
             raise ConfigError(
-                f"The tokenizer has no language {code!r}, its nearest codes are: {nearest}; name "
+                f"The tokenizer has no language {code!r}. Its nearest codes are: {nearest}. Name "
                 "one it has, or train it on a corpus with that language."
             )
         return self._language_ids[code]
 
     def writes(self, code: str) -> bool:
-        """Whether it has pieces to translate into a language."""
+        """Return whether it has pieces to translate into a language."""
         return not self.target_languages or code in self.target_languages
 
     def refuse_to_write(self, code: str) -> None:
-        """Raises ConfigError where it has no pieces to translate into a language."""
+        """Refuse a language that it has no pieces to translate into.
+
+        Raises:
+            ConfigError: Names the languages that it has pieces for.
+        """
         if not self.writes(code):
             raise ConfigError(
                 f"The tokenizer has pieces to translate into {listed(self.target_languages)} "
-                f"alone, not into {code}: leave that out (mixture.targets and decoding.targets "
+                f"only, not into {code}. Leave it out (mixture.targets and decoding.targets "
                 "choose directions), or train another tokenizer."
             )
 
     def language_of_token(self, token_id: int) -> str | None:
-        """The language whose token this is, None for every other id."""
+        """Return the language of a language token; None for every other id."""
         return self._languages_by_id.get(token_id)
 
 
 @dataclass(frozen=True)
 class TargetSide:
-    """What differs for the languages that are translated into."""
+    """Vocabulary of the languages that are translated into."""
 
     languages: tuple[str, ...]
     vocabulary: Vocabulary
     output_size: int
+    """Number of ids, counted from 0, that translations consist of."""
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Ids that tell the model the languages: around the source, and what the decoder starts from.
+    """Ids that tell the model the languages, around the source and as the start of the target.
 
     The source itself ends with ``eos_id``, tags or not; the suffix stands behind that.
     """
@@ -312,16 +320,17 @@ class Tags:
 
 
 def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -> Tags:
-    """Tags of a direction (as fairseq's ``--encoder-langtok src --decoder-langtok`` and
-    ``--encoder-langtok tgt``).
+    """Return the tags of a direction.
 
-    ``src-tgt``: ``__src__`` before the source, the decoder starts from end-of-sentence and
-    ``__tgt__``. ``tgt``: ``__tgt__`` before the source, the decoder starts from end-of-sentence.
-    ``src-suffix-tgt``: as ``src-tgt``, with ``__src__`` behind the source's end-of-sentence, as
-    mBART has it, and NLLB's tokenizer in transformers with ``legacy_behaviour``.
+    - ``src-tgt``: ``__src__`` before the source; the decoder starts from end-of-sentence and
+      ``__tgt__`` (fairseq's ``--encoder-langtok src --decoder-langtok``).
+    - ``tgt``: ``__tgt__`` before the source; the decoder starts from end-of-sentence
+      (``--encoder-langtok tgt``).
+    - ``src-suffix-tgt``: like ``src-tgt``, with ``__src__`` after the source's end-of-sentence
+      (mBART; NLLB in transformers with ``legacy_behaviour``).
 
     Raises:
-        ConfigError: a language the tokenizer lacks.
+        ConfigError: The tokenizer lacks a language.
     """
     source_token = tokenizer.language_token_id(source)
     target_token = tokenizer.language_token_id(target)
@@ -335,12 +344,12 @@ def tags(tokenizer: Tokenizer, scheme: TagScheme, *, source: str, target: str) -
 
 
 def is_white_space(piece: str) -> bool:
-    """Whether a piece is white space alone, as SentencePiece spells it or bytes are."""
+    """Return whether a piece is white space alone, in text or as a byte."""
     return not piece.replace(SPACE, " ").strip() or piece in WHITE_SPACE_BYTES
 
 
 def language_token(code: str, scheme: LanguageTokenScheme) -> str:
-    """How a language token is written where ids are shown to people or to other software."""
+    """Return the spelling of a language token for people and other software."""
     match scheme:
         case "underscores":
             return f"__{code}__"
@@ -356,20 +365,20 @@ def language_token(code: str, scheme: LanguageTokenScheme) -> str:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The contents of a tokenizer's files."""
+    """Contents of a tokenizer's files."""
 
     description: TokenizerDescription
     model: bytes | None
-    """None for bytes."""
+    """SentencePiece model; None for bytes."""
     target_model: bytes | None = None
-    """Of the languages that have one of their own."""
+    """Model of the target languages, if they have their own."""
 
     def build(self) -> Tokenizer:
-        """The tokenizer that the files are of."""
+        """Build the tokenizer of these files."""
         return build_tokenizer(self.description, self.model, self.target_model)
 
     def write(self, directory: Path) -> None:
-        """Write them into a folder, which is made."""
+        """Write the files into a folder, which is made."""
         directory.mkdir(parents=True, exist_ok=True)
         write_tokenizer(
             directory,
@@ -382,7 +391,7 @@ class TokenizerFiles:
 def build_tokenizer(
     description: TokenizerDescription, model: bytes | None, target_model: bytes | None = None
 ) -> Tokenizer:
-    """A tokenizer from the contents of its files; ``model`` is None for bytes."""
+    """Build a tokenizer from the contents of its files; ``model`` is None for bytes."""
     numbering, languages = description.numbering, description.languages
     vocabulary, target = _vocabulary(description, model), None
     if target_model is not None:
@@ -414,7 +423,7 @@ def build_tokenizer(
 def _vocabulary(
     description: TokenizerDescription, model: bytes | None, *, name: str = MODEL_NAME
 ) -> Vocabulary:
-    """The vocabulary of one of the models."""
+    """Build the vocabulary of one model."""
     if model is None:
         return ByteVocabulary()
     if description.kind == "byte_bpe":
@@ -437,10 +446,10 @@ def write_tokenizer(
 
 
 def tokenizer_folder(artifact: Artifact) -> Path:
-    """Folder of the tokenizer's files in a tokenizer artifact, or of their copy in another one.
+    """Return the folder of the tokenizer's files in a tokenizer or another artifact.
 
     Raises:
-        ArtifactError: one of them is missing or not as the manifest says.
+        ArtifactError: One of them is missing or not as the manifest says.
     """
     folder = "" if artifact.manifest.kind == "tokenizer" else "tokenizer/"
     directory = artifact.file(folder + DESCRIPTION_NAME).parent
@@ -452,7 +461,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """Read a tokenizer from an artifact's directory or from a copy of its files.
 
     Raises:
-        ArtifactError: a file is missing or damaged, or the vocabulary lacks a special.
+        ArtifactError: A file is missing or damaged, or the vocabulary lacks a special.
     """
     files = read_tokenizer_files(directory)
     try:
@@ -462,10 +471,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """The contents of a tokenizer's files.
+    """Read the contents of a tokenizer's files.
 
     Raises:
-        ArtifactError: a file is missing or damaged.
+        ArtifactError: A file is missing or damaged.
     """
     description = _read_description(directory)
     models = [_read(directory / name) for name in description.model_names]
@@ -490,7 +499,7 @@ def _read_description(directory: Path) -> TokenizerDescription:
         return TokenizerDescription.model_validate_json(_read(path))
     except ValidationError as error:
         raise ArtifactError(
-            f"{path} does not describe a tokenizer ({error.error_count()} problems): restore it "
+            f"{path} does not describe a tokenizer ({error.error_count()} problems). Restore it "
             "from a copy or train the tokenizer again."
         ) from error
 

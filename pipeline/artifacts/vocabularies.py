@@ -1,15 +1,12 @@
-"""Vocabularies: pieces of text and their ids, language tokens aside.
+"""Vocabularies: pieces of text and their ids, without language tokens.
 
-A SentencePiece model (unigram, BPE, characters, any of them with bytes to fall back on), a
-SentencePiece model over the bytes of UTF-8, and bytes alone. Where ids stand for bytes, any row of
-them decodes: what is no UTF-8 is dropped and counted.
+There are SentencePiece models (unigram, BPE or characters, each with an optional fallback on
+bytes), SentencePiece models over UTF-8 bytes, and plain bytes. Any sequence of byte ids decodes:
+invalid UTF-8 is dropped and counted.
 
-Pieces of a line drawn anew: the same for a seed in every process.
-
-Unigram models draw among the n best segmentations (Kudo, Subword Regularization, 2018), others
-leave merges out (Provilkov and others, BPE-Dropout, 2020). SentencePiece does both, but its draws
-differ from process to process whatever its seed (measured with 0.2.3), so that it is asked for
-segmentations and scores alone.
+:class:`DrawnPieces` draws segmentations for subword regularization. SentencePiece can draw them
+too, but its draws differ from process to process at any seed (measured with 0.2.3), so it is only
+asked for segmentations and scores.
 """
 
 import math
@@ -34,24 +31,24 @@ TARGET_MODEL_NAME = "sentencepiece.target.model"
 Integers = npt.NDArray[np.int64]
 
 SPECIALS = {"pad": 0, "bos": 1, "eos": 2, "unk": 3}
-"""Ids that new vocabularies give to their specials; those of a read vocabulary are its own."""
+"""Ids of the specials in new vocabularies; an imported vocabulary has its own."""
 
 
 class Decoded(NamedTuple):
-    """What ids stand for."""
+    """Text of ids."""
 
     text: str
     dropped: int = 0
-    """Sequences of bytes that are no UTF-8, as many as there would be replacement characters."""
+    """Dropped byte sequences that are not valid UTF-8, one per replacement character."""
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
 
 class Numbering(BaseModel):
-    """Which id everything has, where that does not follow from the vocabulary.
+    """Ids of an imported vocabulary, whose order does not follow from its pieces.
 
-    Ids that nothing has (``size`` may count some) are rows of an embedding that no text reaches.
+    Some of the ``size`` ids may belong to nothing: embedding rows that no text reaches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,7 +60,8 @@ class Numbering(BaseModel):
     eos: TokenId
     unk: TokenId
     pieces: tuple[TokenId | None, ...]
-    """Id of each piece of the vocabulary, in its order; None: it is unknown to the model."""
+    """Id of each piece of the vocabulary, in its order; None if the model does not know the
+    piece."""
     language_tokens: dict[str, TokenId]
 
     @model_validator(mode="after")
@@ -81,21 +79,21 @@ class Numbering(BaseModel):
 
 
 class SampledSegmentation(NamedTuple):
-    """How pieces are drawn anew for a line.
+    """Parameters of a segmentation that is drawn for each line.
 
     Kudo, Subword Regularization (2018), for unigram; Provilkov and others, BPE-Dropout (2020).
     """
 
     alpha: float
-    """Unigram: the power to which probabilities are taken; BPE: the share of merges left out."""
+    """Unigram: exponent of the probabilities; BPE: share of merges left out."""
     nbest: int
-    """Unigram draws from so many best segmentations; BPE does not look at it."""
+    """Number of best segmentations that a unigram model draws from; unused by BPE."""
     seeds: Sequence[int]
-    """One per line."""
+    """One seed per line."""
 
 
 class Vocabulary(Protocol):
-    """What a tokenizer needs of its vocabulary, language tokens aside."""
+    """Interface of the vocabulary of a tokenizer, without language tokens."""
 
     size: int
     pad_id: int
@@ -103,43 +101,49 @@ class Vocabulary(Protocol):
     eos_id: int
     unk_id: int
 
-    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]: ...
+    def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line."""
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
-        """As ``encode_batch``, by pieces that are drawn where there are others than the best."""
+        """Return ids like ``encode_batch``, with pieces drawn where there is a choice."""
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
-        """Of each id of ``encode_batch`` the character that it begins at; of several ids for one
-        character, and of a space that no character stands for, that character.
+        """Return the character that each id of ``encode_batch`` begins at.
+
+        Several ids of one character begin at that character; so does the id of a space that no
+        character stands for.
         """
 
     def decode(self, ids: list[int]) -> Decoded:
-        """Text of ids none of which is a special."""
+        """Return the text of ids without specials."""
 
     def piece(self, index: int) -> str | None:
-        """How the vocabulary spells an id, None where that is no piece of text."""
+        """Return the vocabulary's spelling of an id; None if it is not a piece of text."""
 
 
 class SentencePieceVocabulary:
-    """A SentencePiece model; its special ids are read from it.
+    """SentencePiece model with the special ids that it defines.
 
-    ``has_specials``: it must have four distinct ones (pad, bos, eos, unk), as a vocabulary that is
-    not numbered anew needs them.
+    Args:
+        model: Serialized model.
+        has_specials: Whether it must define four distinct specials, as a vocabulary without its own
+            numbering must.
+        name: File name for messages.
 
     Raises:
-        ArtifactError: not a model, or one that lacks a special.
+        ArtifactError: The bytes are not a model, or a special is missing.
     """
 
     def __init__(self, model: bytes, *, has_specials: bool = True, name: str = MODEL_NAME) -> None:
-        if not model:  # without one the processor is made, and complains of every question
-            raise ArtifactError(f"{name} is empty: restore it from a copy.")
+        if not model:  # SentencePiece accepts an empty model, and then fails in every call
+            raise ArtifactError(f"{name} is empty. Restore it from a copy.")
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ArtifactError(
-                f"{name} is not a SentencePiece model: restore it from a copy."
+                f"{name} is not a SentencePiece model. Restore it from a copy."
             ) from error
         self._model = model
         self._has_specials = has_specials
@@ -157,12 +161,14 @@ class SentencePieceVocabulary:
         return partial(type(self), has_specials=self._has_specials), (self._model,)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line."""
         encoded: list[list[int]] = self._processor.encode(list(lines), out_type=int, num_threads=1)
         return encoded
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
+        """Return ids with pieces drawn for each line."""
         alpha, nbest = segmentation.alpha, segmentation.nbest
         return [
             self._drawn_pieces.draw(line, alpha=alpha, nbest=nbest, seed=seed)
@@ -170,12 +176,13 @@ class SentencePieceVocabulary:
         ]
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        """Return the character that each id begins at."""
         found = [self._processor.encode(line, out_type="offset_mapping") for line in lines]
         ranges = [np.array(one["offsets"], dtype=np.int64).reshape(-1, 2) for one in found]
         return [range_N2[:, 0] for range_N2 in ranges]
 
     def decode(self, ids: list[int]) -> Decoded:
-        """Where the model falls back on bytes, those that are no UTF-8 are dropped.
+        """Return the text; fallback bytes that are not valid UTF-8 are dropped.
 
         SentencePiece itself puts replacement characters.
         """
@@ -185,7 +192,7 @@ class SentencePieceVocabulary:
         return Decoded(str(self._processor.decode(kept)), dropped)
 
     def _without_invalid(self, ids: list[int]) -> tuple[list[int], int]:
-        """The ids without bytes that are no UTF-8, and how many sequences of them there were."""
+        """Return the ids without invalid UTF-8, and the number of dropped sequences."""
         kept: list[int] = []
         dropped = 0
         of_byte = {byte: index for index, byte in self._bytes.items()}
@@ -199,6 +206,7 @@ class SentencePieceVocabulary:
         return kept, dropped
 
     def piece(self, index: int) -> str | None:
+        """Return the piece of an id; None for control and unknown pieces."""
         is_text = index < self.size and not (
             self._processor.is_control(index) or self._processor.is_unknown(index)
         )
@@ -209,7 +217,7 @@ class SentencePieceVocabulary:
         if min(ids.values()) < 0 or len(set(ids.values())) < len(ids):
             raise ArtifactError(
                 f"{MODEL_NAME} has the special ids {ids}, where four distinct ids from 0 on are "
-                "wanted (-1 means none): train it with a piece of its own for each of them."
+                "wanted (-1 means none). Train it with a piece of its own for each of them."
             )
 
 
@@ -223,6 +231,7 @@ class ByteVocabulary:
     unk_id = SPECIALS["unk"]
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's bytes."""
         return [[byte + len(SPECIALS) for byte in line.encode()] for line in lines]
 
     def sample_batch(
@@ -230,50 +239,54 @@ class ByteVocabulary:
         lines: Sequence[str],
         segmentation: SampledSegmentation,  # noqa: ARG002
     ) -> list[list[int]]:
-        """There is one row of bytes for each line."""
+        """Return the same ids as ``encode_batch``, because bytes leave no choice."""
         return self.encode_batch(lines)
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        """Return the character that each byte belongs to."""
         return [_characters_of_bytes(line) for line in lines]
 
     def decode(self, ids: list[int]) -> Decoded:
+        """Return the text; invalid UTF-8 is dropped."""
         return decode_bytes(bytes(index - len(SPECIALS) for index in ids))
 
     def piece(self, index: int) -> str | None:
-        """As SentencePiece spells bytes."""
+        """Return a byte as SentencePiece spells it."""
         return f"<0x{index - len(SPECIALS):02X}>" if len(SPECIALS) <= index < self.size else None
 
 
 class ByteLevelVocabulary:
-    """A SentencePiece model over the bytes of UTF-8, each written as a character of its own.
+    """SentencePiece model over UTF-8 bytes, each written as one character.
 
-    So every text has pieces, none is unknown, and what is encoded decodes to the last space. (The
-    characters are those of GPT-2's byte-level BPE, Radford and others, 2019, but a space is a space
-    to SentencePiece.)
+    Every text has pieces, no text is unknown, and encoded text decodes exactly, spaces included.
+    The characters are those of GPT-2's byte-level BPE (Radford et al., 2019), except that a space
+    stays a space for SentencePiece.
     """
 
     def __init__(self, model: bytes, *, name: str = MODEL_NAME) -> None:
         self._pieces = SentencePieceVocabulary(model, name=name)
         self.size = self._pieces.size
-        self.pad_id, self.bos_id = self._pieces.pad_id, self._pieces.bos_id
-        self.eos_id, self.unk_id = self._pieces.eos_id, self._pieces.unk_id
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(self._pieces)
         spelled = filter(None, map(self._pieces.piece, range(self.size)))
         others = set().union(*spelled) - {*_READ, SPACE}
         if others or self.decode(self.encode_batch(["  a "])[0]).text != "  a ":
             raise ArtifactError(
                 f"{name} has pieces of text, and {DESCRIPTION_NAME} says that they are of "
-                "bytes (byte_bpe): restore both from one copy."
+                "bytes (byte_bpe). Restore both from one copy."
             )
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's bytes."""
         return self._pieces.encode_batch([write_bytes(line) for line in lines])
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
+        """Return ids with pieces drawn for each line."""
         return self._pieces.sample_batch([write_bytes(line) for line in lines], segmentation)
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        """Return the character that each id begins at."""
         byte_places = self._pieces.places_batch([write_bytes(line) for line in lines])
         return [
             _characters_of_bytes(line)[places]
@@ -281,10 +294,11 @@ class ByteLevelVocabulary:
         ]
 
     def decode(self, ids: list[int]) -> Decoded:
+        """Return the text; invalid UTF-8 is dropped."""
         return decode_bytes(_read_bytes(self._pieces.decode(ids).text))
 
     def piece(self, index: int) -> str | None:
-        """As SentencePiece spells text where the bytes are characters, else as it spells bytes."""
+        """Return the piece as text if its bytes are whole characters, else as bytes."""
         written = self._pieces.piece(index)
         if written is None:
             return None
@@ -298,49 +312,51 @@ class ByteLevelVocabulary:
 class SourceAndTargetVocabulary:
     """Two vocabularies as one: the target's specials and pieces, then the source's pieces.
 
-    Ids are of both in any case; ``encodes`` says to whose pieces text becomes.
+    Both instances of a tokenizer have the same ids; ``encodes`` chooses the pieces that text
+    becomes.
 
     Raises:
-        ArtifactError: their specials have other ids than new vocabularies give.
+        ArtifactError: The specials of one vocabulary are not those of new vocabularies.
     """
 
     def __init__(
         self, source: Vocabulary, target: Vocabulary, *, encodes: Literal["source", "target"]
     ) -> None:
         for one in (source, target):
-            if (one.pad_id, one.bos_id, one.eos_id, one.unk_id) != tuple(SPECIALS.values()):
+            if _specials(one) != tuple(SPECIALS.values()):
                 raise ArtifactError(
                     f"{MODEL_NAME} and {TARGET_MODEL_NAME} do not have the specials "
-                    f"{SPECIALS}: restore them from a copy."
+                    f"{SPECIALS}. Restore them from a copy."
                 )
         self._source, self._target = source, target
-        self._encodes = encodes
         self._shift = target.size - len(SPECIALS)
+        self._encoder, self._offset = (target, 0) if encodes == "target" else (source, self._shift)
         self.size = source.size + self._shift
-        self.pad_id, self.bos_id = target.pad_id, target.bos_id
-        self.eos_id, self.unk_id = target.eos_id, target.unk_id
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = _specials(target)
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
-        if self._encodes == "target":
-            return self._target.encode_batch(lines)
-        return self._shifted(self._source.encode_batch(lines))
+        """Return the ids of each line."""
+        return self._shifted(self._encoder.encode_batch(lines))
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
-        if self._encodes == "target":
-            return self._target.sample_batch(lines, segmentation)
-        return self._shifted(self._source.sample_batch(lines, segmentation))
+        """Return ids with pieces drawn for each line."""
+        return self._shifted(self._encoder.sample_batch(lines, segmentation))
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
-        return (self._target if self._encodes == "target" else self._source).places_batch(lines)
+        """Return the character that each id begins at."""
+        return self._encoder.places_batch(lines)
 
     def _shifted(self, encoded: list[list[int]]) -> list[list[int]]:
-        specials, shift = len(SPECIALS), self._shift
-        return [[one if one < specials else one + shift for one in ids] for ids in encoded]
+        offset = self._offset
+        if not offset:
+            return encoded
+        specials = len(SPECIALS)
+        return [[one if one < specials else one + offset for one in ids] for ids in encoded]
 
     def decode(self, ids: list[int]) -> Decoded:
-        """Where ids of both follow each other, a space stands between their texts."""
+        """Return the text, with a space where ids of the two vocabularies meet."""
         found = [
             self._source.decode([index - self._shift for index in run])
             if is_source
@@ -350,23 +366,24 @@ class SourceAndTargetVocabulary:
         return Decoded(" ".join(one.text for one in found), sum(one.dropped for one in found))
 
     def piece(self, index: int) -> str | None:
+        """Return the piece of an id in its vocabulary."""
         if index < self._target.size:
             return self._target.piece(index)
         return self._source.piece(index - self._shift)
 
 
 class RenumberedVocabulary:
-    """A vocabulary whose pieces have other ids.
+    """Vocabulary whose pieces have the ids of a numbering.
 
     Raises:
-        ArtifactError: the numbering is of another number of pieces.
+        ArtifactError: The numbering has another number of pieces.
     """
 
     def __init__(self, vocabulary: Vocabulary, numbering: Numbering) -> None:
         if len(numbering.pieces) != vocabulary.size:
             raise ArtifactError(
                 f"{DESCRIPTION_NAME} numbers {len(numbering.pieces):,} pieces, and the vocabulary "
-                f"has {vocabulary.size:,}: restore both from one copy."
+                f"has {vocabulary.size:,}. Restore both from one copy."
             )
         self._vocabulary = vocabulary
         self._ids = [numbering.unk if index is None else index for index in numbering.pieces]
@@ -378,46 +395,54 @@ class RenumberedVocabulary:
         self.eos_id, self.unk_id = numbering.eos, numbering.unk
 
     def encode_batch(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line."""
         return self._renumbered(self._vocabulary.encode_batch(lines))
 
     def sample_batch(
         self, lines: Sequence[str], segmentation: SampledSegmentation
     ) -> list[list[int]]:
+        """Return ids with pieces drawn for each line."""
         return self._renumbered(self._vocabulary.sample_batch(lines, segmentation))
 
     def places_batch(self, lines: Sequence[str]) -> list[Integers]:
+        """Return the character that each id begins at."""
         return self._vocabulary.places_batch(lines)
 
     def _renumbered(self, encoded: list[list[int]]) -> list[list[int]]:
         return [[self._ids[piece] for piece in pieces] for pieces in encoded]
 
     def decode(self, ids: list[int]) -> Decoded:
-        """Ids that no piece has are dropped."""
+        """Return the text; ids without a piece are dropped."""
         return self._vocabulary.decode([self._pieces[i] for i in ids if i in self._pieces])
 
     def piece(self, index: int) -> str | None:
+        """Return the piece of an id; None for ids without one."""
         own = self._pieces.get(index)
         return None if own is None else self._vocabulary.piece(own)
 
 
+def _specials(vocabulary: Vocabulary) -> tuple[int, int, int, int]:
+    return vocabulary.pad_id, vocabulary.bos_id, vocabulary.eos_id, vocabulary.unk_id
+
+
 def decode_bytes(content: bytes) -> Decoded:
-    """Text of UTF-8 without the sequences that are none, which are counted."""
+    """Decode UTF-8, dropping and counting invalid sequences."""
     text = content.decode(errors="ignore")
     if len(text.encode()) == len(content):
         return Decoded(text)
-    # A replacement character can be text as well.
+    # The text may also contain replacement characters of its own.
     marked = content.decode(errors="replace").count("\ufffd")
     return Decoded(text, dropped=marked - text.count("\ufffd"))
 
 
 def _characters_of_bytes(text: str) -> Integers:
-    """Of each byte of UTF-8 the number of its character."""
+    """Return the character number of each UTF-8 byte of a text."""
     byte_N = np.frombuffer(text.encode(), dtype=np.uint8)
     return np.cumsum((byte_N & 0xC0) != 0x80, dtype=np.int64) - 1
 
 
 def _visible_bytes() -> dict[int, str]:
-    """Byte → character: printing ones of Latin 1 are themselves, the others follow from U+0100."""
+    """Return byte → character: printable Latin 1 as is, the others from U+0100 on."""
     found = {ord(" "): " "}
     for byte in range(256):
         is_visible = chr(byte).isprintable() and byte != 0xA0
@@ -429,37 +454,41 @@ def _visible_bytes() -> dict[int, str]:
 _WRITTEN = _visible_bytes()
 _READ = {written: byte for byte, written in _WRITTEN.items()}
 BYTE_LINE = " ".join(_READ)
-"""Every byte once, spaces aside: what of it a trainer has seen has a piece."""
+"""Text with every byte once, so that a trainer makes a piece of each."""
 
 
 def write_bytes(text: str) -> str:
-    """The UTF-8 of a text, a character for each byte."""
+    """Write the UTF-8 bytes of a text, one character per byte."""
     return text.encode().decode("latin-1").translate(_WRITTEN)
 
 
 def _read_bytes(written: str) -> bytes:
-    """The bytes that characters stand for."""
+    """Return the bytes that characters of ``write_bytes`` stand for."""
     return bytes(map(_READ.__getitem__, written))
 
 
 def _byte_pieces(processor: SentencePieceProcessor) -> dict[int, int]:
-    """Id → byte, of the pieces for what no other piece is of; none where a model has no such."""
+    """Return id → byte for the pieces of the byte fallback, if the model has them."""
     pieces = {byte: processor.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)}
     return {index: byte for byte, index in pieces.items() if processor.is_byte(index)}
 
 
 SPACE = "▁"
-"""How SentencePiece spells a space."""
+"""SentencePiece's spelling of a space."""
 
 
 class DrawnPieces:
-    """Of one SentencePiece model."""
+    """Draws segmentations of one SentencePiece model, alike in every process for a seed.
+
+    Unigram models draw among the n best segmentations (Kudo, Subword Regularization, 2018); others
+    leave out merges (Provilkov et al., BPE-Dropout, 2020).
+    """
 
     def __init__(self, processor: SentencePieceProcessor) -> None:
         self._processor = processor
 
     def draw(self, line: str, *, alpha: float, nbest: int, seed: int) -> list[int]:
-        """Ids of a line; ``alpha``: the power of probabilities, or the share of merges left out."""
+        """Return the drawn ids of a line; ``alpha`` as in :class:`SampledSegmentation`."""
         generator = random.Random(seed)
         if self._has_nbest:
             return self._one_of_best(line, alpha=alpha, nbest=nbest, generator=generator)
@@ -469,14 +498,14 @@ class DrawnPieces:
     def _has_nbest(self) -> bool:
         try:
             self._processor.nbest_encode_as_ids("a", 2)
-        except RuntimeError:  # of other models than unigram ones
+        except RuntimeError:  # only unigram models have n best segmentations
             return False
         return True
 
     def _one_of_best(
         self, line: str, *, alpha: float, nbest: int, generator: random.Random
     ) -> list[int]:
-        """In proportion to P(segmentation)^alpha."""
+        """Draw among the best segmentations in proportion to P(segmentation)^alpha."""
         best: list[list[int]] = self._processor.nbest_encode_as_ids(line, nbest)
         scores = [sum(map(self._processor.get_score, ids)) for ids in best]
         weights = [math.exp(alpha * (score - max(scores))) for score in scores]
@@ -484,9 +513,9 @@ class DrawnPieces:
         return chosen
 
     def _by_merges(self, line: str, *, rate: float, generator: random.Random) -> list[int]:
-        """Byte-pair encoding from characters on, without a share of the merges of every step.
+        """Merge characters to pieces as BPE does, leaving out a share of each step's merges.
 
-        What stands for no text of its own (unknown characters and their bytes) stays as it is.
+        Pieces without text of their own (unknown characters and their bytes) stay as they are.
         """
         pieces: list[str] = self._processor.encode(line, out_type=str)
         ids: list[int] = self._processor.encode(line, out_type=int)
@@ -511,7 +540,7 @@ class DrawnPieces:
 
     @cached_property
     def _begins_words_alone(self) -> bool:
-        """Whether no piece reaches over a space, so that words can be taken one by one."""
+        """Return whether no piece reaches over a space, so that words are independent."""
         return not any(SPACE in piece[1:] for piece in self._score)
 
     def _merged_word(self, word: str, *, rate: float, generator: random.Random) -> list[int]:
@@ -530,7 +559,7 @@ class DrawnPieces:
 
     @cached_property
     def _score(self) -> dict[str, float]:
-        """Pieces of text; of those that can be merged the one of the highest score comes first."""
+        """Return piece of text → score; among possible merges the highest score comes first."""
         model = self._processor
         return {
             model.id_to_piece(index): model.get_score(index)

@@ -1,4 +1,4 @@
-"""The mean of checkpoints of one model, or of the last training states of a run.
+"""Average checkpoints of one model, or the last training states of a run.
 
 Weights are read one tensor at a time, so that a model need not fit in memory.
 """
@@ -26,7 +26,7 @@ from pipeline.errors import ArtifactError, CheckpointError
 from pipeline.terminal import counted, track
 
 ReadTensor = Callable[[str, torch.Size], Tensor]
-"""Name and shape of a tensor → its values, in that shape."""
+"""Turns the name and shape of a tensor into its values, in that shape."""
 
 
 def average_checkpoints(
@@ -35,7 +35,7 @@ def average_checkpoints(
     """Write the mean of the weights of checkpoints of one model.
 
     Raises:
-        CheckpointError: the models differ; names the first difference.
+        CheckpointError: The models differ; names the first difference.
     """
     checkpoints = [open_checkpoint(path) for path in directories]
     for checkpoint in checkpoints[1:]:
@@ -57,18 +57,17 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
     The model's shape and tokenizer are those of ``OUT.run/best``.
 
     Raises:
-        ArtifactError: the folder holds no run, or fewer states.
-        CheckpointError: a state does not cover all weights.
+        ArtifactError: The folder holds no run, or fewer states.
+        CheckpointError: A state does not cover all weights.
     """
     state_dirs = sorted(
         path for path in run_dir.glob("states/update-*") if read_manifest(path) is not None
     )
     if len(state_dirs) < last:
         raise ArtifactError(
-            f"{run_dir} holds {counted(len(state_dirs), 'training state')}, and {last} are wanted: "
-            "name the run folder OUT.run of a training stage, ask for fewer, or train with more of "
-            'them in training.keep_last, and saving.keep_states = "all", which keeps them '
-            "when it is done."
+            f"{run_dir} holds {counted(len(state_dirs), 'training state')}, not {last}. Name the "
+            "run directory OUT.run of a training stage, ask for fewer, or train with a larger "
+            'training.keep_last and saving.keep_states = "all", which keeps them.'
         )
     states = [open_artifact(path, kind="training_state") for path in state_dirs[-last:]]
     best = open_checkpoint(run_dir / "best")
@@ -83,19 +82,19 @@ def average_states(run_dir: Path, *, last: int, out_dir: Path, overwrite: bool =
 
 
 class MeanOfStates:
-    """Ranges of the mean of training states, read as those of one state are.
+    """Reads ranges of the mean of training states.
 
-    One range of one state is held at a time, beside the sum.
+    Only one range of one state is in memory at a time, besides the sum.
     """
 
     def __init__(self, states: Sequence[Artifact]) -> None:
         self._readers = [PieceReader(state) for state in states]
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """The mean of values [start, start + length) of a flattened tensor.
+        """Return the mean of values [start, start + length) of a flattened tensor.
 
         Raises:
-            CheckpointError: a state does not cover that range.
+            CheckpointError: A state does not cover that range.
         """
         values = self._each(what=what, tensor=tensor, start=start, length=length)
         return _mean(values, torch.Size([length]))
@@ -114,7 +113,7 @@ def _refuse_other_model(first: Artifact, other: Artifact) -> None:
         change = "another tokenizer"
     if change is not None:
         raise CheckpointError(
-            f"{other.directory} is not of the same model as {first.directory} ({change}): average "
+            f"{other.directory} is not of the same model as {first.directory} ({change}). Name "
             "checkpoints of one model."
         )
 
@@ -124,16 +123,16 @@ def _weights_reader(checkpoint: Artifact, shapes: Mapping[str, torch.Size]) -> R
     unknown = sorted(set(files.names()) - set(shapes))
     if unknown:
         raise CheckpointError(
-            f"{checkpoint.directory} has a tensor {unknown[0]!r} that its model.json does not "
-            "account for: run its stage again."
+            f"{checkpoint.directory} has a tensor {unknown[0]!r} that is not in the model of its "
+            "model.json. Run its stage again."
         )
 
     def read(name: str, shape: torch.Size) -> Tensor:
         value = files.read(name)
         if value.shape != shape:
             raise CheckpointError(
-                f"{checkpoint.directory}: tensor {name} has shape {tuple(value.shape)}, its "
-                f"model.json says {tuple(shape)}: run its stage again."
+                f"{checkpoint.directory}: Tensor {name} has shape {tuple(value.shape)}, but its "
+                f"model.json describes {tuple(shape)}. Run its stage again."
             )
         return value
 
@@ -159,7 +158,7 @@ def _write_mean(
     out_dir: Path,
     overwrite: bool,
 ) -> None:
-    """Write the checkpoint of the means, in the shape and with the tokenizer of ``model_of``."""
+    """Write the checkpoint of the means, with the shape and the tokenizer of ``model_of``."""
     spec = read_spec(model_of)
     averaged = [entry for name, entry in inputs.items() if name != "model"]
     with new_artifact(
@@ -183,7 +182,7 @@ def _write_mean(
 
 
 def _mean(values: Iterable[Tensor], shape: torch.Size) -> Tensor:
-    """Arithmetic mean in float64, rounded to float32 once."""
+    """Return the arithmetic mean in float64, rounded to float32 once."""
     total, count = torch.zeros(shape, dtype=torch.float64), 0
     for value in values:
         total += value

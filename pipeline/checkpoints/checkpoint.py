@@ -1,11 +1,8 @@
-"""Checkpoints: a model's shape (``model.json``), its tokenizer (``tokenizer/``) and its weights.
+"""Read and write checkpoints: shape (``model.json``), tokenizer (``tokenizer/``) and weights.
 
-Weights are float32, in tensors named per global expert (``names``), whoever wrote them.
-
-What a checkpoint carries beside its weights, for the stages that train it on.
-
-A model that was imported or assembled has a vocabulary and a shape of its own: shards are made with
-the one, and the recipe that trains it must describe the other.
+Weights are float32, in tensors named per global expert (``names``). :func:`unpack_tokenizer` and
+:func:`recipe_text` write out the tokenizer and the shape of a model that was imported or assembled:
+shards are made with the one, and the recipe that trains the model must have the other.
 """
 
 import math
@@ -30,14 +27,14 @@ from pipeline.model.transformer import Transformer
 
 MODEL_FILE = "model.json"
 MAX_LACKING = 2
-"""A model of more than this many times the values that its files hold is not theirs."""
+"""Largest ratio of a model's parameters to the values in its files."""
 
 
 def open_checkpoint(directory: Path) -> Artifact:
-    """Open a checkpoint whose small files are intact; weights are checked when they are opened.
+    """Open a checkpoint and check its small files; weights are checked when they are opened.
 
     Raises:
-        ArtifactError: not a finished checkpoint, or damaged.
+        ArtifactError: It is no finished checkpoint, or is damaged.
     """
     checkpoint = open_artifact(directory, kind="checkpoint")
     checkpoint.check(name for name in checkpoint.names() if not name.startswith("weights/"))
@@ -45,42 +42,42 @@ def open_checkpoint(directory: Path) -> Artifact:
 
 
 def stated_spec(checkpoint: Artifact) -> ModelSpec:
-    """The model's shape as stated when it was first made, whatever the files of weights hold.
+    """Return the model's shape in ``model.json`` without comparing it with the weights.
 
     Raises:
-        CheckpointError: model.json holds something else.
+        CheckpointError: The file describes no model.
     """
     path = checkpoint.file(MODEL_FILE)
     try:
         return ModelSpec.model_validate(checkpoint.read_json(MODEL_FILE))
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} does not describe a model: {describe_validation(error, ModelSpec)}"
+            f"{path} describes no valid model: {describe_validation(error, ModelSpec)}"
         ) from error
 
 
 def read_spec(checkpoint: Artifact) -> ModelSpec:
-    """The shape of a model that is about to be built.
+    """Return the shape of a model that is about to be built.
 
-    Nothing of that size is allocated before the files are known to be of about that size; which
-    tensor is missing of one that lacks a few is said when it is read.
+    The number of parameters is compared with the weights before anything of that size is allocated.
+    A single missing tensor is reported when it is read.
 
     Raises:
-        CheckpointError: model.json holds something else, or asks for far more than the files hold.
+        CheckpointError: ``model.json`` describes no model, or a far larger one than the weights.
     """
     spec = stated_spec(checkpoint)
     wanted = num_parameters(spec)
     held = sum(math.prod(header.shape) for header in tensor_headers(checkpoint, "weights/"))
     if wanted > MAX_LACKING * held:
         raise CheckpointError(
-            f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, and the files "
-            f"under weights hold {held:,} values: name a checkpoint whose files belong together."
+            f"{checkpoint.directory / MODEL_FILE} asks for {wanted:,} parameters, but the files "
+            f"under weights hold {held:,} values. Name a checkpoint whose files belong together."
         )
     return spec
 
 
 def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
-    """Raises CheckpointError where a checkpoint's model was not made for a tokenizer."""
+    """Raise CheckpointError if a checkpoint's model was not made for a tokenizer."""
     spec = read_spec(checkpoint)
     for what, of_model, of_tokenizer in (
         ("ids", spec.vocabulary_size, tokenizer.size),
@@ -91,7 +88,7 @@ def refuse_other_tokenizer(checkpoint: Artifact, tokenizer: Tokenizer) -> None:
         if of_model != of_tokenizer:
             raise CheckpointError(
                 f"The model and the tokenizer of {checkpoint.directory} do not belong together "
-                f"({what}: {shown(of_model)} and {shown(of_tokenizer)}): run its stage again."
+                f"({what}: {shown(of_model)} and {shown(of_tokenizer)}). Run its stage again."
             )
 
 
@@ -100,7 +97,7 @@ def _outputs(tokenizer: Tokenizer) -> int:
 
 
 def read_tokenizer(checkpoint: Artifact) -> Tokenizer:
-    """The tokenizer a checkpoint carries."""
+    """Return the tokenizer of a checkpoint."""
     return load_tokenizer(tokenizer_folder(checkpoint))
 
 
@@ -112,11 +109,10 @@ def load_model(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Transformer:
-    """Build the model of a checkpoint and fill it; every rank reads only what it holds.
+    """Build the model of a checkpoint and load this rank's weights.
 
     Weights are read one tensor at a time from mapped files, which the ranks of a machine share, and
-    rounded to ``dtype`` on their way: no rank ever holds more than its part of the model, and the
-    tensor at hand.
+    rounded to ``dtype``. A rank never holds more than its part of the model and one tensor.
     """
     model = build_model(
         read_spec(checkpoint),
@@ -133,40 +129,40 @@ def load_weights(model: nn.Module, checkpoint: Artifact) -> None:
     """Copy a checkpoint's weights into a model of the same shape.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: A tensor is missing or has another shape.
     """
     files = TensorFiles(checkpoint, "weights/")
     for entry in named_slices(model):
         value = files.read(entry.name)
         if value.shape != entry.value.shape:
             raise CheckpointError(
-                f"{checkpoint.directory}: tensor {entry.name} has shape {tuple(value.shape)}, the "
-                f"model wants {tuple(entry.value.shape)}: name a checkpoint of this model."
+                f"{checkpoint.directory}: Tensor {entry.name} has shape {tuple(value.shape)}, but "
+                f"the model needs {tuple(entry.value.shape)}. Name a checkpoint of this model."
             )
         entry.value.copy_(value)
 
 
 def write_model_files(writer: ArtifactWriter, *, spec: ModelSpec, tokenizer_dir: Path) -> None:
-    """Shape and tokenizer of a checkpoint."""
+    """Write shape and tokenizer of a checkpoint."""
     write_spec(writer, spec)
     copy_tokenizer(tokenizer_dir, tokenizer_directory(writer))
 
 
 def write_spec(writer: ArtifactWriter, spec: ModelSpec) -> None:
-    """The shape of a checkpoint's model."""
+    """Write the shape of a checkpoint's model."""
     writer.write_json(MODEL_FILE, spec.model_dump(mode="json"))
 
 
 def tokenizer_directory(writer: ArtifactWriter) -> Path:
-    """Where the tokenizer of a checkpoint that is being made belongs."""
+    """Return the folder for the tokenizer of a checkpoint that is being written."""
     return writer.path(f"tokenizer/{MODEL_FILE}").parent
 
 
 def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False) -> int:
-    """Write the tokenizer of a checkpoint as an artifact; returns its number of ids.
+    """Write the tokenizer of a checkpoint as an artifact; return its number of ids.
 
     Raises:
-        ArtifactError: not a checkpoint, or a damaged one.
+        ArtifactError: It is no checkpoint, or is damaged.
     """
     checkpoint = open_checkpoint(directory)
     size = read_tokenizer(checkpoint).size
@@ -184,15 +180,15 @@ def unpack_tokenizer(directory: Path, *, out_dir: Path, overwrite: bool = False)
 
 
 def recipe_text(directory: Path) -> str:
-    """The part of a recipe that a checkpoint decides, as TOML: its model, and its tags.
+    """Return the settings of a recipe that a checkpoint determines, as TOML: model and tags.
 
     Raises:
-        ArtifactError: not a checkpoint, or a damaged one.
+        ArtifactError: It is no checkpoint, or is damaged.
     """
     spec = read_spec(open_checkpoint(directory))
     document = {
         "model": spec.model.model_dump(mode="json", exclude_none=True),
         "batches": {"tag_scheme": spec.tag_scheme},
     }
-    lines = [f"# What the checkpoint {directory} decides: lay it over a recipe, RECIPE+THIS.toml"]
+    lines = [f"# Settings of the checkpoint {directory}, an overlay: RECIPE+THIS.toml"]
     return "\n".join([*lines, *toml_lines(document)]) + "\n"

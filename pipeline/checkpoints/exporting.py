@@ -1,7 +1,7 @@
-"""A checkpoint of ours as one of other software, with all that is needed to run it there.
+"""Export a checkpoint of ours to other software, with its tokenizer and a model card.
 
-The folder has a manifest as every output of ours, so that it appears when it is complete and is
-known for ours where it is to be replaced; other software does not look at it.
+The folder has a manifest like every output of ours: it appears when it is complete, and
+``--overwrite`` recognizes it. Other software ignores the manifest.
 """
 
 from collections.abc import Mapping
@@ -49,24 +49,24 @@ CARD_FILE = "README.md"
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written."""
+    """The options of an export."""
 
     to: Format
     target_group: str | None = None
-    """Number or language of the group for whose languages a language-group router is fused."""
+    """Number or language of the group whose router a language-group router is reduced to."""
     license: str = "unknown"
     scores_dir: Path | None = None
-    """An evaluation to be quoted in the model card."""
+    """An evaluation to quote in the model card."""
 
 
 def export_checkpoint(
     directory: Path, *, out_dir: Path, export: Export, overwrite: bool = False
 ) -> ModelSource:
-    """Write a folder that other software loads; returns what was written.
+    """Write a folder that other software loads; return the exported model.
 
     Raises:
-        CheckpointError: the format cannot express the model; names what it lacks.
-        ConfigError: an option does not fit the model, or a package is missing.
+        CheckpointError: The format cannot express the model; names the setting.
+        ConfigError: An option does not fit the model, or a package is missing.
     """
     checkpoint = open_checkpoint(directory)
     scores = None
@@ -114,7 +114,7 @@ def _as_input(scores: Artifact | None) -> dict[str, InputRecord]:
 
 
 def _fitted(source: ModelSource, export: Export) -> tuple[ModelSource, tuple[str, ...]]:
-    """The model as it is to be written, and the languages that it translates into."""
+    """Return the model to export, and its target languages."""
     spec = source.spec
     if export.target_group is not None:
         group = chosen_group(source.origin, spec, export.target_group)

@@ -1,8 +1,8 @@
-"""A checkpoint of two routes as an ordinary one: what all languages share, folded into its weights.
+"""Fold the shared route of a checkpoint with language modules into a plain model.
 
-Of low-rank modules, W + V F of the shared one takes the place of W; of language experts, the shared
-feed-forward has the names of a plain one. What languages have of their own is left out. Weights are
-read one tensor at a time, so that a model need not fit in memory.
+With low-rank modules, W + V F of the shared module replaces W; with language experts, the shared
+feed-forward already has the names of a plain one. The modules of single languages are left out.
+Weights are read one tensor at a time, so that a model need not fit in memory.
 """
 
 from collections.abc import Iterator
@@ -25,20 +25,22 @@ from pipeline.terminal import track
 
 @dataclass(frozen=True)
 class Folded:
-    """How large a model was, and is."""
+    """The result of folding."""
 
     before: int
+    """Number of parameters before."""
     after: int
+    """Number of parameters after."""
     matrices: int
-    """Matrices that are sums now."""
+    """Number of matrices that were folded."""
 
 
 def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) -> Folded:
     """Write the shared route of a checkpoint as a model without language modules.
 
     Raises:
-        ConfigError: it has no shared route.
-        ArtifactError: not a checkpoint.
+        ConfigError: It has no shared route.
+        ArtifactError: It is no checkpoint.
     """
     checkpoint = open_checkpoint(directory)
     spec = read_spec(checkpoint)
@@ -69,7 +71,7 @@ def fold_checkpoint(directory: Path, *, out_dir: Path, overwrite: bool = False) 
 
 
 def without_language_modules(spec: ModelSpec) -> ModelSpec:
-    """The shape of a model, less what languages have of their own."""
+    """Return the shape of a model without language modules."""
     model = spec.model.model_copy(update={"language_modules": None})
     return spec.model_copy(update={"model": model})
 

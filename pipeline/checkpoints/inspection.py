@@ -1,4 +1,4 @@
-"""What can be asked of finished artifacts: what they hold, whether they are whole, how two differ.
+"""Inspect and verify finished artifacts, and compare two checkpoints.
 
 Nothing is written. Weights are read one tensor at a time, so that a model need not fit in memory.
 """
@@ -24,17 +24,17 @@ from pipeline.terminal import counted, text_table, track
 
 
 def open_any(directory: Path) -> Artifact:
-    """Open a finished artifact of whatever kind.
+    """Open a finished artifact of any kind.
 
     Raises:
-        ArtifactError: missing, unfinished, or of another format version.
+        ArtifactError: It is missing, unfinished, or of another format version.
     """
     if not directory.is_dir():
-        raise ArtifactError(f"{directory} does not exist: name the folder of an artifact.")
+        raise ArtifactError(f"{directory} does not exist. Name the folder of an artifact.")
     manifest = read_manifest(directory)
     if manifest is None:
         raise ArtifactError(
-            f"{directory} has no manifest, so it is not a finished artifact: name one, or run its "
+            f"{directory} has no manifest, so it is not a finished artifact. Name one, or run its "
             "stage again."
         )
     return open_artifact(directory, kind=manifest.kind)
@@ -44,13 +44,17 @@ def open_any(directory: Path) -> Artifact:
 
 
 def inspect(directory: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """All that an artifact says of itself, as JSON; weights are not read, only their headers.
+    """Return a description of an artifact as JSON, from its manifest and the headers of weights.
 
     A checkpoint also has ``model``, ``parameters`` and ``dtypes`` (number of tensors of each), a
-    training state ``progress`` and ``pieces``; with ``tensors`` their tensors are listed.
+    training state ``progress`` and ``pieces``.
+
+    Args:
+        directory: The artifact.
+        tensors: List the tensors.
 
     Raises:
-        ArtifactError: missing, unfinished, of another format version, or unreadable.
+        ArtifactError: It is missing, unfinished, of another format version, or unreadable.
     """
     artifact = open_any(directory)
     manifest = artifact.manifest
@@ -92,7 +96,7 @@ def _inspect_model(spec: ModelSpec, headers: Iterable[TensorHeader]) -> dict[str
 
 
 def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[str, dict[str, int]]:
-    """Per kind of value: pieces, tensors, values covered, and values missing between pieces."""
+    """Return per kind of value: pieces, tensors, values, and values missing between pieces."""
     ranges: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for header in headers:
         what, tensor, start = split_key(header.name, state)
@@ -112,7 +116,7 @@ def _inspect_pieces(headers: Iterable[TensorHeader], state: Artifact) -> dict[st
 
 
 def _covered(ranges: list[tuple[int, int]]) -> int:
-    """How many values lie in at least one of the ranges [start, stop)."""
+    """Return how many values lie in at least one of the ranges [start, stop)."""
     covered, reached = 0, 0
     for start, stop in sorted(ranges):
         covered += max(stop - max(start, reached), 0)
@@ -121,7 +125,7 @@ def _covered(ranges: list[tuple[int, int]]) -> int:
 
 
 def inspection_text(found: Mapping[str, Any]) -> str:
-    """What :func:`inspect` found, to be read on a terminal."""
+    """Return the result of :func:`inspect` as text for a terminal."""
     parts = [
         f"{found['directory']}: {found['kind']} made by {found['stage']}, "
         f"{found['started']}, in {found['wall_seconds']} s",
@@ -152,7 +156,7 @@ def inspection_text(found: Mapping[str, Any]) -> str:
 
 
 def flat_settings(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, ``model.moe.top_k`` → value."""
+    """Flatten nested tables into one, ``model.moe.top_k`` → value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -163,7 +167,7 @@ def flat_settings(values: Mapping[str, Any], *, prefix: str = "") -> dict[str, A
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
-    """A line per setting; tables within are left to the JSON form."""
+    """Return a line per setting, without nested tables."""
     return "\n".join(
         f"{name} = {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in settings.items()
@@ -175,10 +179,10 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def verify(directory: Path) -> str:
-    """Compare every file of an artifact with its digest; returns a sentence that says so.
+    """Compare every file of an artifact with its digest; return a sentence to print.
 
     Raises:
-        ArtifactError: names the first file that is missing or differs, and where.
+        ArtifactError: A file is missing or differs; names the first, and where.
     """
     artifact = open_any(directory)
     files = artifact.manifest.files
@@ -196,21 +200,21 @@ def verify(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far apart two tensors of one shape are."""
+    """The difference of two tensors of one shape."""
 
     name: str
     max_absolute: float
-    """max |a - b|."""
+    """Largest absolute difference, max |a - b|."""
     relative_norm: float
-    """‖a - b‖ / ‖a‖; infinite where a is zero."""
+    """Norm of the difference, ‖a - b‖ / ‖a‖; infinite if a is zero."""
 
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """All in which two checkpoints differ."""
+    """The differences of two checkpoints."""
 
     settings: tuple[str, ...]
-    """``model.width: 16 → 32``."""
+    """Changed settings, as in ``model.width: 16 → 32``."""
     other_tokenizer: bool
     only_in_first: tuple[str, ...]
     only_in_second: tuple[str, ...]
@@ -218,15 +222,16 @@ class CheckpointDifference:
     """Tensors of another shape or type."""
     values: tuple[TensorDifference, ...]
     compared: int
-    """Tensors of equal shape, whose values were compared."""
+    """Number of tensors of equal shape, whose values were compared."""
 
     @property
     def identical(self) -> bool:
+        """Return whether there is no difference."""
         others = (self.settings, self.only_in_first, self.only_in_second, self.shapes, self.values)
         return not self.other_tokenizer and not any(others)
 
     def lines(self) -> list[str]:
-        """A line per difference (values as a table) and a summary."""
+        """Return a line per difference (values as a table) and a summary."""
         if self.identical:
             return [f"identical: {counted(self.compared, 'tensor')}, settings and tokenizer"]
         lines = [*self.settings]
@@ -253,7 +258,7 @@ def diff(first_dir: Path, second_dir: Path) -> CheckpointDifference:
     """Compare two checkpoints: model.json, tokenizer, and tensors one at a time.
 
     Raises:
-        ArtifactError: one of them cannot be read.
+        ArtifactError: One of them cannot be read.
     """
     first, second = open_checkpoint(first_dir), open_checkpoint(second_dir)
     first_files, second_files = TensorFiles(first, "weights/"), TensorFiles(second, "weights/")

@@ -1,7 +1,7 @@
-"""A checkpoint with the language modules of some languages alone; all else is as it was.
+"""Remove the language modules of some languages from a checkpoint.
 
-The vocabulary and the languages' indices stay, so that translations between languages that are kept
-are the same to the last bit. Weights are read one tensor at a time.
+The vocabulary and the languages' indices stay, so that translations between kept languages are the
+same to the last bit. Weights are read one tensor at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,14 @@ from pipeline.terminal import track
 
 @dataclass(frozen=True)
 class KeptLanguages:
-    """Whose modules are kept, and how large the model was and is."""
+    """The result of pruning languages."""
 
     languages: tuple[str, ...]
+    """Languages whose modules are kept."""
     before: int
+    """Number of parameters before."""
     after: int
+    """Number of parameters after."""
 
 
 def prune_languages(
@@ -36,8 +39,8 @@ def prune_languages(
     """Write a checkpoint without the modules of other languages.
 
     Raises:
-        ConfigError: the model has no language modules, or none for one of the languages.
-        ArtifactError: not a checkpoint.
+        ConfigError: The model has no language modules, or none for one of the languages.
+        ArtifactError: It is no checkpoint.
     """
     checkpoint = open_checkpoint(directory)
     spec = read_spec(checkpoint)

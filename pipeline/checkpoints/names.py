@@ -1,9 +1,9 @@
-"""Weights by name: how tensors in memory and tensors in artifacts correspond.
+"""Map tensors in memory to tensors in artifacts, by name.
 
 In memory the experts of a layer are stacked, and under expert parallelism a rank holds only its
 own: ``….feed_forward.experts.up.weight`` (E, F, D). In artifacts every expert has its own tensor
-under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever wrote it. Modules of
-languages are stacked, too, and have tensors of their own under their languages' codes.
+under its global id, ``….feed_forward.experts.7.up.weight`` (F, D), whatever the topology. Language
+modules are stacked, too, and have a tensor per language under its code.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,16 @@ from pipeline.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class NamedSlice:
-    """One tensor of an artifact and where it lives in memory.
+    """One tensor of an artifact and its place in memory.
 
-    ``value`` is a view: the whole parameter, or one expert's slice of a stacked one.
-    ``offset`` is where the view begins in its flattened parameter, ``owner`` the module that has
-    the parameter, ``expert`` the global id of the expert that the tensor belongs to, or the slot
-    of the language, where those of languages are spread over ranks.
+    Attributes:
+        name: Name in the artifact.
+        owner: The module that has the parameter.
+        parameter: The parameter that contains the tensor.
+        value: A view of the whole parameter, or of one expert's slice of a stacked one.
+        offset: Start of the view in the flattened parameter.
+        expert: Global id of the tensor's expert, or the slot of its language if languages are
+            distributed over ranks.
     """
 
     name: str
@@ -39,16 +43,16 @@ class NamedSlice:
 
 
 def dense_name(name: str) -> str | None:
-    """``….feed_forward.experts.7.up.weight`` → ``….feed_forward.up.weight``; None for others.
+    """Turn ``….feed_forward.experts.7.up.weight`` into ``….feed_forward.up.weight``; others: None.
 
-    A front has experts and a router of its own, which are none of a feed-forward's.
+    An encoder front end can have experts and a router, too, which do not count here.
     """
     before, found, after = name.partition(".feed_forward.experts.")
     return f"{before}.feed_forward.{after.partition('.')[2]}" if found else None
 
 
 def is_router(name: str) -> bool:
-    """Whether a tensor is of a feed-forward's router."""
+    """Return whether a tensor belongs to a feed-forward's router."""
     return ".feed_forward.router." in name
 
 
@@ -59,7 +63,7 @@ def added_tensor(name: str) -> AddedTensor | None:
 
 
 def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
-    """Every tensor an artifact of this model has from this rank, in the model's order."""
+    """Yield every tensor that this rank contributes to an artifact, in the model's order."""
     stacked = {
         f"{module_name}.{name}" if module_name else name: (module_name, module)
         for module_name, module in model.named_modules()
@@ -86,21 +90,21 @@ def named_slices(model: nn.Module) -> Iterator[NamedSlice]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Names and shapes of all tensors of a model, allocating nothing."""
+    """Return names and shapes of all tensors of a model without allocating them."""
     return {entry.name: entry.value.shape for entry in named_slices(shape_of_model(spec))}
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """How many parameters a model has, allocating nothing."""
+    """Return the number of parameters of a model without allocating them."""
     return sum(parameter.numel() for parameter in shape_of_model(spec).parameters())
 
 
 def initialize_weights(model: Transformer, *, seed: int) -> None:
-    """Set every parameter of this rank to its initial value, which depends on its name alone."""
+    """Set every parameter of this rank to its initial value, a function of name and seed."""
     for entry in named_slices(model):
         entry.value.copy_(initial_value(entry, model.spec, seed=seed))
 
 
 def initial_value(entry: NamedSlice, spec: ModelSpec, *, seed: int) -> Tensor:
-    """What a tensor of an artifact starts from."""
+    """Return the initial value of a tensor."""
     return initialize(entry.name, entry.value.shape, owner=entry.owner, spec=spec, seed=seed)

@@ -1,4 +1,4 @@
-"""TODO: docstring."""
+"""Open a model at a path, ours or of other software, and import one of other software."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +32,16 @@ def import_checkpoint(
     vocabulary: FairseqVocabulary | None = None,
     overwrite: bool = False,
 ) -> ModelSource:
-    """Write a checkpoint of ours with the values, the vocabulary and the shape of another.
+    """Write a checkpoint of other software as one of ours.
 
-    ``vocabulary``: the files beside a checkpoint of fairseq.
+    Args:
+        path: The checkpoint of other software.
+        out_dir: The checkpoint to write.
+        vocabulary: The vocabulary of a checkpoint of fairseq.
+        overwrite: Replace an existing artifact.
 
     Raises:
-        CheckpointError: it cannot be read, or has something that ours lacks.
+        CheckpointError: It cannot be read, or has something that is not supported.
     """
     files = {} if vocabulary is None else vocabulary.files()
     refuse_inputs(out_dir, inputs={"source": path, **files}, run_folder=False)
@@ -63,13 +67,13 @@ def _tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_model(path: Path) -> ModelSource:
-    """Open a model; its files are known to belong together, and no values are read.
+    """Open a model and check that its files belong together, without reading values.
 
     Raises:
-        ArtifactError: there is none, or it cannot be used.
+        ArtifactError: There is none, or it cannot be used.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist: name a checkpoint.")
+        raise CheckpointError(f"{path} does not exist. Name a checkpoint.")
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is None or manifest.kind == "export":
         return open_foreign(path)
@@ -77,10 +81,10 @@ def open_model(path: Path) -> ModelSource:
 
 
 def own_source(checkpoint: Artifact) -> ModelSource:
-    """A checkpoint of ours; the digests of its weights are checked.
+    """Return the model of a checkpoint of ours, and check the digests of its weights.
 
     Raises:
-        CheckpointError: its files do not belong together.
+        CheckpointError: Its files do not belong together.
     """
     spec = stated_spec(checkpoint)
     files = read_tokenizer_files(tokenizer_folder(checkpoint))

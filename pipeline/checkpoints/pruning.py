@@ -1,7 +1,7 @@
-"""A checkpoint without the experts that matter least to some target languages.
+"""Remove the experts of a checkpoint that some target languages use least.
 
-Which those are is read off the routing statistics that a checkpoint carries. Weights are read one
-tensor at a time, so that a model need not fit in memory.
+The routing statistics of the checkpoint decide. Weights are read one tensor at a time, so that a
+model need not fit in memory.
 
 Legend: L MoE layers, G target languages, E experts.
 """
@@ -29,27 +29,27 @@ from pipeline.terminal import counted, text_table, track
 
 @dataclass(frozen=True)
 class LayerPruning:
-    """What of one MoE layer is kept."""
+    """The kept experts of one MoE layer."""
 
     layer: str
-    """``decoder.layers.1``."""
+    """Name of the layer, as in ``decoder.layers.1``."""
     experts: tuple[int, ...]
-    """Old ids, ascending: the new id of an expert is its place here."""
+    """Old ids of the kept experts, ascending; an expert's index is its new id."""
     kept_mass: float
-    """Share of the layer's routes, into the target languages, that went to kept experts."""
+    """Share of the layer's routes into the target languages that went to kept experts."""
 
 
 @dataclass(frozen=True)
 class PruningPlan:
-    """Which experts of every MoE layer are kept."""
+    """The kept experts of every MoE layer."""
 
     num_experts: int
     layers: tuple[LayerPruning, ...]
     kept_mass: float
-    """As of a layer, over all layers."""
+    """Share of the routes of all layers that went to kept experts."""
 
     def lines(self) -> list[str]:
-        """A table of the layers, and the share kept overall."""
+        """Return a table of the layers, and the share of all routes that is kept."""
         rows = [
             [entry.layer, f"{entry.kept_mass:.4f}", " ".join(map(str, entry.experts))]
             for entry in self.layers
@@ -68,20 +68,20 @@ def prune_experts(
     keep_mass: float | None = None,
     overwrite: bool = False,
 ) -> PruningPlan:
-    """Write a checkpoint without the experts that matter least to the target languages.
+    """Write a checkpoint without the experts that the target languages use least.
 
-    In every MoE layer the same number of experts is kept (see :func:`plan_pruning`), renumbered in
-    the order of their old ids; the rows of the routers are cut accordingly. A token whose choices
-    are all kept is computed as before where combine weights are renormalised.
+    Every MoE layer keeps the same number of experts (see :func:`plan_pruning`), renumbered in the
+    order of their old ids, and routers lose the rows of the others. With renormalized combine
+    weights, a token whose experts are all kept has the same result as before.
 
     Raises:
-        ConfigError: an option that does not fit the model.
-        ArtifactError: not a checkpoint, or one without routing statistics.
+        ConfigError: An option does not fit the model.
+        ArtifactError: It is no checkpoint, or has no routing statistics.
     """
     checkpoint = open_checkpoint(directory)
     spec = read_spec(checkpoint)
     if spec.model.moe is None:
-        raise ConfigError(f"{directory} has no experts to prune: name an MoE checkpoint.")
+        raise ConfigError(f"{directory} has no experts to prune. Name an MoE checkpoint.")
     plan = plan_pruning(
         read_routing(checkpoint, spec),
         languages=languages,
@@ -112,30 +112,30 @@ def prune_experts(
 
 
 def read_routing(checkpoint: Artifact, spec: ModelSpec) -> RoutingStatistics:
-    """The routing statistics a checkpoint carries.
+    """Return the routing statistics of a checkpoint.
 
     Raises:
-        ArtifactError: it has none, or those of another model.
+        ArtifactError: It has none, or those of another model.
     """
     if not checkpoint.has(ROUTING_FILE):
         raise ArtifactError(
-            f"{checkpoint.directory} has no {ROUTING_FILE}, so it is not known which experts serve "
-            "which language: training counts that when it validates, so name a checkpoint of a "
+            f"{checkpoint.directory} has no {ROUTING_FILE}, which training writes when it "
+            "validates: it is not known which experts serve which language. Name a checkpoint of a "
             "training stage, or fine-tune this one."
         )
     try:
         routing = RoutingStatistics.from_json(checkpoint.read_json(ROUTING_FILE))
     except ValueError as error:
         raise ArtifactError(
-            f"{checkpoint.file(ROUTING_FILE)} holds no routing statistics ({error}): run its "
+            f"{checkpoint.file(ROUTING_FILE)} holds no routing statistics ({error}). Run its "
             "training stage again."
         ) from error
     num_experts = spec.model.moe.num_experts if spec.model.moe else 0
     shape = (len(moe_layer_names(spec)), len(routing.languages), num_experts)
     if routing.layers != moe_layer_names(spec) or routing.routed_LGE.shape != shape:
         raise ArtifactError(
-            f"{checkpoint.file(ROUTING_FILE)} was counted on another model than this checkpoint's: "
-            "run its training stage again."
+            f"{checkpoint.file(ROUTING_FILE)} was counted on another model than this checkpoint's. "
+            "Run its training stage again."
         )
     return routing
 
@@ -150,12 +150,18 @@ def plan_pruning(
 ) -> PruningPlan:
     """Choose the experts of every layer with the most routes into the target languages.
 
-    Exactly one of the two is given: ``experts``, how many to keep, or ``keep_mass``, a share of
-    routes that every layer has to keep with as few experts as will do, ``top_k`` at least. Among
-    experts of equal mass the lower id is kept. Encoder layers too are counted by target language.
+    Exactly one of ``experts`` and ``keep_mass`` is given. Among experts with equally many routes
+    the lower id is kept. Encoder layers are counted by target language, too.
+
+    Args:
+        routing: The routing statistics of the model.
+        languages: Codes of the target languages.
+        top_k: Experts per token, the least number to keep.
+        experts: Number of experts to keep.
+        keep_mass: Share of routes that every layer must keep, with as few experts as possible.
 
     Raises:
-        ConfigError: a language that was not counted, or a number or share out of range.
+        ConfigError: A language was not counted, or a number or share is out of range.
     """
     assert (experts is None) != (keep_mass is None)
     mass_LE = _mass(routing, languages)
@@ -163,10 +169,10 @@ def plan_pruning(
     if experts is not None and not top_k <= experts <= num_experts:
         raise ConfigError(
             f"--experts {experts} does not fit a model of {counted(num_experts, 'expert')} that "
-            f"sends every token to {top_k}: choose {top_k} to {num_experts}."
+            f"sends every token to {top_k}. Choose {top_k} to {num_experts}."
         )
     if keep_mass is not None and not 0 < keep_mass <= 1:
-        raise ConfigError(f"--keep-mass {keep_mass} is no share: choose more than 0, at most 1.")
+        raise ConfigError(f"--keep-mass {keep_mass} is no share. Choose more than 0, at most 1.")
     order_LE = np.argsort(-mass_LE, axis=1, kind="stable")
     share_LE = np.take_along_axis(mass_LE, order_LE, axis=1).cumsum(1)
     share_LE /= share_LE[:, -1:].copy()
@@ -186,17 +192,17 @@ def plan_pruning(
 
 
 def _mass(routing: RoutingStatistics, languages: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Routes per layer and expert, (L, E), over the languages, each counted once."""
+    """Return the routes per layer and expert, (L, E), summed over the distinct languages."""
     for code in languages:
         if code not in routing.languages:
             candidates = nearest_codes(code, routing.languages) or routing.languages
             raise ConfigError(
-                f"The model has no language {code!r}: choose from {', '.join(candidates)}."
+                f"The model has no language {code!r}. Choose from {', '.join(candidates)}."
             )
         if not routing.routed_LGE[:, routing.languages.index(code)].sum(-1).all():
             raise ConfigError(
                 f"No routes of translations into {code!r} were counted, so its experts are not "
-                "known: leave it out, or validate the model on it."
+                "known. Leave it out, or validate the model on it."
             )
     chosen = [index for index, code in enumerate(routing.languages) if code in set(languages)]
     mass_LE: npt.NDArray[np.float64] = routing.routed_LGE[:, chosen].sum(1)
@@ -212,7 +218,7 @@ def _with_experts(spec: ModelSpec, num_experts: int) -> ModelSpec:
 def _pruned(
     checkpoint: Artifact, plan: PruningPlan, target: ModelSpec
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the pruned model, each made from one tensor of the whole one."""
+    """Yield the tensors of the pruned model, each made from one tensor of the whole one."""
     files = TensorFiles(checkpoint, "weights/")
     kept = {entry.layer: entry.experts for entry in plan.layers}
     for name in track(tensor_shapes(target), label="prune-experts"):

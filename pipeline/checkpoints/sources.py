@@ -1,11 +1,7 @@
-"""Where a model's weights come from: a checkpoint of ours, or one of other software.
+"""Describe a model that exists, ours or of other software: shape, tokenizer and weights.
 
-Whatever it is, it has our names, is looked at without reading values, and gives one tensor at a
-time.
-
-A checkpoint of other software as one of ours, tensor by tensor.
-
-A model at a path, whatever it is: a checkpoint of ours, or one of other software.
+Its tensors have our names. Names and shapes are known without reading values, and values are read
+one tensor at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,33 +19,33 @@ from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
 
 _LISTED = 8
-"""Names that a report lists of each kind of misfit."""
+"""Upper bound of the names that a report lists per problem."""
 
 
 class Tensors(Protocol):
-    """Weights under our names, read one at a time."""
+    """Weights by our names, read one tensor at a time."""
 
     @property
     def origin(self) -> Path:
-        """What people know them by: the folder or file they are in."""
+        """Return the folder or file that holds them, for messages."""
 
     def names(self) -> list[str]:
-        """All names, sorted."""
+        """Return all names, sorted."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one; no values are read."""
+        """Return the shape of a tensor without reading its values."""
 
     def read(self, name: str) -> Tensor:
-        """One tensor of finite floating-point numbers, as stored.
+        """Return one tensor of finite floating-point numbers, as stored.
 
         Raises:
-            CheckpointError: there is no such tensor, or it cannot be used.
+            CheckpointError: There is no such tensor, or it cannot be used.
         """
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that exists: shape, tokenizer, weights, and what a manifest says of it."""
+    """A model that exists: shape, tokenizer, weights, and its record for a manifest."""
 
     spec: ModelSpec
     tokenizer: TokenizerFiles
@@ -58,6 +54,7 @@ class ModelSource:
 
     @property
     def origin(self) -> Path:
+        """Return the folder or file that holds the weights."""
         return self.tensors.origin
 
 
@@ -68,14 +65,16 @@ def refuse_misfit(
     unknown: Sequence[str] = (),
     called: Callable[[str], str] = str,
 ) -> None:
-    """Refuse tensors that are not those of a model, with a full report.
+    """Check that tensors are exactly those of a model.
 
     Args:
-        unknown: names of what has no name of ours.
-        called: our name → what it is called in the files.
+        tensors: The tensors by our names.
+        spec: The model.
+        unknown: Names in the files that have no name of ours.
+        called: Turns our name into the name in the files.
 
     Raises:
-        CheckpointError: some are unknown, missing, too many or of another shape.
+        CheckpointError: Some are unknown, missing, superfluous or of another shape; lists them.
     """
     wanted = tensor_shapes(spec)
     found = set(tensors.names())
@@ -97,8 +96,8 @@ def refuse_misfit(
         saved = sum(torch.Size(tensors.shape(name)).numel() for name in found)
         expected = sum(shape.numel() for shape in wanted.values())
         raise CheckpointError(
-            f"{tensors.origin} holds {saved:,} parameters where the model described there has "
-            f"{expected:,}; tensors {'; '.join(filter(None, problems))}: name a checkpoint whose "
+            f"{tensors.origin} holds {saved:,} parameters, but the model described there has "
+            f"{expected:,}; tensors {'; '.join(filter(None, problems))}. Name a checkpoint whose "
             "files belong together."
         )
 

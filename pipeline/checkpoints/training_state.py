@@ -1,8 +1,8 @@
-"""Training states: what resuming needs, written by all ranks and readable on any topology.
+"""Write and read training states, which all ranks write and any topology can resume from.
 
-A state has the optimizer's master weights and moments. ZeRO cuts them into flat ranges; each rank
-writes its own ranges as ``{what}:{tensor}:{start}``, and a reader, on any number of ranks, picks
-the pieces that overlap what it needs. Nothing is gathered on one rank.
+A state has the optimizer's master weights and moments, which ZeRO divides into flat ranges. Each
+rank writes its own ranges as ``{what}:{tensor}:{start}``. A reader, on any number of ranks, picks
+the pieces that overlap the range it needs. Nothing is gathered on one rank.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from pipeline.errors import CheckpointError
 
 PROGRESS_FILE = "progress.json"
 MAX_DIGITS = 19
-"""Of a place within a tensor."""
+"""Upper bound of the digits of a place within a tensor."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,26 @@ class Piece:
     """A contiguous range of a named tensor, flattened: one rank's share of it under ZeRO."""
 
     what: str
-    """``master``, or the optimizer's name of a moment."""
+    """Kind of value: ``master``, or the optimizer's name of a moment."""
     tensor: str
     start: int
     values: Tensor
 
     @property
     def key(self) -> str:
+        """Return the name of the piece in a file."""
         return f"{self.what}:{self.tensor}:{self.start}"
 
 
 class Ranges(Protocol):
-    """Tensors by ranges of their flattened values."""
+    """A reader of ranges of flattened tensors."""
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """Values [start, start + length), which are not to be changed."""
+        """Return values [start, start + length), which must not be modified."""
 
 
 class PieceReader:
-    """Ranges of tensors from the pieces of a training state, whoever wrote them."""
+    """Reads ranges of tensors from the pieces of a training state of any topology."""
 
     def __init__(self, state: Artifact) -> None:
         self._files = TensorFiles(state, "optimizer/")
@@ -60,10 +61,10 @@ class PieceReader:
         self._cached: tuple[str, Tensor] = ("", torch.empty(0))
 
     def read(self, *, what: str, tensor: str, start: int, length: int) -> Tensor:
-        """Values [start, start + length) of a flattened tensor, which are not to be changed.
+        """Return values [start, start + length) of a flattened tensor, which must not be modified.
 
         Raises:
-            CheckpointError: the state does not cover that range.
+            CheckpointError: The state does not cover that range.
         """
         parts: list[Tensor] = []
         for piece_start, key in self._pieces.get((what, tensor), []):
@@ -77,13 +78,13 @@ class PieceReader:
         filled = sum(len(part) for part in parts)
         if filled != length:
             raise CheckpointError(
-                f"{self._files.artifact.directory} has {filled} of the {length} values wanted of "
-                f"{what} of {tensor}: the state is incomplete; resume from an earlier one."
+                f"{self._files.artifact.directory} is incomplete: it has {filled} of {length} "
+                f"values of {what} of {tensor}. Resume from an earlier state."
             )
         return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
     def let_go(self) -> None:
-        """Hold nothing of what was read last."""
+        """Free the piece that was read last."""
         self._cached = ("", torch.empty(0))
 
     def _piece(self, key: str) -> Tensor:
@@ -93,13 +94,13 @@ class PieceReader:
 
 
 def split_key(key: str, state: Artifact) -> tuple[str, str, int]:
-    """What a piece is of, its tensor, and where it starts (:attr:`Piece.key`)."""
+    """Split a :attr:`Piece.key` into the kind of value, the tensor, and the start."""
     what, _, place = key.partition(":")
     tensor, _, start = place.rpartition(":")
     if not (what and tensor and start.isascii() and start.isdecimal() and len(start) < MAX_DIGITS):
         raise CheckpointError(
-            f"{state.directory} has a piece named {shown(key)!r}, which is none of a training "
-            "state: resume from an earlier one."
+            f"{state.directory} has a piece {shown(key)!r}, which is no name of a piece. Resume "
+            "from an earlier state."
         )
     return what, tensor, int(start)
 
@@ -111,50 +112,51 @@ Sum = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class LossScale:
-    """Where fp16's dynamic loss scale stands, by DeepSpeed's counters."""
+    """The state of fp16's dynamic loss scale, by DeepSpeed's counters."""
 
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     steps: Whole
-    """Tries of updates so far, made or not."""
+    """Attempted updates so far, including skipped ones."""
     last_overflow: Annotated[int, Field(ge=-1, lt=2**63)]
-    """After how many tries the last overflow came; -1: there was none."""
+    """Number of attempts before the last overflow; -1: there was none."""
     hysteresis: Annotated[int, Field(ge=1, lt=2**63)]
-    """The scale falls at this many further overflows."""
+    """Number of further overflows after which the scale is reduced."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training run stands: all that resuming needs beside tensors."""
+    """The progress of a training run: everything but tensors that resuming needs."""
 
     update: Whole = 0
     cursor: tuple[Whole, Whole] = (0, 0)
-    """Where the batch plan goes on: (window, step within the window)."""
+    """Next step of the batch plan: (window, step within the window)."""
     validated: Whole = 0
     """Last update that was validated."""
     best_perplexity: Sum | None = None
     best_update: Whole | None = None
     validations_since_best: Whole = 0
-    """In a row, none of which found a lower perplexity."""
+    """Consecutive validations without a lower perplexity."""
     seconds: Seconds = 0.0
     interval: Annotated[tuple[Sum, ...], Field(min_length=4, max_length=5)] = (0.0,) * 5
     """Sums over all ranks since the last line of metrics (``training/metrics.py``). Earlier
     versions have four, without source tokens."""
     overflows: Whole = 0
-    """Tries of updates that fp16's loss scale was too large for: made again at a smaller one."""
+    """Attempted updates that overflowed fp16 and were repeated at a smaller loss scale."""
     loss_scale: LossScale | None = None
     """None: the run has no dynamic loss scale."""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Position":
-        """Raises ValidationError where the values are none of a run."""
+        """Return the position of JSON fields; raise ValidationError if they are invalid."""
         return TypeAdapter(cls).validate_python(values)
 
 
 def read_position(state: Artifact) -> Position:
-    """Where the run of a training state stands; CheckpointError where its file says otherwise."""
+    """Return the position of a training state; raise CheckpointError if its file is invalid."""
     path = state.file(PROGRESS_FILE)
     try:
         return Position.from_json(state.read_json(PROGRESS_FILE))
@@ -162,11 +164,11 @@ def read_position(state: Artifact) -> Position:
         first = error.errors(include_url=False)[0]
         where = ".".join(shown(str(part)) for part in first["loc"]) or "the file"
         raise CheckpointError(
-            f"{path} does not say where a run stands ({where}: {first['msg']}): resume from an "
+            f"{path} describes no progress of a run ({where}: {first['msg']}). Resume from an "
             "earlier state."
         ) from error
 
 
 def write_pieces(directory: Path, pieces: Iterator[Piece], *, part: int) -> dict[Path, FileRecord]:
-    """Write one rank's optimizer pieces; returns what an artifact says of the files."""
+    """Write one rank's pieces; return the record of each file for a manifest."""
     return write_weights(directory, ((piece.key, piece.values) for piece in pieces), part=part)

@@ -1,13 +1,10 @@
-"""Tensors in safetensors files of bounded size, one part per writing rank.
+"""Read and write tensors in safetensors files of bounded size, one part per writing rank.
 
-Nothing is pickled, and nothing of a file is believed before it was looked at.
-
-The bytes of a safetensors file, without a copy of its tensors.
-
-The library writes a file only whole and by itself; here the same bytes are given out piece by
-piece, to be hashed and written at once. Its format: the length of a header, the header (JSON, ended
-with spaces up to a multiple of 8), and the values, the widest types first, then by name
-(``serialize`` in its ``tensor.rs``).
+Nothing is pickled, and files are checked before they are used. The safetensors library can only
+write a whole file by itself. :func:`file_pieces` yields the same bytes piece by piece, without a
+copy of the tensors, so that they are hashed as they are written. The format: the length of a
+header, the header (JSON, padded with spaces to a multiple of 8), and the values, the widest types
+first, then by name (``serialize`` in its ``tensor.rs``).
 """
 
 import json
@@ -27,48 +24,65 @@ from pipeline.config.settings import one_line
 from pipeline.errors import CheckpointError
 
 PART_FOLDERS = ("weights", "optimizer")
-"""Folders of an artifact in which every rank writes files of its own."""
+"""Folders of an artifact in which every rank writes its own files."""
 SHARD_BYTES = 1024 * 1024 * 1024
 FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
-"""What safetensors 0.8 raises for a damaged file or for a type of values that torch lacks."""
+_FIX = "Restore it from a copy or run its stage again."
+_UNREADABLE = (OSError, SafetensorError, ValueError, TypeError, AttributeError, KeyError)
+"""Exceptions of safetensors 0.8 for a damaged file or a type of values that torch lacks."""
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What the header of a safetensors file says of one tensor."""
+    """A tensor in the header of a safetensors file."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it: F32, BF16."""
+    """Type in the spelling of safetensors: F32, BF16."""
     file: str
 
 
 def tensor_headers(artifact: Artifact, prefix: str) -> Iterator[TensorHeader]:
-    """Headers of the tensors in the files that start with ``prefix``; no values are read.
+    """Yield the headers of the tensors in the files whose names start with ``prefix``.
 
     Raises:
-        CheckpointError: a file is missing or has no readable header.
+        CheckpointError: A file is missing or has no readable header.
     """
     for file in artifact.names(prefix):
         path = artifact.unchecked_file(file)
         try:
-            with safe_open(path, framework="pt") as stream:
-                for name in sorted(stream.keys()):
-                    entry = stream.get_slice(name)
-                    yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
-        except UNREADABLE as error:
+            yield from _headers(path, file)
+        except _UNREADABLE as error:
             artifact.verify([file])
-            raise CheckpointError(
-                f"{path} cannot be read as safetensors ({one_line(error)}): restore it from a copy "
-                "or run its stage again."
-            ) from error
+            raise _unreadable(path, error, fix=_FIX) from error
+
+
+def _headers(path: Path, file: str) -> Iterator[TensorHeader]:
+    with safe_open(path, framework="pt") as stream:
+        for name in sorted(stream.keys()):
+            entry = stream.get_slice(name)
+            yield TensorHeader(name, tuple(entry.get_shape()), entry.get_dtype(), file)
+
+
+def _read(path: Path, name: str, *, fix: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            tensor: Tensor = stream.get_tensor(name)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"{path}: Tensor {name} cannot be read ({one_line(error)}). {fix}"
+        ) from error
+    return tensor
+
+
+def _unreadable(path: Path, error: Exception, *, fix: str) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read as safetensors ({one_line(error)}). {fix}")
 
 
 class TensorFiles:
-    """Tensors of an artifact, looked up by name in its safetensors files, read one at a time.
+    """Tensors of an artifact by name, read one at a time from its safetensors files.
 
     The files' digests are checked at opening, before anything is read from them.
     """
@@ -85,58 +99,92 @@ class TensorFiles:
 
     @property
     def origin(self) -> Path:
+        """Return the folder of the artifact."""
         return self.artifact.directory
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading its values."""
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor of finite numbers.
+        """Return one tensor, and check that its values are finite.
 
         Raises:
-            CheckpointError: there is no tensor of that name, or it has values that are no numbers.
+            CheckpointError: There is no such tensor, or its values are not finite floating-point
+                numbers.
         """
         tensor = self.read_as_stored(name)
         if tensor.dtype not in FLOATING_TYPES:
             raise CheckpointError(
-                f"{self.artifact.directory}: tensor {name} has the type {tensor.dtype}, where "
-                "floating-point numbers are wanted: run its stage again."
+                f"{self.artifact.directory}: Tensor {name} has the type {tensor.dtype}, not a "
+                "floating-point type. Run its stage again."
             )
-        # The sum is one pass without a copy; only where it overflows is every value looked at.
+        # The sum is one pass without a copy. Every value is looked at only if it overflows.
         if not tensor.sum().isfinite() and not tensor.isfinite().all():
             raise CheckpointError(
-                f"{self.artifact.directory}: tensor {name} has values that are not finite numbers: "
-                "name another checkpoint, or train this one again with a lower learning rate."
+                f"{self.artifact.directory}: Tensor {name} has values that are not finite numbers. "
+                "Name another checkpoint, or train this one again with a lower learning rate."
             )
         return tensor
 
     def read_as_stored(self, name: str) -> Tensor:
-        """One tensor, whatever its values; its file's digest is checked when it is first used.
+        """Return one tensor with any values.
 
         Raises:
-            CheckpointError: there is no tensor of that name, or it cannot be read.
+            CheckpointError: There is no such tensor, or it cannot be read.
         """
         if name not in self._file_of:
             raise CheckpointError(
-                f"{self.artifact.directory} has no tensor {name!r}: it was made by another model; "
-                "name a checkpoint of this one."
+                f"{self.artifact.directory} has no tensor {name!r}, so it is of another model. "
+                "Name a checkpoint of this one."
             )
-        path = self.artifact.file(self._file_of[name])
-        try:
-            with safe_open(path, framework="pt") as stream:
-                tensor: Tensor = stream.get_tensor(name)
-        except UNREADABLE as error:
-            raise CheckpointError(
-                f"{path}: tensor {name} cannot be read ({one_line(error)}): run its stage again."
-            ) from error
-        return tensor
+        return _read(self.artifact.file(self._file_of[name]), name, fix="Run its stage again.")
+
+
+class TensorFolder:
+    """Tensors by name, read one at a time from safetensors files outside of an artifact.
+
+    Raises:
+        CheckpointError: A file cannot be read; ``fix`` says what to do.
+    """
+
+    def __init__(self, origin: Path, paths: Iterable[Path], *, fix: str) -> None:
+        self.origin = origin
+        self._fix = fix
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for path in paths:
+            try:
+                for header in _headers(path, path.name):
+                    self._file_of[header.name] = path
+                    self._shapes[header.name] = header.shape
+            except _UNREADABLE as error:
+                raise _unreadable(path, error, fix=fix) from error
+
+    @classmethod
+    def of_written(cls, directory: Path) -> "TensorFolder":
+        """Return the tensors of all safetensors files of a folder that is being written."""
+        return cls(directory, sorted(directory.glob("*.safetensors")), fix=_FIX)
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        return sorted(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading its values."""
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, mapped from its file."""
+        return _read(self._file_of[name], name, fix=self._fix)
 
 
 def read_tensor(checkpoint: Artifact, name: str) -> Tensor:
-    """One weight of a checkpoint, by its artifact name."""
+    """Return one weight of a checkpoint by its name in the artifact."""
     return TensorFiles(checkpoint, "weights/").read(name)
 
 
@@ -145,8 +193,10 @@ def write_weights(
 ) -> dict[Path, FileRecord]:
     """Write tensors, in order, as safetensors files of about 1 GiB; one part per writing rank.
 
-    At most one file's tensors are in memory at once, and no copy of them. Returns what an artifact
-    says of the files, which are on disk.
+    At most one file's tensors are in memory at once, and no copy of them.
+
+    Returns:
+        The record of each file for a manifest.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with HashedFiles() as files:
@@ -157,7 +207,7 @@ def write_weights(
 
 
 def files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file of about 1 GiB, let go when the next ones are asked for."""
+    """Yield the tensors of each file of about 1 GiB, which are freed at the next request."""
     held: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -172,7 +222,7 @@ def files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor
 
 
 def part_prefix(part: int) -> str:
-    """How the names of the files a rank writes begin."""
+    """Return the beginning of the names of a rank's files."""
     return f"part-{part:05d}-"
 
 
@@ -191,14 +241,14 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types in the order of their values in a file."""
+"""Names of types, in the order in which their values stand in a file."""
 _PLACES = {dtype: place for place, dtype in enumerate(_NAMES)}
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """What a header says of a tensor; its values need not be known."""
+    """A tensor to write, whose values need not be known for the header."""
 
     name: str
     dtype: torch.dtype
@@ -206,13 +256,14 @@ class TensorPlace:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def file_pieces(
     tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None
 ) -> list[memoryview]:
-    """Header and values of a safetensors file of tensors on the CPU; these must live as long."""
+    """Return header and values of a safetensors file as views of tensors on the CPU."""
     ordered = sorted(tensors.items(), key=lambda entry: (_PLACES[entry[1].dtype], entry[0]))
     places = [TensorPlace(name, value.dtype, tuple(value.shape)) for name, value in ordered]
     header = file_header(places, metadata=metadata)
@@ -222,7 +273,7 @@ def file_pieces(
 def file_header(
     places: Sequence[TensorPlace], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """How a file begins whose values follow in this order."""
+    """Return the header of a file whose values follow in the order of ``places``."""
     described: dict[str, Mapping[str, object]] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for place in places:
@@ -239,32 +290,6 @@ def file_header(
 
 
 def tensor_bytes(value: Tensor) -> memoryview:
-    """The values of a tensor, without a copy where they lie side by side."""
+    """Return the values of a tensor as bytes, without a copy if they are contiguous."""
     array: npt.NDArray[np.uint8] = value.detach().reshape(-1).view(torch.uint8).numpy()
     return array.data
-
-
-class TensorFolder:
-    """The tensors of all safetensors files of a folder that is being made."""
-
-    def __init__(self, directory: Path) -> None:
-        self.origin = directory
-        self._file_of: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as stream:
-                for name in sorted(stream.keys()):
-                    self._file_of[name] = path
-                    self._shapes[name] = tuple(stream.get_slice(name).get_shape())
-
-    def names(self) -> list[str]:
-        return sorted(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, mapped from its file."""
-        with safe_open(self._file_of[name], framework="pt") as stream:
-            tensor: Tensor = stream.get_tensor(name)
-        return tensor

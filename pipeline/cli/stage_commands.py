@@ -29,15 +29,13 @@ from pipeline.artifacts.places import (
     is_trained,
     refuse_inputs,
     refuse_other_kind,
-    refuse_run_folder,
     replaced_dir,
     restore,
     run_dir,
-    set_aside,
     sole_writer,
 )
 from pipeline.artifacts.raw_input import RawInput, raw_input
-from pipeline.artifacts.training_states import finish_removal
+from pipeline.artifacts.run_folders import finish_removal, refuse_run_folder, set_aside
 from pipeline.cli.checkpoint_commands import declared_command
 from pipeline.cli.ending import guarded, launched_size, own_rank, say, say_once
 from pipeline.cli.parser import (

@@ -99,7 +99,7 @@ class LanguageModuleSettings(VariantSettings):
 
     def export_problem(self, directory: Path) -> str:
         """Say why other software cannot have such modules, and what to do."""
-        remedy = (
+        fix = (
             f"fold the route that all languages share into a plain model, `mmnmt checkpoint fold "
             f"{directory} --out DIR`, and export that"
             if self.has_shared_route
@@ -108,7 +108,7 @@ class LanguageModuleSettings(VariantSettings):
         )
         return (
             f"{directory} has weights of languages' own (model.language_modules), which no format "
-            f"can have: {remedy}."
+            f"can have: {fix}."
         )
 
 

@@ -1,11 +1,11 @@
 """Batched beam search with cached keys and values.
 
-A hypothesis's score is the sum of its log-probabilities, end-of-sentence included, over its length
-to the power of the length penalty. What counts as length, and when a sentence is done, is a slot
-(``stopping.py``).
+The score of a hypothesis is the sum of its log-probabilities, end-of-sentence included, divided by
+its length to the power of the length penalty. A stopping rule (``hypotheses.py``) counts the length
+and decides when a sentence is done.
 
-Nothing is dropped by experts and padding is never computed on, so that a sentence's translation
-does not depend on its batch (up to floating-point rounding).
+A sentence's translation does not depend on its batch (up to floating-point rounding): experts drop
+no token, and nothing is computed on padding.
 
 Legend: B unfinished sentences, J beams, R = B · J rows, C candidates, V vocabulary, T tokens so
 far.
@@ -19,19 +19,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.decoding.cached_keys import DecoderStates
-from pipeline.decoding.constraints import Candidates, Constraints
-from pipeline.decoding.hypotheses import (
+from pipeline.decoding.constraints import (
+    Candidates,
+    Constraints,
     Restrictions,
+    force_end,
+    no_room_for_phrases,
+)
+from pipeline.decoding.hypotheses import (
     Source,
     Translation,
     length_limit,
-    no_room_for_phrases,
     not_numbers,
     stopping_rule,
 )
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.kernels.logits import best_tokens, log_normalizer
 from pipeline.model.transformer import Transformer
+
+
+def beam_search(
+    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
+) -> list[Translation]:
+    """Return the best hypothesis of every source; the prompts must have one length."""
+    return [found[0] for found in beam_search_n_best(model, sources, config, eos_id=eos_id)]
+
+
+@torch.inference_mode()
+def beam_search_n_best(
+    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
+) -> list[list[Translation]]:
+    """Return the best 1 to ``n_best`` hypotheses of every source, best first.
+
+    A source has fewer than ``n_best`` if fewer ended: a short length limit may not allow more. The
+    prompts must have one length.
+    """
+    model.eval()
+    return Search(model, sources, config, eos_id=eos_id).run()
 
 
 @dataclass
@@ -51,31 +75,8 @@ class _Ended:
         return self.hypotheses[-1][0]
 
 
-@torch.inference_mode()
-def beam_search(
-    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
-) -> list[Translation]:
-    """Translate a batch; the prompts must have one length.
-
-    Returns the best hypothesis of every source, in order.
-    """
-    return [found[0] for found in beam_search_n_best(model, sources, config, eos_id=eos_id)]
-
-
-@torch.inference_mode()
-def beam_search_n_best(
-    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
-) -> list[list[Translation]]:
-    """The best 1 to ``n_best`` hypotheses of every source, best first; as :func:`beam_search`.
-
-    They are fewer where fewer have ended: a short limit may leave room for no more.
-    """
-    model.eval()
-    return Search(model, sources, config, eos_id=eos_id).run()
-
-
 class Search:
-    """The state of one batch: unfinished sentences in order, their caches, ended hypotheses."""
+    """Beam search of one batch: unfinished sentences in order, their caches, ended hypotheses."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Search:
         self.scores_BJ = torch.zeros(grid, device=self.device)
 
     def run(self) -> list[list[Translation]]:
+        """Search until all sentences are done; return the best hypotheses of each."""
         x_RD = self.states.begin()
         for length in range(1, max(self.limits) + 1):
             next_R = self.advance(self.model.project(x_RD), length)
@@ -118,7 +120,7 @@ class Search:
         return [Translation(tokens, score) for score, tokens in ended.hypotheses[: self.n_best]]
 
     def advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
-        """Extend every beam by its next token (the ``length``-th); None when all are done."""
+        """Extend every beam by its ``length``-th token; return these, or None when all are done."""
         score_BC, beam_BC, token_BC = self._candidates(logits_RV, length)
         self._collect(score_BC, beam_BC, token_BC, length)
         running_BC = score_BC.masked_fill(token_BC == self.eos_id, -torch.inf)
@@ -138,7 +140,7 @@ class Search:
         return token_BJ.flatten()
 
     def _running(self, running_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """The J candidates that go on: the best, or the first that get a place."""
+        """Choose the J candidates that go on: the best, or with phrases the first by turn."""
         if self.constraints is None:
             running_BJ, choice_BJ = running_BC.topk(self.beams, dim=1)
             return running_BJ, choice_BJ
@@ -147,29 +149,26 @@ class Search:
         return running_BC.gather(1, choice_BJ), choice_BJ
 
     def _candidates(self, logits_RV: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, beams and tokens of the 2 · J best extensions of every sentence, best first.
+        """Return scores, beams and tokens of each sentence's 2 · J best extensions, best first.
 
-        Where phrases must appear there are others beside, in the order they get their places.
+        With required phrases there are more, ordered by their turn to get a place.
         """
         logits_RV = logits_RV.float()
         normalizer_R = log_normalizer(logits_RV)
         logits_RV[:, self.model.spec.pad_id] = -torch.inf
         if self.restrictions is not None:
             self.restrictions.apply(logits_RV, self.tokens_BJT, active=self.active, length=length)
-        at_limit = [length >= self.limits[index] for index in self.active]
-        if any(at_limit) and self.rule.forces_end_at_limit:
-            rows = torch.tensor(at_limit, device=self.device)
-            rows = rows.repeat_interleave(self.scores_BJ.shape[1])
-            others = torch.ones(logits_RV.shape[1], dtype=torch.bool, device=self.device)
-            others[self.eos_id] = False
-            logits_RV.masked_fill_(rows[:, None] & others, -torch.inf)
+        at_limit = self._at_limit(length)
+        if self.rule.forces_end_at_limit:
+            force_end(logits_RV, at_limit, eos_id=self.eos_id)
         if self.constraints is not None:
             self.constraints.bar_ends(logits_RV, self.tokens_BJT, active=self.active)
         width = min(2 * self.beams, logits_RV.shape[1])
         best_RC, token_RC = best_tokens(logits_RV, width)
         total_RC = best_RC + (self.scores_BJ.view(-1) - normalizer_R)[:, None]
         total_BX = total_RC.view(len(self.active), -1)
-        missing = max(self.beams - total_BX.shape[1], 0)  # first tokens of a small vocabulary
+        # At the first token a small vocabulary has fewer candidates than there are beams.
+        missing = max(self.beams - total_BX.shape[1], 0)
         total_BX = F.pad(total_BX, (0, missing), value=-torch.inf)
         score_BC, place_BC = total_BX.topk(min(2 * self.beams, total_BX.shape[1]), dim=1)
         token_BX = F.pad(token_RC.view(len(self.active), -1), (0, missing))
@@ -188,24 +187,27 @@ class Search:
         return self._at_least_beams(dealt)
 
     def _at_least_beams(self, found: Candidates) -> tuple[Tensor, Tensor, Tensor]:
-        """Filled up with candidates that nothing takes."""
+        """Fill up to J candidates with impossible ones."""
         missing = (0, max(self.beams - found.score_BC.shape[1], 0))
         score_BC = F.pad(found.score_BC, missing, value=-torch.inf)
         return score_BC, F.pad(found.beam_BC, missing), F.pad(found.token_BC, missing)
+
+    def _at_limit(self, length: int) -> list[bool]:
+        return [length >= self.limits[index] for index in self.active]
 
     def _normalized(self, score: float, length: int) -> float:
         counted = self.rule.counted_length(length, prompt_length=self.prompt_length)
         return float(score / counted**self.length_penalty)
 
     def _collect(self, score_BC: Tensor, beam_BC: Tensor, token_BC: Tensor, length: int) -> None:
-        """Record the hypotheses that end here, which are among the J best candidates.
+        """Record the hypotheses that end here, out of the J best candidates.
 
-        End-of-sentence ends one; at the limit a rule may take running ones as they are.
+        End-of-sentence ends a hypothesis, and so does the length limit if the rule forces no end.
         """
         ends_BJ = token_BC[:, : self.beams] == self.eos_id
         if not self.rule.forces_end_at_limit:
-            at_limit = [length >= self.limits[index] for index in self.active]
-            ends_BJ = ends_BJ | torch.tensor(at_limit, device=self.device)[:, None]
+            at_limit_B = torch.tensor(self._at_limit(length), device=self.device)
+            ends_BJ = ends_BJ | at_limit_B[:, None]
         ends_BJ = ends_BJ & score_BC[:, : self.beams].isfinite()
         row_X, column_X = ends_BJ.nonzero().unbind(1)
         if not len(row_X):

@@ -1,18 +1,15 @@
-"""Keys and values that the rows of a search attend to, and what becomes of them when rows move.
+"""Run the decoder one token per row at a time, with cached keys and values.
 
-On other devices than the CPU, and of dtypes that loops do not read, the beams of a sentence share
-one grid of entries, and a mask tells which of them are a beam's own past. On CPU entries are kept
-in the order in which they were made, and every row has a list of its own: nothing is padded,
-masked, cut into heads or moved but the lists.
+A sentence has one row while its prompt is fed, then as many rows as the search needs.
+:class:`DecoderStates` is the interface of the searches; two caches keep keys and values:
+
+- :class:`ListedKeys`, on CPU, keeps entries in the order in which they were computed, and each row
+  lists its own. Only the lists move with the rows; nothing is padded, masked or cut into heads.
+- :class:`GridKeys`, on other devices and for dtypes that the loops do not read, keeps one grid of
+  entries for the rows of a sentence; a mask selects the past of each row.
 
 Legend: B unfinished sentences, J rows of each, R = B · J rows, N source tokens, D model width, H
 heads, K head width, S source length, P entries, T positions so far.
-
-The decoder, one token per row at a time, with cached keys and values.
-
-A sentence has one row while its prompt is fed, and then as many as the search makes of it.
-
-Legend: B unfinished sentences, J rows of each, R = B · J rows, D model width.
 """
 
 from collections.abc import Sequence
@@ -32,25 +29,25 @@ from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, LayerCache, Transformer
 
 CACHE_STEP = 16
-"""A grid grows by this many positions at a time; entries double, from as many."""
+"""Positions that a grid grows by at a time, and initial positions of lists, which double."""
 
 
 class CachedKeys(Protocol):
-    """Of all layers. A search has one row per sentence until it moves them."""
+    """Cached keys and values of all decoder layers; at first with one row per sentence."""
 
     layers: list[LayerCache]
 
     def begin_step(self) -> None:
-        """Every row is about to add an entry to the past of every layer."""
+        """Prepare every layer's past for one more entry per row."""
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
-        """Only the sentences ``keep_B`` go on, with those of their rows, in that order."""
+        """Keep only the sentences ``keep_B`` with their rows ``beam_BJ``, in that order."""
 
 
 def cached_keys(
     layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
 ) -> CachedKeys:
-    """Nothing past, and the source's keys and values, of the decoder's layers."""
+    """Return caches of the decoder's layers: an empty past, and the source's keys and values."""
     if can_loop(memory_ND):
         return ListedKeys(layers, memory_ND, packing, tokens)
     return GridKeys(layers, memory_ND, packing, tokens)
@@ -60,7 +57,7 @@ def cached_keys(
 
 
 class ListedKeys:
-    """By loops, on CPU."""
+    """Entries listed per row, read by loops on CPU."""
 
     def __init__(
         self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
@@ -72,7 +69,7 @@ class ListedKeys:
         start_R = torch.zeros(rows, dtype=torch.int64)
         self.past = RowEntries(start_R, start_R, 0, listed_RT)
         self.made = 0
-        """Entries so far: those of the last step are the last rows."""
+        """Number of entries; those of the last step come last."""
         self.layers = [
             LayerCache(
                 past=_ListedPast(self, layer.self_attention, memory_ND),
@@ -82,6 +79,7 @@ class ListedKeys:
         ]
 
     def begin_step(self) -> None:
+        """Prepare every layer's past for one more entry per row."""
         rows = len(self.past.start_R)
         new_R = torch.arange(self.made, self.made + rows)
         assert self.past.entry_RT is not None, "the past is listed"
@@ -91,6 +89,7 @@ class ListedKeys:
         self.made += rows
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """Keep only these sentences and rows, in that order."""
         before = len(self.past.start_R) // self.sentences
         row_R = (keep_B[:, None] * before + beam_BJ).flatten()
         self.sentences = len(keep_B)
@@ -98,7 +97,7 @@ class ListedKeys:
 
 
 class _ListedPast:
-    """Of one layer: an entry per row and step."""
+    """Past of one layer: an entry per row and step."""
 
     def __init__(self, keys: ListedKeys, attention: Attention, like: Tensor) -> None:
         self.keys, self.num_heads = keys, attention.num_heads
@@ -119,7 +118,7 @@ class _ListedPast:
 
 
 class _ListedSource:
-    """Of one layer: the source's tokens, packed as they come from the encoder."""
+    """Source tokens of one layer, packed as in the encoder."""
 
     def __init__(
         self, keys: ListedKeys, attention: Attention, memory_ND: Tensor, tokens: Tokens
@@ -141,7 +140,7 @@ def _doubled(entry_PD: Tensor) -> Tensor:
 
 
 class GridKeys:
-    """By operators, on any device."""
+    """Entries in one grid per sentence, for any device."""
 
     def __init__(
         self, layers: list[DecoderLayer], memory_ND: Tensor, packing: Packing, tokens: Tokens
@@ -149,7 +148,7 @@ class GridKeys:
         batch = packing.batch
         self.own_past_BJP = torch.zeros(batch, 1, 0, dtype=torch.bool, device=memory_ND.device)
         self.start = self.stop = 0
-        """Entries that this step adds."""
+        """Range of the entries that this step adds."""
         self.source_mask = None if packing.is_full else packing.mask_BT[:, None, None, :]
         self.pasts = [_GridPast(self, layer.self_attention, memory_ND) for layer in layers]
         self.sources = [
@@ -159,6 +158,7 @@ class GridKeys:
         self.layers = [LayerCache(past=past, memory=source) for past, source in pairs]
 
     def begin_step(self) -> None:
+        """Prepare every layer's past for one more entry per row."""
         rows = self.own_past_BJP.shape[1]
         self.start, self.stop = self.stop, self.stop + rows
         if self.stop > self.own_past_BJP.shape[2]:
@@ -170,6 +170,7 @@ class GridKeys:
         self.own_past_BJP[:, :, self.start : self.stop] = itself
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
+        """Keep only these sentences and rows, in that order."""
         batch = len(self.own_past_BJP)
         self.own_past_BJP = self.own_past_BJP[keep_B[:, None], beam_BJ]
         if len(keep_B) == batch:
@@ -182,7 +183,7 @@ class GridKeys:
 
 
 class _GridPast:
-    """Of one layer: an entry per row and position; what is not yet written is masked, and 0."""
+    """Past of one layer: an entry per row and position; unwritten ones are 0 and masked."""
 
     def __init__(self, keys: GridKeys, attention: Attention, like: Tensor) -> None:
         self.keys, self.attention = keys, attention
@@ -205,7 +206,7 @@ class _GridPast:
 
 
 class _GridSource:
-    """Of one layer: the source's tokens, padded."""
+    """Source tokens of one layer, padded."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class _GridSource:
 
 
 def _heads_of_sentences(attention: Attention, x_RD: Tensor, like_BHSK: Tensor) -> Tensor:
-    """(R, D) → (B, H, J, K)."""
+    """Reshape (R, D) to (B, H, J, K)."""
     return attention.heads(x_RD.view(len(like_BHSK), -1, x_RD.shape[1]))
 
 
@@ -237,14 +238,14 @@ def _attend(
     value_BHSK: Tensor,
     mask: Tensor | None,
 ) -> Tensor:
-    """Rows of a sentence attend as if they were positions of one query."""
+    """Attend with the rows of a sentence as positions of one query."""
     query_BHJK = _heads_of_sentences(attention, query_RD, key_BHSK)
     context_BHJK = attend(query_BHJK, key_BHSK, value_BHSK, mask=mask)
     return context_BHJK.transpose(1, 2).reshape(query_RD.shape)
 
 
 class DecoderStates:
-    """What the unfinished sentences of a batch are decoded from; the prompts have one length."""
+    """Decoder and caches of the unfinished sentences of a batch; prompts have one length."""
 
     def __init__(
         self, model: Transformer, sources: Sequence[Source], *, route: Route = "specific"
@@ -267,13 +268,13 @@ class DecoderStates:
         return cached_keys(list(self.model.decoder_layers()), memory_ND, packing, tokens)
 
     def begin(self) -> Tensor:
-        """Feed the prompt; the decoder's states for the first token, (B, D)."""
+        """Feed the prompt; return the decoder's states for the first token, (B, D)."""
         for position in range(self.prompt_length):
             x_BD = self.step(self.prompt_BT[:, position], position)
         return x_BD
 
     def step(self, ids_R: Tensor, position: int) -> Tensor:
-        """Feed one token per row; the decoder's states for the next one, (R, D)."""
+        """Feed one token per row; return the decoder's states for the next one, (R, D)."""
         model, tokens = self.model, self._tokens(ids_R, position)
         self.keys.begin_step()
         embedded_RD = model.embedding(ids_R, is_target=True)
@@ -283,13 +284,13 @@ class DecoderStates:
         return x_RD
 
     def keep(self, keep_B: Tensor, beam_BJ: Tensor) -> None:
-        """Only the sentences ``keep_B`` go on, with those of their rows, in that order."""
+        """Keep only the sentences ``keep_B`` with their rows ``beam_BJ``, in that order."""
         self.keys.keep(keep_B, beam_BJ)
         if len(keep_B) < len(self.languages_B2):
             self.languages_B2 = self.languages_B2[keep_B]
 
     def _tokens(self, ids_R: Tensor, position: int) -> Tokens:
-        """What layers are told about one token per row."""
+        """Return the token information of one token per row."""
         source_language_B, target_language_B = self.languages_B2.unbind(1)
         rows = len(ids_R) // len(self.languages_B2)
         return Tokens(

@@ -1,16 +1,16 @@
-"""Phrases that a translation must have, by dynamic beam allocation (Post and Vilar 2018, §3).
+"""Forced prefixes, banned sequences and required phrases of translations.
 
-A hypothesis belongs to the bank of as many tokens as it has of its phrases: those of phrases that
-stand in it, unbroken, and those of the phrase it has begun. Beside the likeliest extensions every
-step looks at the likeliest one of every beam and at those that go on with a phrase or begin one.
-The beam is dealt out to the banks in turn, the fullest first, so that none starves however unlikely
-its phrases are; what a bank has no candidates for goes to the others. End-of-sentence is open to
-hypotheses with all phrases alone. A score is the model's own.
+Required phrases use dynamic beam allocation (Post and Vilar 2018, §3). A hypothesis belongs to the
+bank of as many tokens as it has of its phrases: the tokens of complete phrases and of the phrase
+it has begun. Besides the likeliest extensions, every step considers the likeliest extension of
+each beam and those that continue or begin a phrase. Banks take turns in filling the beam, the
+fullest first, so that no bank starves however unlikely its phrases are; other banks fill the
+places of a bank without candidates. Only hypotheses with all phrases may end.
+
+No constraint changes a score: it stays the model's own log-probability.
 
 Legend: B unfinished sentences, J rows of each, R = B · J rows, V vocabulary, C candidates, T tokens
 so far.
-
-A file that says line by line which phrases the translations of other lines must have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,38 +21,102 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.decoding.hypotheses import Source, check_tokens, has_sequence
+from pipeline.decoding.hypotheses import Source
 from pipeline.errors import ConfigError
 
 Phrase = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Restrictions:
+    """Forced prefixes and banned sequences of the sentences of a batch.
+
+    A sequence of k tokens is kept out by forbidding its last token behind the k - 1 before it.
+    """
+
+    prefixes: tuple[Phrase, ...]
+    """Prefix of each sentence; empty if it has none."""
+    banned: dict[Phrase, frozenset[int]]
+    """Sequence → indices of the sentences that must not contain it."""
+
+    @classmethod
+    def of(cls, sources: Sequence[Source], *, specials: frozenset[int]) -> "Restrictions | None":
+        """Collect the restrictions of a batch; None if no sentence has any.
+
+        Raises:
+            ConfigError: a prefix or banned sequence is empty or contains a special (padding,
+                end-of-sentence), or a prefix contains a banned sequence.
+        """
+        if not any(source.prefix or source.banned for source in sources):
+            return None
+        banned: dict[Phrase, set[int]] = {}
+        for index, source in enumerate(sources):
+            for sequence in source.banned:
+                _check_tokens(sequence, specials=specials)
+                if has_sequence(source.prefix, sequence):
+                    raise ConfigError(
+                        f"The forced prefix {list(source.prefix)} has the banned tokens "
+                        f"{list(sequence)} in it. Change one of them."
+                    )
+                banned.setdefault(sequence, set()).add(index)
+            if source.prefix:
+                _check_tokens(source.prefix, specials=specials)
+        return cls(
+            tuple(source.prefix for source in sources),
+            {sequence: frozenset(indices) for sequence, indices in banned.items()},
+        )
+
+    def apply(
+        self, log_p_RV: Tensor, tokens_BJT: Tensor, *, active: Sequence[int], length: int
+    ) -> None:
+        """Set the forbidden choices of the ``length``-th token to -inf, in place.
+
+        The log-probabilities of allowed tokens stay as they are. ``active`` has the sentence of
+        every row b.
+        """
+        log_p_BJV = log_p_RV.view(len(active), -1, log_p_RV.shape[1])
+        for sequence, indices in self.banned.items():
+            rows = [row for row, index in enumerate(active) if index in indices]
+            if rows and length >= len(sequence):
+                _forbid(log_p_BJV, tokens_BJT, sequence, rows=rows)
+        for row, index in enumerate(active):
+            if length <= len(self.prefixes[index]):
+                token = self.prefixes[index][length - 1]
+                forced_J = log_p_BJV[row, :, token].clone()
+                log_p_BJV[row] = -torch.inf
+                log_p_BJV[row, :, token] = forced_J
+
+
+def force_end(logits_RV: Tensor, is_forced_B: Sequence[bool], *, eos_id: int) -> None:
+    """Allow only end-of-sentence to all rows of the given sentences, in place."""
+    if not any(is_forced_B):
+        return
+    is_forced = torch.tensor(is_forced_B, device=logits_RV.device)
+    is_forced_R = is_forced.repeat_interleave(len(logits_RV) // len(is_forced_B))
+    is_other_V = torch.arange(logits_RV.shape[1], device=logits_RV.device) != eos_id
+    logits_RV.masked_fill_(is_forced_R[:, None] & is_other_V, -torch.inf)
+
+
+@dataclass(frozen=True)
 class Progress:
-    """How far a hypothesis is with its phrases."""
+    """The share of its required phrases that a hypothesis has."""
 
     tokens: int
-    """Those of phrases that it has, and of the one it has begun."""
+    """Tokens of the complete phrases and of the phrase it has begun."""
     missing: int
-    """The others; 0 where it has all phrases."""
+    """Remaining tokens; 0 if the hypothesis has all phrases."""
     next_tokens: frozenset[int]
-    """What goes on with a phrase, or begins one."""
+    """Tokens that continue the begun phrase or begin another one."""
 
 
 def progress_of(tokens: Phrase, phrases: Sequence[Phrase]) -> Progress:
-    """Of a hypothesis; phrases may share its tokens."""
+    """Measure the progress of a hypothesis; phrases may share its tokens."""
     missing = [phrase for phrase in phrases if not has_sequence(tokens, phrase)]
     begun = [_begun(tokens, phrase) for phrase in missing]
     wanted = {phrase[length] for phrase, length in zip(missing, begun, strict=True)}
     total = sum(map(len, phrases))
     left = sum(map(len, missing)) - max(begun, default=0)
     return Progress(total - left, left, frozenset(wanted | {phrase[0] for phrase in missing}))
-
-
-def _begun(tokens: Phrase, phrase: Phrase) -> int:
-    """With how many tokens of a phrase a hypothesis ends, short of all."""
-    longest = min(len(phrase) - 1, len(tokens))
-    return next(n for n in range(longest, -1, -1) if tokens[len(tokens) - n :] == phrase[:n])
 
 
 @dataclass(frozen=True)
@@ -65,7 +129,7 @@ class Candidates:
 
 
 class Constraints:
-    """The phrases of the sentences of a batch."""
+    """Required phrases of the sentences of a batch."""
 
     def __init__(self, phrases: Sequence[tuple[Phrase, ...]], *, eos_id: int) -> None:
         self.phrases, self.eos_id = phrases, eos_id
@@ -74,27 +138,27 @@ class Constraints:
     def of(
         cls, sources: Sequence[Source], *, specials: frozenset[int], eos_id: int
     ) -> "Constraints | None":
-        """None where no sentence has any.
+        """Collect the required phrases of a batch; None if no sentence has any.
 
         Raises:
-            ConfigError: a phrase that no hypothesis can have: it is empty, or has a special
-                (padding, end-of-sentence) or a banned sequence.
+            ConfigError: a phrase is empty or contains a special (padding, end-of-sentence) or a
+                banned sequence.
         """
         if not any(source.required for source in sources):
             return None
         for source in sources:
             for phrase in source.required:
-                check_tokens(phrase, specials=specials)
+                _check_tokens(phrase, specials=specials)
                 if any(has_sequence(phrase, banned) for banned in source.banned):
                     raise ConfigError(
-                        f"The phrase {list(phrase)} that a translation must have has a banned one "
-                        "in it: change one of them."
+                        f"The required phrase {list(phrase)} has a banned one in it. Change one of "
+                        "them."
                     )
-        unlike = [tuple(dict.fromkeys(source.required)) for source in sources]
-        return cls(unlike, eos_id=eos_id)
+        distinct = [tuple(dict.fromkeys(source.required)) for source in sources]
+        return cls(distinct, eos_id=eos_id)
 
     def bar_ends(self, logits_RV: Tensor, tokens_BJT: Tensor, *, active: Sequence[int]) -> None:
-        """No hypothesis ends that lacks a phrase; in place."""
+        """Forbid end-of-sentence to every hypothesis that lacks a phrase, in place."""
         logits_BJV = logits_RV.view(*tokens_BJT.shape[:2], -1)
         for row, index in enumerate(active):
             for beam, tokens in enumerate(self._tokens(tokens_BJT, row, index)):
@@ -110,10 +174,15 @@ class Constraints:
         active: Sequence[int],
         is_last: Sequence[bool],
     ) -> Candidates:
-        """The candidates found and those that phrases need, in the order they get their places.
+        """Add the candidates that phrases need, and order all by their turn to get a place.
 
-        ``total_RV`` are the scores of all extensions. ``is_last`` says which sentences' hypotheses
-        are taken as they are, with or without an end: those that lack a phrase are not.
+        Args:
+            found: the likeliest candidates.
+            total_RV: scores of all extensions.
+            tokens_BJT: tokens of the beams so far.
+            active: index of the sentence of each row b.
+            is_last: whether hypotheses of a sentence are taken with or without an end. Those that
+                lack a phrase are left out.
         """
         total_BJV = total_RV.view(*tokens_BJT.shape[:2], -1)
         rows: list[list[tuple[float, int, int]]] = []
@@ -134,17 +203,13 @@ class Constraints:
         width = max(map(len, rows))
         filled = [row + [(-torch.inf, 0, 0)] * (width - len(row)) for row in rows]
         score, beam, token = (
-            [[entry[part] for entry in row] for row in filled] for part in range(3)
+            torch.tensor([[entry[part] for entry in row] for row in filled], device=total_RV.device)
+            for part in range(3)
         )
-        device = total_RV.device
-        return Candidates(
-            torch.tensor(score, device=device),
-            torch.tensor(beam, device=device),
-            torch.tensor(token, device=device),
-        )
+        return Candidates(score, beam, token)
 
     def _tokens(self, tokens_BJT: Tensor, row: int, index: int) -> list[Phrase]:
-        """Of the beams of a sentence that has phrases."""
+        """Return the tokens of a sentence's beams; [] if it has no phrases."""
         if not self.phrases[index]:
             return []
         return [tuple(tokens) for tokens in tokens_BJT[row].tolist()]
@@ -158,7 +223,7 @@ class Constraints:
         *,
         is_last: bool,
     ) -> list[tuple[float, int, int]]:
-        """One from every bank in turn, the fullest bank first, the likeliest of a bank first."""
+        """Take one candidate of each bank in turn: fullest bank first, likeliest of it first."""
         chosen = {(beam, token): score for score, beam, token in candidates if isfinite(score)}
         best_J = total_JV.argmax(1).tolist()
         for beam, past in enumerate(pasts):
@@ -176,17 +241,33 @@ class Constraints:
         return [bank[turn] for turn in turns for bank in ordered if turn < len(bank)]
 
 
+def no_room_for_phrases() -> ConfigError:
+    """Return the error for a sentence none of whose hypotheses has all required phrases."""
+    return ConfigError(
+        "No translation was found that has all the phrases it must have: they do not fit beside "
+        "a forced prefix or banned phrases, or the model's scores are not numbers. Require fewer "
+        "phrases."
+    )
+
+
+def has_sequence(tokens: Phrase, sequence: Phrase) -> bool:
+    """Return whether the tokens contain the sequence, unbroken."""
+    starts = range(len(tokens) - len(sequence) + 1)
+    return any(tokens[start : start + len(sequence)] == sequence for start in starts)
+
+
 def read_phrases(path: Path) -> Iterator[tuple[str, ...]]:
-    """Of every line in order, what stands between its tabs; an empty line asks for nothing.
+    """Read the tab-separated phrases of every line; an empty line has none.
+
+    The file is opened at once and read line by line.
 
     Raises:
-        ConfigError: the file cannot be read, or is not UTF-8; before anything is given out where it
-            cannot be opened.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         file = path.open(encoding="utf-8-sig", newline="\n")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): name a file.") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}). Name a file.") from error
     return _phrases_of(file, path)
 
 
@@ -196,6 +277,33 @@ def _phrases_of(file: Iterator[str], path: Path) -> Iterator[tuple[str, ...]]:
             yield tuple(phrase for phrase in map(str.strip, line.split("\t")) if phrase)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} cannot be read as UTF-8 ({error}): write one line of phrases, tabs between "
-            "them, for every line to translate."
+            f"{path} cannot be read as UTF-8 ({error}). Write one line of phrases, separated by "
+            "tabs, for every line to translate."
         ) from error
+
+
+def _forbid(
+    log_p_BJV: Tensor, tokens_BJT: Tensor, sequence: Phrase, *, rows: Sequence[int]
+) -> None:
+    """Forbid the sequence's last token to every beam of the rows that ends with the others."""
+    *before, last = sequence
+    rows_B = torch.tensor(rows, device=log_p_BJV.device)
+    end_BJT = tokens_BJT[rows_B, :, tokens_BJT.shape[2] - len(before) :]
+    stands_BJ = (end_BJT == torch.tensor(before, device=end_BJT.device)).all(2)
+    column_BJ = log_p_BJV[rows_B, :, last]
+    log_p_BJV[rows_B, :, last] = column_BJ.masked_fill(stands_BJ, -torch.inf)
+
+
+def _begun(tokens: Phrase, phrase: Phrase) -> int:
+    """Return how many first tokens of an incomplete phrase the hypothesis ends with."""
+    longest = min(len(phrase) - 1, len(tokens))
+    return next(n for n in range(longest, -1, -1) if tokens[len(tokens) - n :] == phrase[:n])
+
+
+def _check_tokens(sequence: Phrase, *, specials: frozenset[int]) -> None:
+    """Raise ConfigError for a sequence that no hypothesis can contain."""
+    if not sequence or specials.intersection(sequence):
+        raise ConfigError(
+            f"No hypothesis can have the tokens {list(sequence)}: the sequence is empty or has "
+            "padding or end-of-sentence in it. Give a prefix, banned sequence or phrase without."
+        )

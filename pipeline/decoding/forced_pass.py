@@ -1,7 +1,7 @@
-"""What the model thinks of given translations: one pass over all their tokens at once.
+"""Score given translations: one pass over all their tokens at once.
 
-The row of attention that belongs to a token is that of the position which predicts it, the mean
-over the heads of one layer, as in fairseq's ``SequenceGeneratorWithAlignment``.
+The attention of a token is that of the position that predicts it, averaged over the heads of one
+layer, as in fairseq's ``SequenceGeneratorWithAlignment``.
 
 Legend: B batch, N real tokens, D model width, H heads, T target length, S source length, K head
 width, L predicted tokens, V vocabulary.
@@ -22,17 +22,17 @@ from pipeline.model.tokens import Tokens, project
 from pipeline.model.transformer import DecoderLayer, Transformer
 
 LOGIT_ROWS = 256
-"""Logits of this many tokens are held at once."""
+"""Most tokens whose logits are in memory at once."""
 
 
 @dataclass(frozen=True)
 class ForcedPass:
-    """Of one translation of T tokens, from a source of S, tags and end-of-sentence included."""
+    """Scores of a translation of T tokens from a source of S, tags and end-of-sentence included."""
 
     log_p: tuple[float, ...]
-    """Of every token given those before it, and last of end-of-sentence, (T + 1)."""
+    """Log-probability of every token given those before it, then of end-of-sentence, (T + 1)."""
     attention_TS: Tensor | None
-    """How much each token looks at the source, on the CPU; None where no layer was named."""
+    """Attention of each token to the source, on the CPU; None if no layer was named."""
 
 
 @torch.inference_mode()
@@ -45,7 +45,7 @@ def forced_pass(
     attention_of: int | None = None,
     route: Route = "specific",
 ) -> list[ForcedPass]:
-    """Log-probabilities of the tokens, and the attention of decoder layer ``attention_of``."""
+    """Return log-probabilities of the tokens, and attention of decoder layer ``attention_of``."""
     model.eval()
     device = model.device
     inputs = [(*s.prompt, *t.tokens) for s, t in zip(sources, translations, strict=True)]
@@ -95,9 +95,9 @@ def _log_probabilities(
     *,
     eos_id: int,
 ) -> list[list[float]]:
-    """Of the token behind every position of the decoder's input, sentence by sentence.
+    """Return the log-probability of the token behind every position, sentence by sentence.
 
-    Within the prompt, whose tags a model may not be able to predict, of end-of-sentence.
+    Within the prompt it is that of end-of-sentence: a model may not be able to predict tags.
     """
     behind = zip(inputs, prompts, strict=True)
     labels = [(*[eos_id] * (prompt - 1), *ids[prompt:], eos_id) for ids, prompt in behind]
@@ -118,7 +118,7 @@ def _attention(
     memory_ND: Tensor,
     memory: Packing,
 ) -> Tensor:
-    """Weights of the layer's cross-attention, mean of the heads, (B, T, S)."""
+    """Return the weights of the layer's cross-attention, averaged over heads, (B, T, S)."""
     norm = layer.self_attention_norm
     context_ND = layer.self_attention(norm.enter(x_ND), target, tokens, is_causal=True)
     x_ND = norm.leave(x_ND, context_ND)

@@ -1,9 +1,9 @@
-"""Lines of a file descriptor as they come: from a file, a pipe, a terminal.
+"""Read lines from a file, a pipe or a terminal as they arrive.
 
-What is there is read in one go; what is not there is waited for only where there is nothing to
-give out, so that whoever writes one line and waits gets its answer. Memory is bounded: no more is
-read ahead than one batch of lines or ``READ_BYTES``, and a line longer than ``max_bytes`` is not
-kept.
+Lines that have arrived are returned together. The reader waits only while it has no line to return,
+so that a process that writes one line and waits gets its translation. Memory is bounded: at most
+one batch of lines or ``AHEAD_BYTES`` is read ahead, and a line longer than ``max_bytes`` is
+discarded.
 """
 
 import codecs
@@ -17,43 +17,48 @@ from pipeline.errors import DataError
 
 READ_BYTES = 64 * 1024
 AHEAD_BYTES = 1024 * 1024
-"""Once this much is waiting in whole lines, no more is read."""
+"""Size of complete lines at which no more is read ahead."""
 MAX_LINE_BYTES = 1024 * 1024
 PAUSE_SECONDS = 0.02
-"""How long a batch that is not full waits for another line."""
+"""Time that a batch that is not full waits for another line."""
 
 _LINE_BREAKS = re.compile("[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 
 
 @dataclass(frozen=True)
 class IncomingLine:
-    """A line without its end, or what is wrong with it and an empty text in its place."""
+    """A line without its end; an unreadable one has a problem and an empty text."""
 
     number: int
-    """From 1 on."""
+    """Line number, counted from 1."""
     text: str
     problem: str = ""
+    """Reason why the line is unreadable, as in "is not UTF-8"."""
 
 
 class IncomingLines:
-    """Reads the lines of a descriptor; only a line feed ends one, and the end of the input.
+    """Reader of the lines of a file descriptor.
 
-    A byte order mark before the first line and a carriage return before a line feed are dropped.
+    Only a line feed and the end of the input end a line. A byte order mark before the first line
+    and a carriage return before a line feed are dropped.
     """
 
     def __init__(self, descriptor: int, *, max_bytes: int = MAX_LINE_BYTES) -> None:
         self._descriptor, self._max_bytes = descriptor, max_bytes
         self._complete: deque[bytes | None] = deque()
-        """Lines not yet given out; None for one that is too long."""
+        """Lines not yet returned; None for one that is too long."""
         self._complete_bytes = 0
         self._begun = bytearray()
-        """The beginning of the line whose end has not come yet."""
+        """Beginning of the line whose end has not arrived."""
         self._too_long = False
         self._ended = False
         self._given = 0
 
     def take(self, most: int) -> list[IncomingLine]:
-        """The next 1 to ``most`` lines, waiting for the first of them; [] at the end.
+        """Return the next 1 to ``most`` lines; wait for the first of them.
+
+        Returns:
+            The lines; [] at the end of the input.
 
         Raises:
             DataError: the descriptor cannot be read.
@@ -66,7 +71,7 @@ class IncomingLines:
         return self._ended or len(self._complete) >= most or self._complete_bytes >= AHEAD_BYTES
 
     def _wait(self, seconds: float | None) -> bool:
-        """Whether there is something to read (or the end), after at most so many seconds."""
+        """Wait at most so many seconds; return whether there is input to read, or its end."""
         try:
             return bool(select.select([self._descriptor], [], [], seconds)[0])
         except (OSError, ValueError) as error:
@@ -75,7 +80,7 @@ class IncomingLines:
     def _read(self) -> None:
         try:
             chunk = os.read(self._descriptor, READ_BYTES)
-        except BlockingIOError:  # someone else has read it
+        except BlockingIOError:  # another process has read it
             return
         except OSError as error:
             raise _unreadable(error) from error
@@ -117,12 +122,12 @@ class IncomingLines:
 
 
 def without_line_breaks(text: str) -> str:
-    """The text on one line for whoever reads it: every other character that ends one is a space."""
+    """Replace every character that some reader takes for a line end by a space."""
     return _LINE_BREAKS.sub(" ", text)
 
 
 def _unreadable(error: OSError | ValueError) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return DataError(
-        f"Standard input cannot be read ({reason}): give the lines by a pipe, or with < FILE."
+        f"Standard input cannot be read ({reason}). Give the lines by a pipe, or with < FILE."
     )

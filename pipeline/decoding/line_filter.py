@@ -1,8 +1,8 @@
-"""``mmnmt translate --from en --to de``: lines of standard input, translated as they come.
+"""Translate lines of standard input as they arrive: ``mmnmt translate --from en --to de``.
 
-Line n of the output is the translation of line n of the input, whatever is in it: a line that
-cannot be read is named on standard error and stands as an empty one. Where more than a text is
-asked for, it is a JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
+Line n of the output is the translation of line n of the input. An unreadable line is reported on
+standard error and gives an empty line. If the recipe asks for more than a text, an output line is a
+JSON object with ``text``, ``score`` and the details (``artifacts/corpus.py``).
 """
 
 import json
@@ -18,25 +18,27 @@ from pipeline.errors import ConfigError
 from pipeline.terminal import counted
 
 BATCH_LINES = 256
-"""Lines translated at once, where that many are there."""
+"""Most lines that are translated at once."""
 NAMED_PROBLEMS = 20
-"""So many lines that cannot be read are named; the others are counted."""
+"""Most unreadable lines that are reported one by one; further ones are counted."""
 
 
 @dataclass
 class FilterCounts:
-    """What has been read and written, and of how many lines there is something to say."""
+    """Lines read, and the lines among them that call for a remark."""
 
     lines: int = 0
     unreadable: int = 0
     split: int = 0
     parts: int = 0
-    """Of the lines that were split, together."""
+    """Parts of all lines that were split."""
     truncated: int = 0
     invalid: int = 0
+    """Lines whose translations had bytes that are not UTF-8."""
     invalid_sequences: int = 0
 
     def add(self, line: IncomingLine, hypothesis: Hypothesis) -> None:
+        """Count a line and its translation."""
         self.lines += 1
         self.unreadable += bool(line.problem)
         self.split += hypothesis.split > 0
@@ -46,27 +48,27 @@ class FilterCounts:
         self.invalid_sequences += hypothesis.invalid
 
     def sentences(self, *, max_tokens: int) -> Iterator[str]:
-        """One for each thing that is worth saying, when all is done."""
+        """Yield one sentence for each kind of remark, after the last line."""
         if self.unreadable > NAMED_PROBLEMS:
             yield (
-                f"{self.unreadable:,} of {self.lines:,} lines could not be read: an empty line "
-                "stands for each of them."
+                f"{self.unreadable:,} of {self.lines:,} lines could not be read. Each was "
+                "translated as an empty line."
             )
         if self.split:
             yield (
                 f"{self.split:,} of {self.lines:,} lines were longer than the model's "
-                f"{max_tokens:,} tokens: they were translated in {self.parts:,} parts, split at "
-                "sentence ends where there are any, and joined again."
+                f"{max_tokens:,} tokens. They were split into {self.parts:,} parts, at sentence "
+                "ends if possible, translated, and joined again."
             )
         if self.truncated:
             yield (
-                f"{self.truncated:,} of {self.lines:,} lines were truncated: a single character of "
-                f"theirs has more than the model's {max_tokens:,} tokens."
+                f"{self.truncated:,} of {self.lines:,} lines were truncated: they have a single "
+                f"character of more than the model's {max_tokens:,} tokens."
             )
         if self.invalid:
             yield (
-                f"the translations of {self.invalid:,} of {self.lines:,} lines had "
-                f"{counted(self.invalid_sequences, 'sequence')} of bytes that are no UTF-8: they "
+                f"The translations of {self.invalid:,} of {self.lines:,} lines had "
+                f"{counted(self.invalid_sequences, 'sequence')} of bytes that are not UTF-8, which "
                 "were dropped."
             )
 
@@ -84,24 +86,25 @@ def filter_lines(
     phrases: Iterator[tuple[str, ...]] | None = None,
     segmenters: Mapping[str, str] | None = None,
 ) -> FilterCounts:
-    """Translate the lines in order, as they come.
+    """Translate the lines in order, as they arrive.
 
     Args:
         checkpoint: the model.
-        decoding: how it searches.
-        source, target: languages of the model, in any usual spelling.
-        lines: where they come from.
-        write: gets each translation, without a line end or what could be taken for one.
-        say: gets each sentence about a line that cannot be read, and at the end those about lines
-            that were split.
-        has_prefixes: a line's translation begins with what stands behind its first tab, if it has
-            one.
-        phrases: of every line in order, what its translation must have; those behind the last
-            must have none.
-        segmenters: those that the recipe names.
+        decoding: settings of the search.
+        source: source language, in any usual spelling.
+        target: target language, in any usual spelling.
+        lines: reader of the input.
+        write: receives each translation, without any character that could be taken for a line end.
+        say: receives remarks: one for each unreadable line, and the summary at the end.
+        has_prefixes: whether the text behind a line's first tab is a prefix of its translation.
+        phrases: required phrases of every line in order; lines behind the last have none.
+        segmenters: segmenters named by the recipe.
+
+    Returns:
+        Counts of the lines.
 
     Raises:
-        ConfigError: a language the model does not know, or both the same.
+        ConfigError: the model does not know a language, or both are the same.
         DataError: the input cannot be read any further.
     """
     translator = Translator(checkpoint, decoding, segmenters=segmenters)
@@ -118,7 +121,7 @@ def filter_lines(
             for line, hypothesis in zip(batch, translations, strict=True):
                 counts.add(line, hypothesis)
                 if line.problem and counts.unreadable <= NAMED_PROBLEMS:
-                    say(f"line {line.number} {line.problem}: an empty line stands for it.")
+                    say(f"Line {line.number} {line.problem}. It is translated as an empty line.")
                 write(without_line_breaks(_written(hypothesis)))
     finally:
         for sentence in counts.sentences(max_tokens=translator.max_tokens):
@@ -127,11 +130,15 @@ def filter_lines(
 
 
 def find_direction(translator: Translator, *, source: str, target: str) -> Direction:
-    """The direction by the model's own codes; ConfigError as in ``filter_lines``."""
+    """Return the direction in the model's own codes.
+
+    Raises:
+        ConfigError: the model does not know a language, or both are the same.
+    """
     direction = Direction(translator.code_of(source), translator.code_of(target))
     if direction.source == direction.target:
         raise ConfigError(
-            f"--from {source} and --to {target} are one language: name two different ones."
+            f"--from {source} and --to {target} are one language. Name two different ones."
         )
     translator.tokenizer.refuse_to_write(direction.target)
     return direction
@@ -145,7 +152,7 @@ def translate_lines(
     prefixes: Sequence[str] | None = None,
     required: Sequence[tuple[str, ...]] | None = None,
 ) -> list[Hypothesis]:
-    """Their translations in order; computed in batches of similar length."""
+    """Translate lines in batches of similar length; return the translations in order."""
     begun = prefixes or [""] * len(lines)
     wanted = required or [()] * len(lines)
     jobs = [
@@ -162,7 +169,7 @@ def translate_lines(
 def _take_prefixes(
     translator: Translator, lines: Sequence[IncomingLine]
 ) -> tuple[list[IncomingLine], list[str]]:
-    """The lines up to their tabs, and what stands behind; a prefix nothing begins with is named."""
+    """Split lines at their first tabs into texts and prefixes; report impossible prefixes."""
     texts, prefixes = [], []
     for line in lines:
         text, _, prefix = line.text.partition("\t")
@@ -179,7 +186,7 @@ def _take_phrases(
     prefixes: Sequence[str] | None,
     phrases: Iterator[tuple[str, ...]],
 ) -> tuple[list[IncomingLine], list[tuple[str, ...]]]:
-    """The next lines and what their translations must have; what none can have is named."""
+    """Return the lines and their required phrases; report phrases that no translation can have."""
     taken, required = [], []
     for line, prefix in zip(lines, prefixes or [""] * len(lines), strict=True):
         wanted = next(phrases, ())
@@ -191,7 +198,7 @@ def _take_phrases(
 
 
 def _written(hypothesis: Hypothesis) -> str:
-    """The text, or all that was asked for as JSON."""
+    """Return the text, or as JSON everything that the recipe asks for."""
     if hypothesis.details is None:
         return hypothesis.text
     found = {"text": hypothesis.text, "score": hypothesis.score}

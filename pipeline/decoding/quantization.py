@@ -1,10 +1,10 @@
-"""Weights in 8 bits for translating on CPU: every linear layer and the output projection.
+"""8-bit weights for translation on CPU: all linear layers and the output projection.
 
-Weights are quantised per output, symmetrically. States are quantised as they come, every row by its
-own largest magnitude, so that a translation does not depend on what stands in its batch (PyTorch's
-dynamic quantisation takes one range for all rows). They take 7 bits: on processors without VNNI,
-products of 8 by 8 bits are added in pairs in 16 bits, where they would not fit. Experts, routers,
-embeddings and norms stay as they are.
+Weights are quantized symmetrically per output. Activations are quantized on the fly, each row by
+its own largest magnitude, so that a translation does not depend on its batch (PyTorch's dynamic
+quantization uses one range for all rows). Activations have 7 bits: processors without VNNI add
+pairs of 8-bit products in 16 bits, which 8 by 8 bits would overflow. Experts, routers, embeddings
+and norms are not quantized.
 
 Legend: R rows, I inputs, O outputs.
 """
@@ -21,12 +21,12 @@ from pipeline.kernels.products import Linear
 from pipeline.model.transformer import Transformer
 
 LARGEST, MIDDLE = 63, 64
-"""Of a row; the zero of its unsigned 7 bits."""
+"""Largest magnitude of a row in unsigned 7 bits, and their zero point."""
 LARGEST_WEIGHT = 127
 
 
 class QuantizedLinear(nn.Module):
-    """x Wᵀ + b with W in 8 bits; of float32, returns float32."""
+    """Linear layer x Wᵀ + b with W in 8 bits; input and output are float32."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         super().__init__()
@@ -34,6 +34,7 @@ class QuantizedLinear(nn.Module):
         self.packed = _packed(weight_OI.detach().float())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to (..., I); return (..., O)."""
         scale = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
         y: Tensor = _product()(x / scale, 1.0 / LARGEST, MIDDLE, self.packed)
         y *= scale
@@ -41,19 +42,19 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(model: Transformer) -> None:
-    """Put 8-bit layers in the places of a model's linear ones, for good.
+    """Replace a model's linear layers by 8-bit ones, in place.
 
     Raises:
-        ConfigError: the model is not on the CPU, or this build of PyTorch has no such products.
+        ConfigError: the model is not on the CPU, or this build of PyTorch has no 8-bit products.
     """
     if model.device.type != "cpu":
         raise ConfigError(
-            'decoding.precision = "int8" is for translating on CPU: take "bfloat16" on a GPU.'
+            'decoding.precision = "int8" is for translating on CPU. Set "bfloat16" on a GPU.'
         )
     if not {"fbgemm", "x86"} & {*torch.backends.quantized.supported_engines}:
         raise ConfigError(
-            'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs: '
-            'take "float32" or "bfloat16".'
+            'This build of PyTorch has no 8-bit products, which decoding.precision = "int8" needs. '
+            'Set "float32" or "bfloat16".'
         )
     for module in model.modules():
         for name, child in module.named_children():
@@ -66,11 +67,11 @@ def quantize(model: Transformer) -> None:
 
 
 def _packed(weight_OI: Tensor) -> Any:
-    """As the product wants it."""
+    """Pack quantized weights for the product."""
     scale_O = weight_OI.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_WEIGHT
     zero_O = torch.zeros(len(scale_O), dtype=torch.int64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that quantised tensors will move elsewhere
+        warnings.simplefilter("ignore", UserWarning)  # quantized tensors will move
         quantized = torch.quantize_per_channel(
             weight_OI, scale_O.double(), zero_O, axis=0, dtype=torch.qint8
         )
@@ -78,7 +79,7 @@ def _packed(weight_OI: Tensor) -> Any:
 
 
 def _product() -> Callable[..., Tensor]:
-    """Quantises its input by a scale and a zero that it is told, and gives out float32."""
+    """Return the product that quantizes its input by a given scale and zero, into float32."""
     found: Callable[..., Tensor] = (
         torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
     )

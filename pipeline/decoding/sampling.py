@@ -1,10 +1,11 @@
-"""Hypotheses drawn at random from the model's distribution, position by position.
+"""Sampling: draw hypotheses token by token from the model's distribution.
 
-One uniform number decides each token: where it falls in the cumulated probabilities, in the order
-of the vocabulary. The numbers follow from the seed, the sentence and the number of the sample, so
-that neither batch nor world matter (up to floating-point rounding).
+One uniform number chooses each token by its place in the cumulated probabilities, in the order of
+the vocabulary. The seed, the sentence and the number of the sample determine these numbers, so that
+neither the batch nor the number of ranks changes a sample (up to floating-point rounding).
 
-Scores are those of beam search: the model's own log-probabilities, whatever the temperature.
+As in beam search, scores are the model's own log-probabilities; the temperature does not change
+them.
 
 Legend: B unfinished sentences, J samples of each, R = B · J rows, V vocabulary, T tokens.
 """
@@ -17,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.decoding.cached_keys import DecoderStates
+from pipeline.decoding.constraints import Restrictions, force_end
 from pipeline.decoding.hypotheses import (
-    Restrictions,
     Source,
     Translation,
     length_limit,
@@ -34,13 +35,17 @@ from pipeline.seeds import named_generator
 def sample(
     model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
 ) -> list[list[Translation]]:
-    """``n_best`` samples of every source, in the order drawn; the prompts must have one length."""
+    """Draw ``n_best`` samples of every source; the prompts must have one length.
+
+    Returns:
+        The samples of each source, in the order drawn.
+    """
     model.eval()
     return Sampler(model, sources, config, eos_id=eos_id).run()
 
 
 class Sampler:
-    """The state of one batch: unfinished sentences in order, their samples so far."""
+    """Sampling of one batch: unfinished sentences in order and their samples so far."""
 
     def __init__(
         self,
@@ -60,14 +65,14 @@ class Sampler:
         self.limits = [length_limit(source, config, positions=positions) for source in sources]
         self.active = list(range(len(sources)))
         self.found: list[dict[int, Translation]] = [{} for _ in sources]
-        """Of each sentence, the samples that have ended, by number."""
+        """Ended samples of each sentence, by number."""
         self.uniform_BJT = self._numbers(sources).to(model.device)
         grid = (len(sources), self.samples)
         self.tokens_BJT = torch.empty(*grid, 0, dtype=torch.int64, device=model.device)
         self.total_BJ = torch.zeros(grid, device=model.device)
 
     def _numbers(self, sources: Sequence[Source]) -> Tensor:
-        """A number from 0 to 1 for every token that may come."""
+        """Draw a number from 0 to 1 for every possible token, (B, J, most tokens)."""
         uniform_BJT = torch.zeros(
             len(sources), self.samples, max(self.limits), dtype=torch.float64, device="cpu"
         )
@@ -81,6 +86,7 @@ class Sampler:
         return uniform_BJT
 
     def run(self) -> list[list[Translation]]:
+        """Draw until all samples have ended; return those of each sentence."""
         x_BD = self.states.begin()
         every_B = torch.arange(len(self.active), device=x_BD.device)
         self.states.keep(every_B, torch.zeros_like(every_B)[:, None].expand(-1, self.samples))
@@ -93,7 +99,7 @@ class Sampler:
         return [[found[number] for number in range(self.samples)] for found in self.found]
 
     def advance(self, logits_RV: Tensor, length: int) -> Tensor | None:
-        """Draw every sample's next token (the ``length``-th); None when all have ended."""
+        """Draw every sample's ``length``-th token; return these, or None when all have ended."""
         log_p_RV = F.log_softmax(logits_RV, dim=1, dtype=torch.float32)
         self._restrict(log_p_RV, length)
         token_R = draw(log_p_RV, self.uniform_BJT[:, :, length - 1].flatten(), self.config)
@@ -115,18 +121,16 @@ class Sampler:
         log_p_RV[:, self.model.spec.pad_id] = -torch.inf
         if self.restrictions is not None:
             self.restrictions.apply(log_p_RV, self.tokens_BJT, active=self.active, length=length)
-        at_limit = [length >= self.limits[index] for index in self.active]
-        if any(at_limit) and self.rule.forces_end_at_limit:
-            rows = torch.tensor(at_limit, device=log_p_RV.device).repeat_interleave(self.samples)
-            others = torch.arange(log_p_RV.shape[1], device=log_p_RV.device) != self.eos_id
-            log_p_RV.masked_fill_(rows[:, None] & others, -torch.inf)
+        if self.rule.forces_end_at_limit:
+            force_end(log_p_RV, self._at_limit(length), eos_id=self.eos_id)
+
+    def _at_limit(self, length: int) -> list[bool]:
+        return [length >= self.limits[index] for index in self.active]
 
     def _collect(self, token_BJ: Tensor, length: int) -> None:
-        """Record the samples that end here; what their rows draw from now on is not looked at."""
-        at_limit = [length >= self.limits[index] for index in self.active]
-        ends_BJ = (token_BJ == self.eos_id) | torch.tensor(at_limit, device=token_BJ.device)[
-            :, None
-        ]
+        """Record the samples that end here; tokens that their rows draw later are ignored."""
+        at_limit_B = torch.tensor(self._at_limit(length), device=token_BJ.device)
+        ends_BJ = (token_BJ == self.eos_id) | at_limit_B[:, None]
         counted = self.rule.counted_length(length, prompt_length=self.states.prompt_length)
         for row, number in ends_BJ.nonzero().tolist():
             found = self.found[self.active[row]]
@@ -140,7 +144,7 @@ class Sampler:
             found[number] = Translation(ended, total / counted**self.config.length_penalty)
 
     def _keep(self, keep: list[int]) -> None:
-        """Sentences whose samples have all ended leave."""
+        """Keep only these rows of sentences: all samples of the others have ended."""
         keep_B = torch.tensor(keep, device=self.total_BJ.device)
         own_row_J = torch.arange(self.samples, device=keep_B.device)  # samples never move
         self.states.keep(keep_B, own_row_J.expand(len(keep), -1))
@@ -151,7 +155,7 @@ class Sampler:
 
 
 def draw(log_p_RV: Tensor, uniform_R: Tensor, config: DecodingConfig) -> Tensor:
-    """One token per row: the first at which the cumulated probability exceeds the row's number."""
+    """Return one token per row: the first whose cumulated probability exceeds the row's number."""
     cumulated_RV = probabilities(log_p_RV, config).cumsum(1)
     place_R1 = uniform_R[:, None] * cumulated_RV[:, -1:]
     token_R1 = torch.searchsorted(cumulated_RV, place_R1, right=True)
@@ -159,7 +163,11 @@ def draw(log_p_RV: Tensor, uniform_R: Tensor, config: DecodingConfig) -> Tensor:
 
 
 def probabilities(log_p_RV: Tensor, config: DecodingConfig) -> Tensor:
-    """What is drawn from, up to a factor per row, in float64: p^(1/T), then top k, then top p."""
+    """Apply temperature, then top k, then top p to log-probabilities.
+
+    Returns:
+        float64 weights to draw from; each row is a distribution up to a factor.
+    """
     is_out_RV = log_p_RV == -torch.inf
     below_best_RV = log_p_RV.double() - log_p_RV.double().amax(1, keepdim=True)
     tempered_RV = (below_best_RV / config.sampling_temperature).masked_fill(is_out_RV, -torch.inf)

@@ -1,17 +1,12 @@
-"""Taking a line apart at sentence ends, where it is too long for a model, and joining it again.
+"""Split long lines into sentences, and translations into words that align with the source's.
 
-Marks that end a sentence are those of the scripts in use (Unicode's Sentence_Terminal, and the
-ellipsis, shad, sof pasuq and Greek question mark). Some end it wherever they stand (Han, Kana,
-dandas, Myanmar, Khmer, Ethiopic, Tibetan); after the others a space or the end must follow, and a
-full stop does not end a sentence after a single letter (``J. Smith``, ``z. B.``) or before a small
-one.
+The marks that end a sentence are Unicode's Sentence_Terminal, the ellipsis, shad, sof pasuq and the
+Greek question mark. Some end a sentence anywhere (Han, Kana, dandas, Myanmar, Khmer, Ethiopic,
+Tibetan). The others must stand before a space or the end of the line, and a full stop does not end
+a sentence after a single letter (``J. Smith``, ``z. B.``) or before a lower-case one.
 
-From tokens to words: which tokens make a word, and which words belong together.
-
-A word is what stands between spaces. In languages that write none between words, every piece of the
-vocabulary counts as one.
-
-Legend: T tokens of a translation, S tokens of its source's text.
+Words are separated by spaces. In languages that write no spaces between words, every piece of the
+vocabulary counts as a word.
 """
 
 import re
@@ -27,7 +22,7 @@ _ANYWHERE = "。｡！？।॥෴။។៕።፧፨།༎꯫꫰꫱᭞᭟꧈꧉�
 _CLOSING = "\"'”’»›)\\]}」』）】〉》"
 _MARKS = _BEFORE_SPACE + _ANYWHERE
 _SENTENCE_END = re.compile(
-    rf"(?<![{_MARKS}])(?:"  # a run of marks is looked at once: linear time, whatever the text
+    rf"(?<![{_MARKS}])(?:"  # visits a run of marks once, for linear time on any text
     rf"(?P<mark>[{_MARKS}]++)[{_CLOSING}]*+(?:(?P<space>\s++)|$)"
     rf"|[{_BEFORE_SPACE}]*[{_ANYWHERE}][{_MARKS}]*[{_CLOSING}]*)"
 )
@@ -35,12 +30,17 @@ _BETWEEN_CLAUSES = re.compile(r"\s+|[؛،，、；：၊፣፤፥]+")
 _ONE_LETTER = re.compile(r"(?:^|[\s(.\-])[^\W\d_]\.$")
 _ZERO_WIDTH_JOINER = "\u200d"
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""SentencePiece's spelling of a space."""
+BYTE_SPACE = "<0x20>"
+UNKNOWN = "\N{DOUBLE QUESTION MARK}"
+"""Text of a word that has no character of the vocabulary."""
 LANGUAGES_WITHOUT_SPACES = frozenset("ja km lo my shn th yue zh".split())
-"""Their sentences stand side by side without a space."""
+"""Languages that write no space between words or sentences."""
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, without the spaces between them; nothing for a blank text."""
+    """Return the sentences of a text without surrounding spaces; [] for a blank text."""
     sentences, start = [], 0
     for match in _SENTENCE_END.finditer(text):
         if match["space"] and _continues(text, match):
@@ -52,23 +52,23 @@ def split_sentences(text: str) -> list[str]:
 
 
 def split_to_fit(text: str, *, fits: Callable[[str], bool]) -> list[str]:
-    """Parts of a text that ``fits`` accepts: its sentences, and where one is too long its halves.
+    """Split a text into sentences, and those that ``fits`` rejects into halves until they fit.
 
-    A sentence is halved at the space or comma nearest its middle, one without any at the nearest
-    border between characters, so that a letter keeps its accents. Only spaces are lost. A single
-    character is not divided, whether it fits or not.
+    A sentence is halved at the space or comma nearest its middle, or else at the nearest border
+    between characters, so that letters keep their accents. Only spaces are lost. A single
+    character is never divided.
     """
     return [part for sentence in split_sentences(text) for part in _halves(sentence, fits)]
 
 
 def join_sentences(sentences: list[str], *, language: str) -> str:
-    """Translated parts as one line; ``language`` is the registry's code of their language."""
+    """Join translated parts to one line; ``language`` is the registry's code."""
     separator = "" if language in LANGUAGES_WITHOUT_SPACES else " "
     return separator.join(sentence.strip() for sentence in sentences if sentence.strip())
 
 
 def _continues(text: str, match: re.Match[str]) -> bool:
-    """Whether what looks like a sentence end is a full stop within a sentence."""
+    """Return whether an apparent sentence end is a full stop within a sentence."""
     if match["mark"] != "." or match.end("mark") != match.start("space"):
         return False
     following = text[match.end() : match.end() + 1]
@@ -78,7 +78,7 @@ def _continues(text: str, match: re.Match[str]) -> bool:
 
 
 def _halves(text: str, fits: Callable[[str], bool]) -> Iterator[str]:
-    """The text, or the halves of its halves, in order; none of them blank."""
+    """Yield the text, or recursively its halves, in order; never blank ones."""
     text = text.strip()
     if not text:
         return
@@ -91,7 +91,7 @@ def _halves(text: str, fits: Callable[[str], bool]) -> Iterator[str]:
 
 
 def _middle(text: str) -> int:
-    """Where to halve a text of two or more characters: a place inside it."""
+    """Return the place inside a text of two or more characters where to halve it."""
     middle = len(text) // 2
     places = [match.end() for match in _BETWEEN_CLAUSES.finditer(text)]
     if inner := [place for place in places if 0 < place < len(text)]:
@@ -101,7 +101,7 @@ def _middle(text: str) -> int:
 
 
 def _outwards(middle: int, end: int) -> Iterator[int]:
-    """The places inside 0 to ``end``, those nearest the middle first."""
+    """Yield the places between 0 and ``end``, those nearest the middle first."""
     for distance in range(end):
         for place in (middle - distance, middle + distance):
             if 0 < place < end:
@@ -109,24 +109,18 @@ def _outwards(middle: int, end: int) -> Iterator[int]:
 
 
 def _is_character_border(text: str, place: int) -> bool:
-    """Whether what a reader sees as one character does not lie across the place."""
+    """Return whether the place lies between two characters as readers see them."""
     return not (
         unicodedata.category(text[place]).startswith("M")
         or _ZERO_WIDTH_JOINER in text[place - 1 : place + 1]
     )
 
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How SentencePiece spells a space."""
-BYTE_SPACE = "<0x20>"
-UNKNOWN = "\N{DOUBLE QUESTION MARK}"
-"""Stands for a word none of whose characters the vocabulary has."""
-
-
 def word_spans(tokens: Sequence[int], tokenizer: Tokenizer, *, language: str) -> list[range]:
-    """The tokens of every word, in order; all tokens belong to one, spaces to the word behind them.
+    """Return the tokens of every word, in order.
 
-    ``language`` is the registry's code.
+    Every token belongs to a word; spaces belong to the word behind them. ``language`` is the
+    registry's code.
     """
     pieces = [tokenizer.piece(token) for token in tokens]
     has_spaces = language not in LANGUAGES_WITHOUT_SPACES
@@ -145,7 +139,7 @@ def word_spans(tokens: Sequence[int], tokenizer: Tokenizer, *, language: str) ->
 
 
 def texts_of(tokens: Sequence[int], spans: Sequence[range], tokenizer: Tokenizer) -> list[str]:
-    """The words as they are written."""
+    """Return the written form of each word."""
     decoded = (tokenizer.decode([tokens[index] for index in span]) for span in spans)
     return [text.strip() or UNKNOWN for text in decoded]
 
@@ -153,10 +147,19 @@ def texts_of(tokens: Sequence[int], spans: Sequence[range], tokenizer: Tokenizer
 def align(
     attention_TS: Tensor, *, source: Sequence[range], target: Sequence[range]
 ) -> list[tuple[int, int]]:
-    """(source word, word of the translation): the source word that each word looks at most.
+    """Align each word of a translation with the source word that it attends to most.
 
-    A word's attention is the mean of its tokens', and a source word gets what its tokens get
-    together; where every token is a word, this is fairseq's ``extract_hard_alignment``.
+    The attention of a word is the mean over its tokens; that to a source word is the sum over its
+    tokens. If every token is a word, this is fairseq's ``extract_hard_alignment``.
+
+    Args:
+        attention_TS: attention of each of the T tokens of the translation to the S tokens of its
+            source's text.
+        source: tokens of each source word.
+        target: tokens of each word of the translation.
+
+    Returns:
+        Pairs (source word, word of the translation), counted from 0.
     """
     if not source:
         return []
@@ -177,6 +180,6 @@ def _is_space(piece: str | None) -> bool:
 
 
 def _goes_on(piece: str | None) -> bool:
-    """Whether it is a byte that no character begins with."""
+    """Return whether the piece is a UTF-8 continuation byte."""
     is_byte = piece is not None and len(piece) == len(BYTE_SPACE) and piece.startswith("<0x")
     return is_byte and piece is not None and "<0x80>" <= piece <= "<0xBF>"

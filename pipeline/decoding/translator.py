@@ -1,7 +1,7 @@
-"""Text in, text out: a checkpoint that translates between any two of its languages.
+"""Translate lines of text between any two languages of a checkpoint.
 
-A line longer than the model's positions is taken apart at sentence ends, translated part by part
-and joined again (``sentences.py``); its hypothesis says so.
+A line that is longer than the model's positions is split at sentence ends, translated part by part
+and joined again (``sentences.py``); its hypothesis records the number of parts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,12 @@ from pipeline.checkpoints.checkpoint import (
     refuse_other_tokenizer,
 )
 from pipeline.config.settings import Route
+from pipeline.decoding.beam_search import beam_search_n_best
+from pipeline.decoding.constraints import has_sequence
 from pipeline.decoding.forced_pass import ForcedPass, forced_pass
-from pipeline.decoding.hypotheses import Source, Translation, has_sequence
+from pipeline.decoding.hypotheses import Source, Translation
 from pipeline.decoding.quantization import quantize
-from pipeline.decoding.search import search
+from pipeline.decoding.sampling import sample
 from pipeline.decoding.sentences import align, join_sentences, split_to_fit, texts_of, word_spans
 from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
@@ -46,29 +48,30 @@ class Job:
     line: int
     text: str
     prefix: str = ""
-    """What its translation begins with; of a line in parts, that of the first."""
+    """Beginning of the translation; of its first part, if the line is split."""
     required: tuple[str, ...] = ()
-    """Phrases that its translation has, beside those of all; of a line in parts, that of the
-    first."""
+    """Phrases that the translation must contain besides the recipe's; its first part, if the line
+    is split."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What is translated at once: a whole line, or a part of one that is too long."""
+    """A line, or a part of one that is too long."""
 
     job: int
+    """Index of its job."""
     direction: Direction
     tokens: list[int]
     truncated: bool
     prefix: tuple[int, ...] = ()
     required: tuple[tuple[int, ...], ...] = ()
     begins: tuple[bool, ...] = ()
-    """Whether each token begins a word that a segmenter found; empty: the language has none."""
+    """Whether each token begins a word of the segmenter; empty if the language has no segmenter."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was found for a part: hypotheses, the translation first, and what is told of it."""
+    """Hypotheses of a part, best first, and the forced pass over the best."""
 
     part: _Part
     hypotheses: list[Translation]
@@ -79,7 +82,7 @@ class _Found:
         return self.hypotheses[0]
 
     def hypothesis(self, rank: int) -> Translation:
-        """The one of that rank; the last where there are fewer."""
+        """Return the hypothesis of a rank, or the last if there are fewer."""
         return self.hypotheses[min(rank, len(self.hypotheses) - 1)]
 
 
@@ -93,7 +96,16 @@ class Translator:
         *,
         segmenters: Mapping[str, str] | None = None,
     ) -> None:
-        """``segmenters``: those that the recipe names, where the functions of files are found."""
+        """Load the model onto this rank's device.
+
+        Args:
+            checkpoint: the model.
+            config: settings of the search.
+            segmenters: segmenters named by the recipe; they say where functions of files are found.
+
+        Raises:
+            ConfigError: the model cannot do what the settings ask for.
+        """
         self.config = config
         self.tokenizer: Tokenizer = read_tokenizer(checkpoint)
         refuse_other_tokenizer(checkpoint, self.tokenizer)
@@ -106,7 +118,7 @@ class Translator:
         if config.precision == "int8":
             quantize(self.model)
         self.max_tokens = self.model.spec.model.max_positions - TAG_TOKENS
-        """Tokens of text that the model takes at once."""
+        """Most tokens of text that the model takes at once."""
         parts_words = spec.model.front.parts_words
         self._segmenters = Segmenters(self.tokenizer, segmenters or {}) if parts_words else None
         self._language = {code: i for i, code in enumerate(self.tokenizer.languages)}
@@ -117,34 +129,37 @@ class Translator:
             self.show_router(config.router_language)
 
     def load_segmenters(self, languages: Iterable[str]) -> None:
-        """Load what parts sources of these languages into words, so that what is missing is said
-        before anything is translated.
+        """Load the segmenters of these source languages, to fail before anything is translated.
 
         Raises:
-            ConfigError: one of them cannot be had.
+            ConfigError: a segmenter is not available.
         """
         if self._segmenters is not None:
             self._segmenters.load(languages)
 
     def lengths(self, jobs: Sequence[Job]) -> list[int]:
-        """Tokens of every text."""
+        """Return the number of tokens of every text."""
         return [len(self._source_tokens(job)) for job in jobs]
 
     def cut(self, jobs: Sequence[Job], lengths: Sequence[int] | None = None) -> list[list[Job]]:
-        """Batches of similar length, longest first, within the budget of tokens times rows.
+        """Group jobs into batches of similar length, longest first, within the token budget.
 
-        ``lengths`` are their :meth:`lengths` where they are known.
+        Args:
+            jobs: lines to translate.
+            lengths: their :meth:`lengths`, if known.
         """
         if lengths is None:
             lengths = self.lengths(jobs)
         return [[jobs[index] for index in batch] for batch in self._batches(lengths)]
 
     def translate(self, jobs: Sequence[Job]) -> list[Hypothesis]:
-        """Hypotheses in order; an empty line gives an empty one, a too long one is split.
+        """Translate lines; return their hypotheses in order.
+
+        An empty line gives an empty hypothesis; a line that is too long is split.
 
         Raises:
-            ConfigError: a language the model was not trained on, or a prefix that no translation
-                can have.
+            ConfigError: the model was not trained on a language, or no translation can have the
+                prefix or the phrases of a line.
         """
         parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
         found: list[list[_Found]] = [[] for _ in jobs]
@@ -153,14 +168,12 @@ class Translator:
         return [self._joined(job, of_job) for job, of_job in zip(jobs, found, strict=True)]
 
     def sources(self, jobs: Sequence[Job]) -> list[Source]:
-        """What the encoder is given for them, in order: nothing for an empty line, the parts of
-        one that is too long.
-        """
+        """Return the encoder's inputs in order: none for an empty line, parts for a long one."""
         parts = [part for index, job in enumerate(jobs) for part in self._parts(index, job)]
         return [self._source(part) for part in parts]
 
     def prefix_problem(self, prefix: str) -> str:
-        """Why no translation can begin with a text, as "has a prefix ..."; empty where one can."""
+        """Return why no translation can have a prefix, as "has a prefix ..."; "" if one can."""
         tokens = tuple(self._target_tokens(prefix))
         room = self.max_tokens - 1  # and end-of-sentence
         if self.tokenizer.unk_id in tokens:
@@ -172,7 +185,7 @@ class Translator:
         return ""
 
     def phrases_problem(self, phrases: Sequence[str], *, prefix: str = "") -> str:
-        """Why no translation can have all of them beside those of all; empty where one can."""
+        """Return why no translation can have these and the recipe's phrases; "" if one can."""
         wanted = {tuple(self._target_tokens(phrase)) for phrase in phrases}
         tokens = [token for phrase in wanted for token in phrase]
         if not all(wanted) or self.tokenizer.unk_id in tokens:
@@ -188,62 +201,62 @@ class Translator:
         return ""
 
     def language(self, code: str) -> int:
-        """Index of a language of this model, by the code the model has for it.
+        """Return the index of a language by the model's own code.
 
         Raises:
-            ConfigError: there is none, or the route wants a module that it does not have.
+            ConfigError: the model does not know the language, or has no module for it and the route
+                needs one.
         """
         if code not in self._language:
             named = code_of_name(code)
             if named is not None and (meant := find_code(named, self._language)):
-                raise ConfigError(
-                    f"{code!r} is the name of a language where its code is wanted: write {meant!r}."
-                )
+                raise ConfigError(f"{code!r} is the name of a language. Write its code {meant!r}.")
             near = nearest_codes(code, self._language)
             raise ConfigError(
-                f"This model does not know the language {code!r}: it knows "
-                f"{', '.join(self._language)}" + (f"; nearest is {near[0]!r}." if near else ".")
+                f"This model does not know the language {code!r}. It knows "
+                f"{', '.join(self._language)}." + (f" Did you mean {near[0]!r}?" if near else "")
             )
         if self.config.route == "specific":
             refuse_languages_without_modules(self.model.spec, [code])
         return self._language[code]
 
     def show_router(self, language: str | None) -> None:
-        """Show an Ada-MSHA router the vector of this language, whatever the source's is; None: of
-        the source's.
+        """Show an Ada-MSHA router the vector of this language for every source.
+
+        Args:
+            language: any usual spelling; None restores the source's own language.
 
         Raises:
-            ConfigError: the model does not know the language, or its router sees none.
+            ConfigError: the model does not know the language, or its router sees no language.
         """
         front = self.model.front
         if not isinstance(front, SeesLanguage) or not front.sees_language:
             raise ConfigError(
-                "The router of this model sees no language, so that none can be shown to it: leave "
-                'router languages to a model with [model.front] kind = "ada_msha" and '
-                "language_vector = true."
+                "The router of this model sees no language. Set router languages only for a model "
+                'with [model.front] kind = "ada_msha" and language_vector = true.'
             )
         front.show_as(None if language is None else self.language(self.code_of(language)))
 
     def code_of(self, spelling: str) -> str:
-        """The model's code for any usual spelling of one of its languages.
+        """Return the model's code for any usual spelling of one of its languages.
 
         Raises:
-            ConfigError: the model does not know it; names the nearest of its codes.
+            ConfigError: the model does not know the language; suggests the nearest of its codes.
         """
         if spelling in self._language:
             return spelling
-        with suppress(ConfigError):  # a spelling of no language: said of this model's below
+        with suppress(ConfigError):  # `language` below reports it with this model's codes
             if code := find_code(spelling, self._language):
                 return code
-        self.language(spelling)  # says that there is no such language
+        self.language(spelling)  # raises: the model does not know the language
         return spelling
 
     def _phrase(self, phrase: str, kind: Literal["banned", "required"]) -> tuple[int, ...]:
         tokens = tuple(self._target_tokens(phrase))
         if not tokens or self.tokenizer.unk_id in tokens:
             raise ConfigError(
-                f"The {kind} phrase {phrase!r} is empty or has characters that the model's "
-                "vocabulary does not have, so that no translation has it: leave it out."
+                f"No translation can have the {kind} phrase {phrase!r}: it is empty or has "
+                "characters that the model's vocabulary does not have. Leave it out."
             )
         return tokens
 
@@ -255,7 +268,7 @@ class Translator:
         if asked is not None and asked >= layers:
             raise ConfigError(
                 f"decoding.alignment_layer is {asked}, and the model has {layers} decoder layers, "
-                f"counted from 0: choose one up to {layers - 1}."
+                f"counted from 0. Choose one up to {layers - 1}."
             )
         return layers - 1 if asked is None else asked
 
@@ -263,14 +276,14 @@ class Translator:
         return self._encode(job.text, job.direction.source)
 
     def _target_tokens(self, text: str) -> list[int]:
-        """All targets have one vocabulary, whichever the language."""
+        # All target languages share one vocabulary.
         return self._encode(text, next(iter(self.tokenizer.target_languages), None))
 
     def _encode(self, text: str, language: str | None) -> list[int]:
         return self.tokenizer.encode(text, language=language) if text.strip() else []
 
     def _begins(self, text: str, language: str, *, tokens: int) -> tuple[bool, ...]:
-        """Whether each of the first tokens begins a word that a segmenter found."""
+        """Return whether each of the first tokens begins a word of the segmenter."""
         if self._segmenters is None or language not in self._segmenters:
             return ()
         (begins_N,) = self._segmenters.begins(language, [text])
@@ -280,32 +293,21 @@ class Translator:
         tokens = self._source_tokens(job)
         if not tokens:
             return []
-        if problem := self.prefix_problem(job.prefix):
-            raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
-        if problem := self.phrases_problem(job.required, prefix=job.prefix):
-            raise ConfigError(f"Line {job.line + 1} {problem}: change it.")
+        problem = self.prefix_problem(job.prefix) or self.phrases_problem(
+            job.required, prefix=job.prefix
+        )
+        if problem:
+            raise ConfigError(f"Line {job.line + 1} {problem}. Change it.")
         prefix = tuple(self._target_tokens(job.prefix))
         of_line = (tuple(self._target_tokens(phrase)) for phrase in job.required)
         required = (*self._required, *of_line)
-        if len(tokens) <= self.max_tokens:
-            return [
-                _Part(
-                    index,
-                    job.direction,
-                    tokens,
-                    truncated=False,
-                    prefix=prefix,
-                    required=required,
-                    begins=self._begins(job.text, job.direction.source, tokens=len(tokens)),
-                )
-            ]
         language = job.direction.source
-
-        def fits(text: str) -> bool:
-            return len(self._encode(text, language)) <= self.max_tokens
-
-        texts = split_to_fit(job.text, fits=fits)
-        parts = [(text, tokens) for text in texts if (tokens := self._encode(text, language))]
+        parts = [(job.text, tokens)]
+        if len(tokens) > self.max_tokens:
+            texts = split_to_fit(
+                job.text, fits=lambda text: len(self._encode(text, language)) <= self.max_tokens
+            )
+            parts = [(text, tokens) for text in texts if (tokens := self._encode(text, language))]
         return [
             _Part(
                 index,
@@ -314,40 +316,39 @@ class Translator:
                 truncated=len(tokens) > self.max_tokens,
                 prefix=() if number else prefix,
                 required=() if number else required,
-                begins=self._begins(text, job.direction.source, tokens=self.max_tokens),
+                begins=self._begins(text, language, tokens=self.max_tokens),
             )
             for number, (text, tokens) in enumerate(parts)
         ]
 
     def _translate_parts(self, parts: Sequence[_Part]) -> list[_Found]:
-        """What is found for them, in order; computed in batches within the budget."""
+        """Search for all parts in batches within the token budget; return results in order."""
         found: dict[int, _Found] = {}
         for batch in self._batches([len(part.tokens) for part in parts]):
             sources = [self._source(parts[index]) for index in batch]
             hypotheses = search(self.model, sources, self.config, eos_id=self.tokenizer.eos_id)
             best = [of_source[0] for of_source in hypotheses]
-            looked_at = zip(batch, hypotheses, self._looked_at(sources, best), strict=True)
-            found |= {index: _Found(parts[index], of, told) for index, of, told in looked_at}
+            passes = zip(batch, hypotheses, self._forced_passes(sources, best), strict=True)
+            found |= {index: _Found(parts[index], of, forced) for index, of, forced in passes}
         return [found[index] for index in range(len(parts))]
 
-    def _looked_at(
+    def _forced_passes(
         self, sources: Sequence[Source], best: Sequence[Translation]
     ) -> Sequence[ForcedPass | None]:
-        """One more pass over the translations, where something is to be told of their words."""
+        """Run one more pass over the translations if word scores or alignments are asked for."""
         if not (self.config.word_scores or self.config.alignments):
             return [None] * len(sources)
-        eos_id, layer = self.tokenizer.eos_id, self._alignment_layer
         return forced_pass(
             self.model,
             sources,
             best,
-            eos_id=eos_id,
-            attention_of=layer,
+            eos_id=self.tokenizer.eos_id,
+            attention_of=self._alignment_layer,
             route=self.config.route,
         )
 
     def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices in batches, longest first, whose padded tokens times rows fit the budget."""
+        """Group indices, longest first, so that padded tokens times rows fit the budget."""
         batches: list[list[int]] = []
         longest = 0
         for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -373,7 +374,7 @@ class Translator:
         )
 
     def _alternative(self, job: Job, found: Sequence[_Found], rank: int) -> Alternative:
-        """The hypotheses of one rank of all parts, joined; of a part that has fewer, its last."""
+        """Join the hypotheses of one rank of all parts; a part with fewer gives its last."""
         chosen = [one.hypothesis(rank) for one in found]
         texts = [self.tokenizer.decode(one.tokens) for one in chosen]
         language = _canonical(job.direction.target)
@@ -399,7 +400,7 @@ class Translator:
         )
 
     def _words(self, found: _Found) -> Details:
-        """Words of one part, with their scores and what they look at where that is asked for."""
+        """Return the words of a part, with scores and alignments if asked for."""
         forced, tokens, part = found.forced, found.best.tokens, found.part
         if forced is None:
             return Details()
@@ -429,7 +430,10 @@ class Translator:
         before, behind = tag.source_prefix, (self.tokenizer.eos_id, *tag.source_suffix)
         return Source(
             tokens=[*before, *part.tokens, *behind],
-            begins=_between(before, part.begins, behind) if part.begins else (),
+            # No word of the segmenter begins at the tags.
+            begins=(*[False] * len(before), *part.begins, *[False] * len(behind))
+            if part.begins
+            else (),
             prompt=tag.decoder_prompt,
             source_language=languages[0],
             target_language=languages[1],
@@ -440,31 +444,42 @@ class Translator:
 
 
 def refuse_route(checkpoint: Artifact, spec: ModelSpec, route: Route) -> None:
-    """Raises ConfigError where a model has no such route."""
+    """Raise ConfigError if the model does not have the route."""
     if route == "shared" and not spec.model.has_shared_route:
         raise ConfigError(
-            f"{checkpoint.directory} has one route, and no module that all languages share "
-            '(decoding.route is "shared"): leave the route out, or name a model of fuse '
+            f'{checkpoint.directory} has one route: decoding.route is "shared", and the model has '
+            "no module that all languages share. Leave the route out, or name a model of fuse "
             "distillation."
         )
 
 
-def _between(
-    before: Sequence[int], begins: tuple[bool, ...], behind: Sequence[int]
-) -> tuple[bool, ...]:
-    """No word that a segmenter found begins at the ids before or behind."""
-    return (*(False for _ in before), *begins, *(False for _ in behind))
+def search(
+    model: Transformer, sources: Sequence[Source], config: DecodingConfig, *, eos_id: int
+) -> list[list[Translation]]:
+    """Find up to ``n_best`` hypotheses of every source, the translation first.
+
+    The prompts must have one length.
+
+    Raises:
+        ConfigError: a constraint that no hypothesis can keep.
+        CheckpointError: the model's scores are not numbers.
+    """
+    match config.search:
+        case "beam":
+            return beam_search_n_best(model, sources, config, eos_id=eos_id)
+        case "sampling":
+            return sample(model, sources, config, eos_id=eos_id)
 
 
 def _mean_score(translations: Sequence[Translation]) -> float:
-    """The mean over parts, weighted by their tokens with end-of-sentence."""
+    """Average over parts, weighted by their tokens with end-of-sentence."""
     weights = [len(translation.tokens) + 1 for translation in translations]
     scored = zip(translations, weights, strict=True)
     return sum(one.score * weight for one, weight in scored) / sum(weights)
 
 
 def _canonical(spelling: str) -> str:
-    """The registry's code; the spelling itself where the registry has none."""
+    """Return the registry's code, or the spelling itself if the registry has none."""
     try:
         return canonical(spelling)
     except ConfigError:

@@ -14,8 +14,13 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 
-from pipeline.artifacts.artifact import Artifact, InputRecord, json_digest
-from pipeline.artifacts.lineage import Lineage, open_recorded
+from pipeline.artifacts.artifact import (
+    Artifact,
+    InputRecord,
+    Lineage,
+    json_digest,
+    open_recorded,
+)
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError

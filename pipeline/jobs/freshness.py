@@ -9,7 +9,7 @@ default, and a setting that the stage no longer reads does not count. Another ``
 that leaves out the same sentences changes nothing.
 
 A training stage resumes from its newest state if that is a state of the same training
-(``artifacts/training_states.py``), also for more updates. Otherwise, or if a finished model was
+(``artifacts/run_folders.py``), also for more updates. Otherwise, or if a finished model was
 trained differently, days of training may be lost: ``mmnmt run`` refuses without ``--rebuild``, and
 a stage alone refuses without ``--overwrite``. Earlier training is then set aside, not deleted.
 """
@@ -22,7 +22,7 @@ from pipeline.artifacts.artifact import FORMAT_VERSION, Artifact, Manifest, read
 from pipeline.artifacts.digests import changed_files
 from pipeline.artifacts.manifest import setting_changes, with_defaults
 from pipeline.artifacts.places import free_place_aside, run_dir, why_not_ours
-from pipeline.artifacts.training_states import newest_state, updates_done, why_not_to_go_on
+from pipeline.artifacts.run_folders import newest_state, updates_done, why_not_to_go_on
 from pipeline.errors import ArtifactError
 from pipeline.jobs.plan import PlacedPlan, Task
 from pipeline.stages.stage import Stage

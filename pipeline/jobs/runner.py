@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.artifacts.artifact import MANIFEST_NAME, read_manifest, refuse_changed
-from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.places import (
+    exclusive,
     files_below,
     plan_lock_path,
     refuse_other_kind,
     restore,
     run_dir,
-    set_aside,
     sole_writer,
     unfinished_dir,
 )
-from pipeline.artifacts.training_states import finish_removal
+from pipeline.artifacts.run_folders import finish_removal, set_aside
 from pipeline.config.overrides import override_texts
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
 from pipeline.jobs.freshness import (

@@ -4,8 +4,8 @@ It reads shards, a mixture and the checkpoint to start from, assembled or not, a
 checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.
 """
 
+from pipeline.artifacts.artifact import check_together
 from pipeline.artifacts.manifest import describe_change
-from pipeline.artifacts.shared_hashing import check_together
 from pipeline.checkpoints.checkpoint import (
     load_model,
     read_spec,

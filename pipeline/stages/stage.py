@@ -21,8 +21,8 @@ from pipeline.artifacts.artifact import (
 )
 from pipeline.artifacts.corpus import Split
 from pipeline.artifacts.manifest import undeciding, without_settings
-from pipeline.artifacts.places import Work
 from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.run_folders import Work
 from pipeline.config.ds_config import UNDECIDING_KEYS, load_ds_config
 from pipeline.config.recipe import Recipe, chosen_settings
 

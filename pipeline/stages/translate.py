@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, check_together
 from pipeline.artifacts.corpus import (
     Details,
     Direction,
@@ -32,8 +32,8 @@ from pipeline.artifacts.corpus import (
     write_hypotheses,
 )
 from pipeline.artifacts.manifest import describe_change, with_defaults
-from pipeline.artifacts.places import claim_run_folder, remove_files, run_dir
-from pipeline.artifacts.shared_hashing import check_together
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.run_folders import claim_run_folder, remove_files
 from pipeline.checkpoints.checkpoint import read_tokenizer
 from pipeline.config.documents import unfinished_path
 from pipeline.decoding.translator import Job, Translator

@@ -11,9 +11,8 @@ from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.places import run_dir
 from pipeline.checkpoints.assembly.making import Parts, Sources, make_assembly, tensors_of
 from pipeline.checkpoints.assembly.receipt import receipt_lines
-from pipeline.checkpoints.assembly.rules import PARTS
+from pipeline.checkpoints.assembly.rules import PARTS, Blueprint
 from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
-from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.opening import open_model
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.stages.stage import StageCall

@@ -8,9 +8,8 @@ is therefore a function of the settings, however often a run was stopped.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.shared_hashing import check_together
-from pipeline.artifacts.training_states import replanned
+from pipeline.artifacts.artifact import check_together, open_artifact
+from pipeline.artifacts.run_folders import replanned
 from pipeline.checkpoints.averaging import MeanOfStates
 from pipeline.checkpoints.training_state import PieceReader, Position, read_position
 from pipeline.errors import CheckpointError

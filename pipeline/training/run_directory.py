@@ -34,11 +34,11 @@ from pipeline.artifacts.artifact import (
     seal_artifact,
     settle_files,
 )
-from pipeline.artifacts.locks import Lock, exclusive
 from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import (
-    claim_run_folder,
+    Lock,
     discard_working,
+    exclusive,
     files_below,
     make_working,
     remove_artifact,
@@ -49,11 +49,12 @@ from pipeline.artifacts.places import (
     unfinished_dir,
     why_not_ours,
 )
-from pipeline.artifacts.training_states import (
+from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     STATE_NAME,
     announce_removal,
     change_of_total,
+    claim_run_folder,
     remove_contents,
     remove_emptied,
     state_names,
@@ -130,7 +131,7 @@ class RunDirectory:
         """Return the highest complete training state of this run, or None to begin.
 
         Unfinished leftovers are removed. Settings or inputs with which the state cannot be
-        continued (``artifacts/training_states.py``) are an error that names the difference: states
+        continued (``artifacts/run_folders.py``) are an error that names the difference: states
         are set aside before a run begins, or never. A changed number of updates is printed.
         """
         name = on_rank_zero(self._newest_state, path=self.directory, error=CheckpointError)

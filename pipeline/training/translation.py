@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.artifacts.artifact import ArtifactWriter
+from pipeline.artifacts.artifact import ArtifactWriter, check_together
 from pipeline.artifacts.corpus import Direction, Resource, resource_of
 from pipeline.artifacts.manifest import Kind
 from pipeline.artifacts.mixture import read_mixture
-from pipeline.artifacts.shared_hashing import check_together
 from pipeline.artifacts.tokenizer import tokenizer_folder
 from pipeline.batching.equal_epochs import with_resolved_updates
 from pipeline.batching.feed import TrainingData

@@ -35,7 +35,7 @@ Places = Counter[tuple[str, int, int]]
 
 @torch.inference_mode()
 def choices_by_hand(translator: Translator, direction: Direction, lines: list[str]) -> Places:
-    """Of a front in the first layer of a pre-norm model."""
+    """Count the choices of the front end of a pre-norm model, vector by vector."""
     model, tokenizer = translator.model, translator.tokenizer
     front: Any = model.front
     layer: Any = model.encoder.layers[0]
@@ -190,7 +190,7 @@ def test_what_has_no_scales_is_refused_in_one_sentence(
     routed = routed_checkpoint(tmp_path / "routed")
     empty = make_corpus(tmp_path / "empty", {"test": {"de-en": {"de": [""], "en": [" "]}}})
     for model, given, said in [
-        (plain, corpus, "front is 'subwords', which chooses no scales"),
+        (plain, corpus, "front end is 'subwords', which has no scales"),
         (routed.directory, empty, "are all empty"),
     ]:
         named = ["--checkpoint", str(model), "--corpus", str(given.directory)]

@@ -103,8 +103,8 @@ def test_a_model_without_such_vectors_and_what_is_no_language_are_refused(
 @pytest.mark.parametrize(
     ("analysis", "said"),
     [
-        ('directions = ["de-fr"]', "names 'de-fr', which is none"),
-        ('directions = ["de-en"]\nrouter_languages = ["deu"]', "names none but de"),
+        ('directions = ["de-fr"]', "names 'de-fr', for which"),
+        ('directions = ["de-en"]\nrouter_languages = ["deu"]', "names only de"),
         ('[decoding]\nrouter_language = "fr"', "shows one language to the router always"),
     ],
 )

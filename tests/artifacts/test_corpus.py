@@ -155,7 +155,7 @@ def test_statistics_that_do_not_say_which_pairs_there_are_are_refused(
         tmp_path / "corpus", kind="corpus", stage="clean", config={}, inputs={}
     ) as writer:
         writer.statistics.update(statistics)
-    with pytest.raises(ArtifactError, match=f"{reason}.*run stage 'clean' again"):
+    with pytest.raises(ArtifactError, match=f"{reason}.*Run stage 'clean' again"):
         line_counts(open_artifact(tmp_path / "corpus", kind="corpus"), "train")
 
 

@@ -15,7 +15,13 @@ from support.process_pool import ProcessPool
 from pipeline import cli
 from pipeline.artifacts import artifact as artifacts
 from pipeline.artifacts import digests
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact, refuse_changed
+from pipeline.artifacts.artifact import (
+    Artifact,
+    check_together,
+    new_artifact,
+    open_artifact,
+    refuse_changed,
+)
 from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
@@ -26,7 +32,6 @@ from pipeline.artifacts.corpus import (
 from pipeline.artifacts.digests import changed_files, file_records
 from pipeline.artifacts.manifest import Manifest
 from pipeline.artifacts.places import verified_path
-from pipeline.artifacts.shared_hashing import check_together
 from pipeline.distributed.world import World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError
 

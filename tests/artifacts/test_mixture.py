@@ -105,7 +105,7 @@ def test_nothing_is_drawn_from_what_is_empty() -> None:
     found = temperature_probabilities({"full": 5, "empty": 0}, sampling_temperature=math.inf)
     assert found == {"full": 1.0, "empty": 0.0}
     for nothing in ({}, {"empty": 0}):
-        with pytest.raises(DataError, match="nothing to draw from"):
+        with pytest.raises(DataError, match="Every pair has 0 training lines"):
             temperature_probabilities(nothing, sampling_temperature=5)
 
 

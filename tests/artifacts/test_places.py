@@ -20,7 +20,6 @@ from pipeline import cli
 from pipeline.artifacts.artifact import ArtifactWriter, new_artifact, open_artifact, read_manifest
 from pipeline.artifacts.manifest import MANIFEST_NAME, MARKER_NAME
 from pipeline.artifacts.places import (
-    claim_run_folder,
     make_working,
     plan_lock_path,
     refuse_inputs,
@@ -29,11 +28,11 @@ from pipeline.artifacts.places import (
     replaced_dir,
     restore,
     run_dir,
-    set_aside,
     unfinished_dir,
     why_not_ours,
 )
 from pipeline.artifacts.raw_input import RawPaths
+from pipeline.artifacts.run_folders import claim_run_folder, set_aside
 from pipeline.distributed.world import LOOPBACK, World
 from pipeline.errors import EXIT_USER_ERROR, ArtifactError, ConfigError, UserError
 from pipeline.jobs.plan import load_plan, place_plan
@@ -457,7 +456,7 @@ def test_a_folder_of_the_users_that_has_the_name_of_a_working_folder_is_refused(
     path.mkdir()
     (path / "thesis.txt").write_text("thesis")
     with (
-        pytest.raises(ArtifactError, match=r"holds thesis\.txt .* nothing there is touched"),
+        pytest.raises(ArtifactError, match=r"holds thesis\.txt .* Name another --out"),
         new_artifact(tmp_path / "out", kind="corpus", stage="x", config={}, inputs={}),
     ):
         pytest.fail("it was begun")
@@ -468,7 +467,7 @@ def test_a_training_does_not_work_in_a_folder_of_the_users(tmp_path: Path) -> No
     folder = run_dir(tmp_path / "model")
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("mine")
-    with pytest.raises(ArtifactError, match="nothing there is touched"):
+    with pytest.raises(ArtifactError, match="Name another --out"):
         train(tmp_path / "model")
     assert tree(tmp_path) == {"model.run/metrics.jsonl": b"mine"}
 
@@ -483,7 +482,7 @@ def test_a_folder_of_the_users_is_not_set_aside(tmp_path: Path, foreign: str) ->
     (tmp_path / foreign).mkdir()
     (tmp_path / foreign / "thesis.txt").write_text("thesis")
     before = tree(tmp_path)
-    with pytest.raises(ArtifactError, match="name another --out"):
+    with pytest.raises(ArtifactError, match="Name another --out"):
         set_aside(tmp_path / "model")
     assert tree(tmp_path) == before
 
@@ -491,7 +490,7 @@ def test_a_folder_of_the_users_is_not_set_aside(tmp_path: Path, foreign: str) ->
 def test_a_link_is_never_worked_in(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     run_dir(tmp_path / "model").symlink_to("mine")
-    with pytest.raises(ArtifactError, match="nothing there is touched"):
+    with pytest.raises(ArtifactError, match="Name another --out"):
         claim_run_folder(run_dir(tmp_path / "model"), work="training")
     unfinished_dir(tmp_path / "model").symlink_to("mine")
     for act in (make_working, remove_working, remove_artifact):
@@ -559,7 +558,7 @@ def test_the_marker_is_no_part_of_the_artifact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["my notes", "process"])
 def test_a_file_of_the_users_is_not_taken_for_a_lock(tmp_path: Path, text: str) -> None:
-    from pipeline.artifacts.locks import exclusive
+    from pipeline.artifacts.places import exclusive
 
     path = plan_lock_path(tmp_path)
     path.write_text(text)

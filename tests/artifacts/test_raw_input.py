@@ -59,7 +59,7 @@ def test_a_data_set_of_the_hub_is_its_name_and_commit() -> None:
     ],
 )
 def test_a_data_set_that_is_not_pinned_to_a_commit_is_refused_in_a_sentence(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"write hub:OWNER/NAME@REVISION, where REVISION is the"):
+    with pytest.raises(ConfigError, match=r"Write hub:OWNER/NAME@REVISION, where REVISION is the"):
         raw_input([value])
 
 

@@ -267,7 +267,7 @@ def test_a_function_is_run_only_where_the_recipe_names_its_file_with_the_same_co
     named = {"th": f"{function_file}:pairs"}
     tokenizer = tokenizer_with(named)
     for others in ({}, {"zh": named["th"]}, {"th": "characters"}):
-        with pytest.raises(ConfigError, match=r"which comes with no model: .* th = .path/to"):
+        with pytest.raises(ConfigError, match=r"which no model includes. .* th = .path/to"):
             Segmenters(tokenizer, others).load(["th"])
     moved = tmp_path / "moved.py"
     moved.write_text(PAIRS_OF_LETTERS, encoding="utf-8")
@@ -310,7 +310,7 @@ def test_settings_that_name_no_segmenter_are_refused(
         ({"no code": "characters"}, "names 'no code', and the corpus has no such language"),
         ({"zh": "characters", "zho": "characters"}, "names 'zho', a second time"),
         ({"zh": "mecab"}, "names mecab for zh, and its dictionary is of Japanese"),
-        ({"th": "nowhere.py:pairs"}, "nowhere.py .*tokenizer.segmenters names it"),
+        ({"th": "nowhere.py:pairs"}, "nowhere.py .*Correct tokenizer.segmenters"),
         ({"th": "{file}:syllables"}, "and the file has no such function"),
         ({"th": "{file}:PAIRS"}, "and the file has no such function"),
     ],
@@ -336,7 +336,7 @@ def test_a_file_that_fails_is_named_in_one_sentence(tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("shouted", r"shouted of th changes the text, it makes 'ABCD' of 'abcd'"),
+        ("shouted", r"shouted of th changes 'abcd' to 'ABCD'"),
         ("joined", r"joined of th failed on 'abcd' \(TypeError: it returns a text"),
         ("broken", r"broken of th failed on 'abcd' \(ValueError: two lines\)"),
     ],

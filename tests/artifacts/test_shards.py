@@ -302,7 +302,7 @@ def test_a_corpus_of_which_nothing_is_short_enough_is_refused(
     inputs: tuple[Artifact, Artifact], tmp_path: Path
 ) -> None:
     texts: Texts = {"train": {"de-ru": {"de": ["a" * 99], "ru": ["b"]}}}
-    with pytest.raises(DataError, match=r"No training sentence of .* shards\.max_tokens: raise"):
+    with pytest.raises(DataError, match=r"No training sentence of .* shards\.max_tokens\. Raise"):
         shard(make_corpus(tmp_path / "corpus", texts), inputs[1], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -467,7 +467,7 @@ def test_sentences_longer_than_the_model_takes_are_refused_with_the_limit_to_set
         refused.value
     )
     fewer = BatchesConfig(tokens=longest + 1)
-    with pytest.raises(ConfigError, match=f"Set shards.max_tokens to {longest - 1} or less"):
+    with pytest.raises(ConfigError, match=f"set shards.max_tokens to {longest - 1} or less"):
         TrainingData(shards, mixture, fewer, seed=1)
     fitting = shard(*inputs, tmp_path / "fitting", max_tokens=longest - 1)
     TrainingData(fitting, mixture, fewer, seed=1).check(max_positions=longest + 1)

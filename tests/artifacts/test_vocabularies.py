@@ -1,20 +1,37 @@
-"""Bytes, characters and pieces of bytes: what is encoded comes back, what is no UTF-8 does not."""
+"""Vocabularies: text comes back exactly, imported ids stay, and draws agree between processes."""
 
 import gzip
 import io
+import json
+import math
+import random
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from sentencepiece import SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from transformers import M2M100Tokenizer
 
-from pipeline.artifacts.tokenizer import Tokenizer, TokenizerDescription, build_tokenizer
+from pipeline.artifacts.tokenizer import (
+    Numbering,
+    Tokenizer,
+    TokenizerDescription,
+    build_tokenizer,
+    load_tokenizer,
+    tags,
+    write_tokenizer,
+)
 from pipeline.artifacts.vocabularies import (
     BYTE_LINE,
     ByteLevelVocabulary,
     ByteVocabulary,
+    DrawnPieces,
     SampledSegmentation,
     SentencePieceVocabulary,
     Vocabulary,
@@ -214,3 +231,251 @@ def test_a_tokenizer_counts_what_it_drops() -> None:
     ids = [tokenizer.language_token_id("de"), *tokenizer.encode("é")[:1], *tokenizer.encode("b")]
     assert tokenizer.decode_counted(ids) == ("b", 1)
     assert tokenizer.decode(ids) == "b"
+
+
+NUMBERED_LINES = [
+    "Das ist ein Satz.",
+    "one sentence more",
+    "три слова здесь",
+    "the the the",
+    "Sätze über",
+]
+LANGUAGES = ("de", "en", "ru")
+SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+SPARE = 8
+"""Rows of the embedding that M2M-100 has beside its ids."""
+
+
+@pytest.fixture(scope="module")
+def model() -> bytes:
+    stream = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(NUMBERED_LINES * 20),
+        model_writer=stream,
+        vocab_size=38,
+        pad_id=3,
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    return stream.getvalue()
+
+
+def pieces_of(model: bytes) -> list[str]:
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: bytes) -> dict[str, int]:
+    """Piece → id in an order of its own, without two pieces that the model was not trained on."""
+    ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
+    random.Random(1).shuffle(ordinary)
+    return SPECIALS | {piece: 4 + index for index, piece in enumerate(ordinary[2:])}
+
+
+@pytest.fixture(scope="module")
+def peer(model: bytes, vocabulary: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("m2m100")
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "sentencepiece.bpe.model").write_bytes(model)
+    return M2M100Tokenizer(
+        vocab_file=str(folder / "vocab.json"), spm_file=str(folder / "sentencepiece.bpe.model")
+    )
+
+
+def description(model: bytes, vocabulary: dict[str, int], peer: Any) -> TokenizerDescription:
+    numbering = Numbering(
+        size=len(vocabulary) + len(peer.lang_code_to_token) + SPARE,
+        bos=0,
+        pad=1,
+        eos=2,
+        unk=3,
+        pieces=tuple(vocabulary.get(piece) for piece in pieces_of(model)),
+        language_tokens={code: peer.get_lang_id(code) for code in LANGUAGES},
+    )
+    return TokenizerDescription(
+        kind="sentencepiece",
+        languages=LANGUAGES,
+        language_token_scheme="underscores",
+        numbering=numbering,
+    )
+
+
+def test_ids_are_those_of_hugging_faces_tokenizer(
+    model: bytes, vocabulary: dict[str, int], peer: Any, tmp_path: Path
+) -> None:
+    """Text, tags and specials; from a folder of our own, and back to text."""
+    described = description(model, vocabulary, peer)
+    write_tokenizer(tmp_path, description=described, model=model)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.size == len(vocabulary) + len(peer.lang_code_to_token) + SPARE
+    unknown = 0
+    for source in LANGUAGES:
+        peer.src_lang = source
+        found = tags(tokenizer, "src-tgt", source=source, target="en")
+        assert found.decoder_prompt == (peer.eos_token_id, peer.get_lang_id("en"))
+        for line in [*NUMBERED_LINES, "völlig unbekannt Ω"]:
+            ids = [*found.source_prefix, *tokenizer.encode(line), tokenizer.eos_id]
+            assert ids == peer(line).input_ids
+            unknown += ids.count(tokenizer.unk_id)
+            text = peer.decode(ids[len(found.source_prefix) :], skip_special_tokens=True)
+            assert tokenizer.decode(ids).strip() == text
+    assert unknown > 0
+
+
+def test_ids_that_nothing_has_mean_nothing(
+    model: bytes, vocabulary: dict[str, int], peer: Any
+) -> None:
+    tokenizer = build_tokenizer(description(model, vocabulary, peer), model)
+    spare = range(tokenizer.size - SPARE, tokenizer.size)
+    assert tokenizer.decode(spare) == ""
+    assert all(tokenizer.language_of_token(index) is None for index in spare)
+    assert tokenizer.language_of_token(peer.get_lang_id("ru")) == "ru"
+
+
+def test_a_tokenizer_without_numbering_is_written_as_before(model: bytes, tmp_path: Path) -> None:
+    plain = TokenizerDescription(
+        kind="sentencepiece", languages=LANGUAGES, language_token_scheme="underscores"
+    )
+    write_tokenizer(tmp_path, description=plain, model=model)
+    document = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    assert set(document) == {"kind", "languages", "language_token_scheme"}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"eos": 1}, "have one id"),
+        ({"language_tokens": {"de": 500, "en": 500, "ru": 501}}, "have one id"),
+        ({"size": 10}, "beyond size 10"),
+        ({"pad": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_a_numbering_that_contradicts_itself_is_refused(
+    change: dict[str, object], complaint: str, model: bytes, vocabulary: dict[str, int], peer: Any
+) -> None:
+    good = description(model, vocabulary, peer).numbering
+    assert good is not None
+    with pytest.raises(ValueError, match=complaint):
+        Numbering.model_validate({**good.model_dump(), **change})
+
+
+def test_a_numbering_of_another_vocabulary_is_one_sentence(
+    model: bytes, vocabulary: dict[str, int], peer: Any, tmp_path: Path
+) -> None:
+    described = description(model, vocabulary, peer)
+    assert described.numbering is not None
+    shorter = described.numbering.model_copy(update={"pieces": described.numbering.pieces[:-1]})
+    write_tokenizer(
+        tmp_path, description=described.model_copy(update={"numbering": shorter}), model=model
+    )
+    with pytest.raises(ArtifactError, match="numbers 37 pieces, and the vocabulary has 38"):
+        load_tokenizer(tmp_path)
+
+
+DRAWN_LINES = [
+    "the cat sat on the mat",
+    "the dog sat on the cat and the mat",
+    "ein Hund und eine Katze",
+    "Привет мир, привет",
+]
+UNKNOWN = ["the 猫 sat", "", "  two  spaces ", "cat"]
+
+
+def processor(model_type: str, **options: Any) -> SentencePieceProcessor:
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(DRAWN_LINES * 5),
+        model_writer=model,
+        model_type=model_type,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        num_threads=1,
+        minloglevel=2,
+        **options,
+    )
+    return SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("bpe", {"vocab_size": 60}),
+        ("bpe", {"vocab_size": 330, "byte_fallback": True}),
+        ("bpe", {"vocab_size": 70, "split_by_whitespace": False}),
+        ("char", {"vocab_size": 60}),
+    ],
+)
+def test_with_no_merge_left_out_pieces_are_sentencepieces_own(
+    model_type: str, options: dict[str, Any]
+) -> None:
+    model = processor(model_type, **options)
+    for line in DRAWN_LINES + UNKNOWN:
+        assert DrawnPieces(model).draw(line, alpha=0.0, nbest=2, seed=1) == model.encode(line)
+
+
+def test_with_all_merges_left_out_pieces_are_characters() -> None:
+    model = processor("bpe", vocab_size=60)
+    drawn = DrawnPieces(model).draw(DRAWN_LINES[0], alpha=1.0, nbest=2, seed=1)
+    assert "".join(map(model.id_to_piece, drawn)) == "▁" + DRAWN_LINES[0].replace(" ", "▁")
+    assert {len(model.id_to_piece(index)) for index in drawn} == {1}
+
+
+def test_a_merge_is_left_out_as_often_as_asked() -> None:
+    """Of a word of one merge: its only pair stays in two with the rate."""
+    model = processor("bpe", vocab_size=60)
+    word = next(
+        piece
+        for piece in map(model.id_to_piece, range(model.get_piece_size()))
+        if len(piece) == 2 and piece[0] == "▁"
+    )
+    drawn = DrawnPieces(model)
+    split = sum(
+        len(drawn.draw(word[1:], alpha=0.3, nbest=2, seed=seed)) == 2 for seed in range(2000)
+    )
+    assert abs(split / 2000 - 0.3) < 4 * math.sqrt(0.3 * 0.7 / 2000)
+
+
+def test_segmentations_come_in_proportion_to_their_probabilities_power() -> None:
+    model = processor("unigram", vocab_size=60)
+    drawn, draws, alpha = DrawnPieces(model), 4000, 0.2
+    best = model.nbest_encode_as_ids(DRAWN_LINES[0], 6)
+    powers = [math.exp(alpha * sum(map(model.get_score, ids))) for ids in best]
+    counts = Counter(
+        tuple(drawn.draw(DRAWN_LINES[0], alpha=alpha, nbest=6, seed=seed)) for seed in range(draws)
+    )
+    assert set(counts) == set(map(tuple, best))
+    for ids, power in zip(best, powers, strict=True):
+        share = power / sum(powers)
+        spread = math.sqrt(share * (1 - share) / draws)
+        assert abs(counts[tuple(ids)] / draws - share) < 4 * spread
+
+
+DRAW = """
+import sys
+from sentencepiece import SentencePieceProcessor
+from pipeline.artifacts.vocabularies import DrawnPieces
+drawn = DrawnPieces(SentencePieceProcessor(model_file=sys.argv[1]))
+print([drawn.draw(line, alpha=0.2, nbest=64, seed=n) for n, line in enumerate(sys.argv[2:])])
+"""
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_another_process_draws_the_same(model_type: str, tmp_path: Path) -> None:
+    """SentencePiece's own draws differ there, whatever its seed."""
+    model = processor(model_type, vocab_size=60)
+    (tmp_path / "model").write_bytes(model.serialized_model_proto())
+    lines = DRAWN_LINES * 5
+    here = [
+        DrawnPieces(model).draw(line, alpha=0.2, nbest=64, seed=n) for n, line in enumerate(lines)
+    ]
+    there = subprocess.run(
+        [sys.executable, "-c", DRAW, str(tmp_path / "model"), *lines],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert there.stdout.strip() == str(here)
+    assert here != [model.encode(line) for line in lines]

@@ -31,9 +31,8 @@ from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.tiny_models import random_batch
 
 from pipeline.artifacts import digests as remembering
-from pipeline.artifacts.artifact import Artifact, ArtifactWriter, open_artifact
+from pipeline.artifacts.artifact import Artifact, ArtifactWriter, check_together, open_artifact
 from pipeline.artifacts.places import verified_path
-from pipeline.artifacts.shared_hashing import check_together
 from pipeline.batching.settings import BatchesConfig
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.checkpoints.training_state import PieceReader, write_pieces

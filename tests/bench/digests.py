@@ -22,10 +22,9 @@ from ratios import Options, Row, compare, interleaved, parse_options, report
 from support.process_pool import ProcessPool
 
 from pipeline.artifacts import digests
-from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
+from pipeline.artifacts.artifact import Artifact, check_together, new_artifact, open_artifact
 from pipeline.artifacts.digests import file_record
 from pipeline.artifacts.places import verified_path
-from pipeline.artifacts.shared_hashing import check_together
 from pipeline.distributed.world import World
 
 MEBIBYTE = 2**20

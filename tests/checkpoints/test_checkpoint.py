@@ -264,9 +264,9 @@ def test_a_range_that_is_not_covered_is_an_error_that_counts_what_there_is(
 ) -> None:
     pieces = [Piece("exp_avg", "a", 0, torch.ones(3)), Piece("exp_avg", "a", 5, torch.ones(2))]
     reader = PieceReader(make_state(tmp_path / "state", pieces))
-    with pytest.raises(CheckpointError, match="has 5 of the 7 values wanted of exp_avg of a"):
+    with pytest.raises(CheckpointError, match="has 5 of 7 values of exp_avg of a"):
         reader.read(what="exp_avg", tensor="a", start=0, length=7)
-    with pytest.raises(CheckpointError, match="has 0 of the 1 values wanted of exp_avg of b"):
+    with pytest.raises(CheckpointError, match="has 0 of 1 values of exp_avg of b"):
         reader.read(what="exp_avg", tensor="b", start=0, length=1)
 
 
@@ -408,7 +408,7 @@ def test_a_tensor_of_another_shape_is_an_error_that_names_both_shapes(tmp_path: 
     wider = build_model(SPEC.model_copy(update={"vocabulary_size": 41}))
     with pytest.raises(
         CheckpointError,
-        match=r"embedding.weight has shape \(40, 16\), the model wants \(41, 16\)",
+        match=r"embedding.weight has shape \(40, 16\), but the model needs \(41, 16\)",
     ):
         load_weights(wider, saved)
 

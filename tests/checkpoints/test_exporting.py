@@ -28,7 +28,7 @@ from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_check
 from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of, nllb_token
 from pipeline.checkpoints.foreign.model_card import SENTENCES
-from pipeline.checkpoints.foreign.vocabularies import with_pieces
+from pipeline.checkpoints.foreign.written_folder import with_pieces
 from pipeline.checkpoints.opening import import_checkpoint, own_source
 from pipeline.cli import checkpoint_commands
 from pipeline.errors import ArtifactError, CheckpointError, ConfigError
@@ -43,7 +43,7 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
 @pytest.mark.parametrize(
     ("to", "settings", "said"),
     [
-        ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*'pre' alone.*--to ctranslate2"),
+        ("hf-m2m100", {"norm": "post"}, "model.norm = 'post'.*only 'pre'.*--to ctranslate2"),
         ("hf-m2m100", {"positions": "learned"}, "model.positions = 'learned'.*--to ctranslate2"),
         ("hf-m2m100", {"embedding_norm": True}, "model.embedding_norm = True.*--to ctranslate2"),
         ("hf-m2m100", {"embedding": {"output": "untied"}}, "output = 'untied'.*--to ctranslate2"),
@@ -51,11 +51,11 @@ GROUPED = MOE.model_copy(update={"decoder_router": "language_group"})
         ("hf-m2m100", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("ctranslate2", {"moe": MOE}, "model.moe = 'experts'.*--to hf-nllb-moe"),
         ("hf-nllb-moe", {}, "model.moe = 'none'.*--to hf-m2m100"),
-        ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*no format has it"),
+        ("hf-nllb-moe", {"moe": MOE, "norm": "post"}, "model.norm = 'post'.*No format supports it"),
         (
             "hf-nllb-moe",
             {"moe": MOE.model_copy(update={"top_k": 1})},
-            "model.moe.top_k = 1.*2 alone: no format has it",
+            "model.moe.top_k = 1.*only 2. No format supports it",
         ),
         (
             "hf-nllb-moe",
@@ -127,8 +127,8 @@ def test_routers_of_one_group_are_the_mean_of_the_shared_one_and_the_groups(
     [
         (GROUPED, (1, 0, 0), None, r"--target-group, one of 0 \(en, fr\), 1 \(de\)"),
         (GROUPED, (1, 0, 0), "2", r"--target-group 2: .* has the groups 0 \(en, fr\), 1 \(de\)"),
-        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* name one of de, en, fr"),
-        (MOE, None, "0", "has no language groups: leave out --target-group"),
+        (GROUPED, (1, 0, 0), "ru", r"--target-group ru: .* Name one of de, en, fr"),
+        (MOE, None, "0", "has no language groups. Leave out --target-group"),
     ],
 )
 def test_a_group_must_be_named_where_there_are_groups_and_nowhere_else(
@@ -241,7 +241,7 @@ def test_pieces_that_the_model_does_not_know_are_refused_where_they_would_get_id
     pieces = (1, 0, 2, 3, *range(4, count - 1), None)
     files = tokenizer_with(pieces, count + 3)
     source = own_checkpoint(tmp_path / "checkpoint", languages=BEYOND, tokenizer=files)
-    with pytest.raises(CheckpointError, match=r"has 1 pieces that its model does not know"):
+    with pytest.raises(CheckpointError, match=r"has 1 pieces without an id"):
         export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="hf-m2m100"))
     export_checkpoint(source.origin, out_dir=tmp_path / "out", export=Export(to="ctranslate2"))
 
@@ -402,8 +402,8 @@ def test_a_model_card_says_what_could_no_longer_be_found(tmp_path: Path) -> None
     export = Export(to="hf-m2m100", scores_dir=tmp_path / "run" / "evaluation")
     export_checkpoint(tmp_path / "run" / "dense", out_dir=tmp_path / "out", export=export)
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
-    assert "could not all be found: mixture, shards." in card
-    assert "Which of these systems is this model could not be found out." in card
+    assert "Some of its inputs could not be found: mixture, shards." in card
+    assert "It is not known which of these systems is this model." in card
     assert "| MMNMT | into pivot | bleu | 0.88 |\n" in card
 
 

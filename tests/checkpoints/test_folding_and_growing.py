@@ -24,8 +24,7 @@ from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.batching.batch import Batch
 from pipeline.checkpoints.assembly.receipt import RECEIPT_FILE
-from pipeline.checkpoints.assembly.rules import PARTS, Part
-from pipeline.checkpoints.assembly.values import Blueprint
+from pipeline.checkpoints.assembly.rules import PARTS, Blueprint, Part
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.exporting import FORMATS, Export, Format, export_checkpoint
 from pipeline.checkpoints.folding import fold_checkpoint

@@ -253,12 +253,12 @@ def test_experts_of_equal_mass_are_kept_by_the_lower_id() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"experts": 1}, "--experts 1 does not fit .* choose 2 to 4"),
-        ({"experts": 5}, "--experts 5 does not fit .* choose 2 to 4"),
+        ({"experts": 1}, "--experts 1 does not fit .* Choose 2 to 4"),
+        ({"experts": 5}, "--experts 5 does not fit .* Choose 2 to 4"),
         ({"keep_mass": 0.0}, "--keep-mass 0.0 is no share"),
         ({"keep_mass": 1.1}, "--keep-mass 1.1 is no share"),
         ({"keep_mass": float("nan")}, "--keep-mass nan is no share"),
-        ({"languages": ["fra"], "experts": 2}, "no language 'fra': choose from fr"),
+        ({"languages": ["fra"], "experts": 2}, "no language 'fra'. Choose from fr"),
         ({"languages": ["de", "en"], "experts": 2}, "No routes of translations into 'en'"),
     ],
 )

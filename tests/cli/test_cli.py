@@ -19,10 +19,9 @@ from support.folder_listing import names_in
 
 from pipeline import cli
 from pipeline.artifacts.artifact import new_artifact, open_artifact, raw_digest
-from pipeline.artifacts.locks import exclusive
-from pipeline.artifacts.places import claim_run_folder, plan_lock_path, run_dir, sole_writer
+from pipeline.artifacts.places import exclusive, plan_lock_path, run_dir, sole_writer
 from pipeline.artifacts.raw_input import RawPaths
-from pipeline.artifacts.training_states import announce_removal
+from pipeline.artifacts.run_folders import announce_removal, claim_run_folder
 from pipeline.cli.ending import EXIT_BROKEN_PIPE
 from pipeline.cli.stage_commands import stage_parser
 from pipeline.config.ds_config import RECIPE_KEYS, ds_config_names, load_ds_config
@@ -362,7 +361,7 @@ def test_an_artifact_is_never_replaced_by_one_of_another_kind(
     said = capsys.readouterr().err
     assert said == (
         f"mmnmt read: {bench.at('model')} holds a checkpoint made by train, which a corpus never "
-        "replaces: name another --out, or move it away.\n"
+        "replaces. Name another --out, or move it away.\n"
     )
     assert open_artifact(Path(bench.at("model")), kind="checkpoint").digest == before
     assert len(bench.calls) == 2
@@ -435,12 +434,12 @@ def test_a_folder_with_other_files_is_never_replaced_unasked(bench: Bench) -> No
     ("options", "said"),
     [
         (["--recipe", "nowhere"], "There is no recipe 'nowhere'"),
-        (["--corpus", "nowhere"], "nowhere does not exist: run the stage that makes the corpus"),
+        (["--corpus", "nowhere"], "nowhere does not exist. Run the stage that makes the corpus"),
         (["--others", "corpus"], "--others 'corpus' is not of the form NAME=PATH"),
         (["--others", "a=x", "a=y"], "--others names 'a' twice"),
         (
             ["--others", "MoE/LGR=x"],
-            "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become folders: "
+            "--others 'MoE/LGR=x': the name 'MoE/LGR' has a slash, and names become directories. "
             "Write 'MoE-LGR'.",
         ),
         (["--recipe", "demo_dens"], "There is no recipe 'demo_dens'. Did you mean 'demo_dense'?"),
@@ -603,12 +602,12 @@ def test_under_another_launcher_a_stage_runs_in_this_process(
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks: leave it out"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "a launcher started 4 ranks. Leave it out"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ""),
         ({"RANK": "1", "WORLD_SIZE": "4"}, ""),
         (
             {"SLURM_PROCID": "0", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "1"},
-            "a launcher started 1 rank:",
+            "a launcher started 1 rank.",
         ),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "8"}, "started 8 ranks"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
@@ -708,7 +707,7 @@ def test_a_plan_runs_on_rank_zero_and_the_other_ranks_leave_at_once(
     assert first.returncode == 0
     assert "corpus: running import_corpus" in said
     (line,) = error.splitlines()
-    assert line.startswith("mmnmt run: a launcher started 2 ranks, of which rank 0 alone runs the ")
+    assert line.startswith("mmnmt run: a launcher started 2 ranks, and rank 0 alone runs the ")
     assert open_artifact(out_dir / "corpus", kind="corpus").manifest.stage == "import_corpus"
 
 
@@ -971,7 +970,7 @@ def test_a_raw_file_whose_name_is_not_utf_8_is_named_before_any_work(
     (bench.folder / "raw" / NOT_UTF_8).write_text("text")
     assert bench.read("--raw", bench.at("raw")) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "raw/o\\xff has a name that is not UTF-8: rename it, or move it away." in said
+    assert "raw/o\\xff has a name that is not UTF-8. Rename it, or move it away." in said
     assert bench.calls == []
 
 
@@ -985,7 +984,7 @@ def test_the_longest_name_of_an_output_has_room_for_what_lies_beside_it(
     for length in (240, 247, 256, 5000):
         assert bench.read(out="b" * length) == EXIT_USER_ERROR
         said = capsys.readouterr().err
-        assert f"has a name of {length} bytes, where at most 239 fit: choose a shorter" in said
+        assert f"has a name of {length} bytes, where at most 239 fit. Choose a shorter" in said
     assert len(bench.calls) == 2
     deep = "/".join(["folder"] * 1000)
     assert bench.read(out=deep) == EXIT_USER_ERROR

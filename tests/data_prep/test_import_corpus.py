@@ -1,4 +1,4 @@
-"""Import: raw trees with all their faults, and CLDR phrases, become a corpus."""
+"""Import of raw text: the corpus, its defects and summary, in one process and in several."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def test_a_file_given_for_a_tree_is_refused_in_a_sentence(
     options = ["--recipe", str(tmp_path / "recipe.toml"), "--raw", str(tmp_path / "train.en")]
     assert cli.main(["import_corpus", *options, "--out", str(out)]) == EXIT_USER_ERROR
     said = capsys.readouterr().err
-    assert "train.en is a file where a tree of pair folders is wanted" in said
+    assert "train.en is a file, but a tree of pair folders is expected" in said
     assert said.count("\n") == 1
     assert not out.exists()
 
@@ -190,14 +190,14 @@ def test_a_truncated_gzip_file_is_named(raw: Path, out: Path, kept: int) -> None
     write(raw, {"de-en/train.de.gz": "ein Satz\n" * 500, "de-en/train.en": "a sentence\n" * 500})
     path = raw / "de-en" / "train.de.gz"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+    with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
         imported(out, raw)
 
 
 def test_a_file_that_is_no_gzip_file_is_named(raw: Path, out: Path) -> None:
     write(raw, {"de-en/train.de.gz": "a\n", "de-en/train.en": "a\n"})
     (raw / "de-en" / "train.de.gz").write_text("a\n")
-    with pytest.raises(DataError, match=r"train\.de\.gz is no complete gzip file"):
+    with pytest.raises(DataError, match=r"train\.de\.gz is not a complete gzip file"):
         imported(out, raw)
 
 
@@ -240,7 +240,7 @@ def test_what_is_ignored_of_a_tree_is_named_in_the_summary(raw: Path, out: Path)
 
 def test_a_tree_without_pairs_is_told_the_expected_layout(raw: Path, out: Path) -> None:
     write(raw, {"train.en": "a\n", "train.de": "b\n"})
-    with pytest.raises(DataError, match=r"holds no language pairs: folders like en-de"):
+    with pytest.raises(DataError, match=r"holds no language pairs\. Name a tree with folders"):
         imported(out, raw)
 
 
@@ -340,8 +340,8 @@ def test_exchanged_files_are_refused_with_what_to_do_unless_they_are_accepted(
     write(raw, {"de-en/test.de": numbered(ENGLISH), "de-en/test.en": numbered(GERMAN)})
     with pytest.raises(
         DataError,
-        match=r"test\.de reads as en and .*test\.en as de: exchange the names of the two files, or "
-        r"set corpus\.swapped_sides to 'accept'",
+        match=r"test\.de reads as en and .*test\.en as de\. Exchange the names of the two files, "
+        r"or set corpus\.swapped_sides to 'accept'",
     ):
         imported(out, raw)
     assert not out.exists()
@@ -499,3 +499,63 @@ def test_the_bible_corpus_has_its_published_sizes(out: Path) -> None:
     }
     with gzip.open(BIBLE / "en-da" / "train.da.gz", "rb") as stream:
         assert corpus.file("train/da-en/da.txt").read_bytes() == stream.read()
+
+
+pytestmark = pytest.mark.slow
+
+GOOD = [f"line {number}" for number in range(300)]
+BAD_TREES: dict[str, str | bytes] = {
+    "one/de-en/train.de": "\n".join(GOOD).encode() + b"\n\xff broken\n",
+    "one/de-en/train.en": "\n".join([*GOOD, "the counterpart"]) + "\n",
+    "one/de-en/valid.de": "",
+    "one/de-en/valid.en": "",
+    "one/fr-zh/train.fr": "\ufeffun\r\ndeux\x85trois\n",
+    "one/fr-zh/train.zh": "一\n二\n",
+    "two/en-de/train.de": "eins\nzwei\nd\0rei\n",
+    "two/en-de/train.en": "one\ntwo\nthree\n",
+    "two/en-it/test.en": "four\n",
+    "two/en-it/test.it": "quattro\n",
+}
+
+
+def import_in_processes(
+    raw: Path, out_dir: Path, *, processes: int, max_train_lines: int | None = None
+) -> Artifact:
+    config = CorpusConfig(max_train_lines=max_train_lines)
+    paths = RawPaths((raw / "one", raw / "two"))
+    recipe = Recipe(name="test", corpus=config)
+    return run_import("import_corpus", out_dir, paths, recipe, processes=processes)
+
+
+@pytest.mark.parametrize("max_train_lines", [None, 301])
+def test_the_number_of_processes_changes_nothing(
+    max_train_lines: int | None, tmp_path: Path
+) -> None:
+    write(tmp_path / "raw", BAD_TREES)
+    one, two = (
+        import_in_processes(
+            tmp_path / "raw",
+            tmp_path / f"by-{processes}",
+            processes=processes,
+            max_train_lines=max_train_lines,
+        )
+        for processes in (1, 2)
+    )
+    assert two.manifest.files == one.manifest.files
+    assert two.statistics == one.statistics
+    assert two.manifest.summary == one.manifest.summary
+    assert one.statistics["counts"]["quarantined"] == 1 + (max_train_lines is None)
+    kept = one.statistics["pairs"]["de-en"]["train"]
+    assert kept == (302 if max_train_lines is None else 301)
+
+
+def test_a_fault_that_a_worker_finds_is_the_same_sentence(tmp_path: Path) -> None:
+    write(tmp_path / "raw", BAD_TREES | {"two/en-it/test.it": "quattro\ncinque\n"})
+    said = []
+    for processes in (1, 2):
+        with pytest.raises(DataError) as refused:
+            import_in_processes(tmp_path / "raw", tmp_path / "out", processes=processes)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert "test.en has 1 line and" in said[0]
+    assert not (tmp_path / "out").exists()

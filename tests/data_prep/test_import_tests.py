@@ -308,9 +308,9 @@ def test_a_pivot_that_is_not_there_is_named(raw: Path, out: Path) -> None:
 
 def test_a_language_that_is_not_there_is_named_with_the_nearest(raw: Path, out: Path) -> None:
     flores(raw, ["eng_Latn", "deu_Latn"])
-    with pytest.raises(ConfigError, match=r"asks for es, of which there is no file.*: de, en"):
+    with pytest.raises(ConfigError, match=r"asks for es, but no file is in it.*: de, en"):
         imported(out, raw, languages=("en", "es"))
-    with pytest.raises(ConfigError, match=r"no pair of the languages .*en.*: add the other"):
+    with pytest.raises(ConfigError, match=r"no pair of the languages .*en.*\. Add the other"):
         imported(out, raw, languages=("en",))
 
 
@@ -319,7 +319,7 @@ def test_a_folder_without_test_sets_is_refused_with_what_is_expected(
     raw: Path, out: Path, content: dict[str, str]
 ) -> None:
     raw.mkdir()
-    with pytest.raises(DataError, match=r"holds no test sets: .*FLORES-200.*use import_corpus"):
+    with pytest.raises(DataError, match=r"holds no test sets\. .*FLORES-200.*use import_corpus"):
         imported(out, write(raw, content))
 
 
@@ -327,7 +327,7 @@ def test_a_file_where_a_folder_is_wanted_and_empty_files_are_refused(raw: Path, 
     flores(raw, ["eng_Latn", "deu_Latn"], dev=0, devtest=0)
     with pytest.raises(DataError, match="has no lines"):
         imported(out, raw)
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         imported(out, raw / "README")
 
 

@@ -78,5 +78,5 @@ def test_ranks_that_no_launcher_started_are_refused_with_the_command(
         EXIT_USER_ERROR
     )
     said = capsys.readouterr().err
-    assert "start mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi" in said
+    assert "Start mpirun -n N python -m mpi4py.futures -m data_prep.make_shards --mpi" in said
     assert not out.exists()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_prep import raw_lines
 from data_prep.raw_lines import LineCounts, Quarantine, good_lines
-from data_prep.readers.text_files import FilesInStep, source_of
+from data_prep.readers.raw_files import FilesInStep, source_of
 from pipeline.errors import DataError
 
 

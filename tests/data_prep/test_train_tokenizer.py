@@ -223,7 +223,7 @@ def test_a_direction_into_a_language_without_pieces_of_the_target_is_refused(
 ) -> None:
     tokenizer = load_tokenizer(train(corpus, tmp_path / "out", SPLIT).directory)
     tokenizer.refuse_to_write("zh")
-    with pytest.raises(ConfigError, match=r"into zh alone, not into de: leave that out"):
+    with pytest.raises(ConfigError, match=r"into zh only, not into de\. Leave it out"):
         tokenizer.refuse_to_write("de")
 
 
@@ -245,7 +245,7 @@ def test_a_side_without_training_lines_is_named(tmp_path: Path) -> None:
         "test": {"de-zh": {"de": ["ab"], "zh": ["的"]}},
     }
     corpus = make_corpus(tmp_path / "corpus", texts)
-    with pytest.raises(DataError, match=r"no training lines in zh, which are to have pieces"):
+    with pytest.raises(DataError, match=r"no training lines in zh, which need pieces"):
         train(corpus, tmp_path / "out", SPLIT)
 
 

@@ -131,7 +131,7 @@ def test_half_precision_changes_scores_by_rounding_only() -> None:
 
 
 def every_hypothesis(pieces: Sequence[int], *, longest: int) -> Iterator[tuple[int, ...]]:
-    """All token sequences that end by the limit, without the end-of-sentence."""
+    """Yield all token sequences that end by the limit, without the end-of-sentence."""
     for length in range(longest):
         yield from itertools.product(pieces, repeat=length)
 
@@ -161,7 +161,7 @@ def test_a_beam_as_wide_as_the_space_finds_the_best_of_all_sequences(
 def score_of_every_hypothesis(
     model: Transformer, example: Example, *, penalty: float
 ) -> dict[tuple[int, ...], float]:
-    """Of a vocabulary of six, with at most two tokens before the end."""
+    """Score all hypotheses over a vocabulary of six with at most two tokens before the end."""
     pieces = [token for token in range(6) if token not in (PAD_ID, EOS_ID)]
     return {
         tokens: full_score(model, example, tokens, penalty=penalty)
@@ -172,7 +172,7 @@ def score_of_every_hypothesis(
 def wide_search(
     model: Transformer, example: Example, *, n_best: int = 21, **more: Any
 ) -> list[Translation]:
-    """By as many beams as there are hypotheses of at most two tokens; ``more`` of the source."""
+    """Search with more beams than there are hypotheses; ``more`` are fields of the source."""
     config = DecodingConfig(beam_size=36, n_best=n_best, max_length_ratio=0.0, max_extra_length=3)
     source = replace(source_of(example), **more)
     (found,) = beam_search_n_best(model, [source], config, eos_id=EOS_ID)
@@ -248,34 +248,15 @@ def test_a_prefix_is_kept_beyond_the_length_limit_and_refused_beyond_the_positio
     ((found,),) = beam_search_n_best(model, [fits], config, eos_id=EOS_ID)
     assert found.tokens == (7,) * 9
     longer = replace(fits, prefix=(7,) * 10)
-    with pytest.raises(ConfigError, match=r"has 10 tokens, and the model .* for 9"):
+    with pytest.raises(ConfigError, match=r"have 10 tokens, and the model .* for 9"):
         beam_search_n_best(model, [longer], config, eos_id=EOS_ID)
-
-
-@pytest.mark.parametrize(
-    ("restriction", "said"),
-    [
-        ({"prefix": (7, EOS_ID)}, "padding or end-of-sentence"),
-        ({"banned": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"banned": ((),)}, "none"),
-        ({"prefix": (7, 8, 9), "banned": ((8, 9),)}, "has the banned tokens"),
-    ],
-)
-def test_restrictions_that_no_hypothesis_can_keep_are_refused(
-    restriction: dict[str, Any], said: str
-) -> None:
-    model = model_of("dense")
-    (example,) = random_examples(model.spec, sentences=1, seed=1)
-    source = replace(source_of(example), **restriction)
-    with pytest.raises(ConfigError, match=said):
-        beam_search_n_best(model, [source], DecodingConfig(), eos_id=EOS_ID)
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"n_best": 6}, "n_best 6 exceeds beam_size 5"),
-        ({"top_p": 0.5}, 'top_p is of sampling, and search is "beam"'),
+        ({"top_p": 0.5}, 'top_p is a setting of sampling, and search is "beam"'),
         ({"search": "sampling", "top_p": 1.5}, "top_p"),
         ({"search": "sampling", "sampling_temperature": 0}, "sampling_temperature"),
     ],
@@ -290,7 +271,7 @@ def test_settings_that_do_not_go_together_are_refused(
 def fairseq_search(
     model: Transformer, example: Example, *, beams: int, penalty: float, limit: int
 ) -> Translation:
-    """fairseq's rule, one sentence and one hypothesis at a time."""
+    """Search by fairseq's rule, one sentence and one hypothesis at a time."""
     running: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     ended: list[Translation] = []
     for length in range(1, limit + 1):
@@ -405,7 +386,7 @@ def test_the_n_best_by_the_huggingface_rule_are_those_of_generate(
 
 
 def strip(tokens: list[int]) -> tuple[int, ...]:
-    """A sequence of the peer without start, tag, end-of-sentence and padding."""
+    """Remove start, tag, end-of-sentence and padding from a sequence of the peer."""
     return tuple(token for token in tokens[2:] if token not in (EOS_ID, PAD_ID))
 
 

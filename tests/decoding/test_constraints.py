@@ -111,15 +111,21 @@ def test_progress_counts_phrases_that_stand_there_and_the_one_begun() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        ({"prefix": (7, EOS_ID)}, "padding or end-of-sentence"),
+        ({"banned": ((PAD_ID,),)}, "padding or end-of-sentence"),
+        ({"banned": ((),)}, "is empty"),
+        ({"prefix": (7, 8, 9), "banned": ((8, 9),)}, "has the banned tokens"),
         ({"required": ((7, EOS_ID),)}, "padding or end-of-sentence"),
         ({"required": ((PAD_ID,),)}, "padding or end-of-sentence"),
-        ({"required": ((),)}, "none"),
+        ({"required": ((),)}, "is empty"),
         ({"required": ((7, 8, 9),), "banned": ((8, 9),)}, "has a banned one"),
-        ({"required": ((7,) * 200,)}, "must have is 200 tokens"),
+        ({"required": ((7,) * 200,)}, "have 200 tokens"),
         ({"required": ((8, 9),), "prefix": (7,), "banned": ((8,), (7, 9))}, "banned"),
     ],
 )
-def test_phrases_that_no_translation_can_have_are_refused(asked: dict[str, Any], said: str) -> None:
+def test_constraints_that_no_hypothesis_can_keep_are_refused(
+    asked: dict[str, Any], said: str
+) -> None:
     model = model_of("dense")
     (example,) = random_examples(model.spec, sentences=1, seed=1)
     source = replace(source_of(example), **asked)

@@ -1,8 +1,7 @@
-"""Lines come out of a descriptor as they went in, as soon as they are there."""
+"""Tests of pipeline/decoding/incoming_lines.py."""
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,14 +57,13 @@ def test_a_file_s_lines_come_in_order_and_line_feeds_alone_end_them(
     assert not any(line.problem for line in found)
 
 
+@pytest.mark.timeout(60)
 def test_a_line_is_given_out_while_its_writer_waits(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     lines = IncomingLines(reader)
     for text in ("eins", "zwei"):
         os.write(writer, f"{text}\n".encode())
-        clock = time.monotonic()
-        assert texts(lines.take(256)) == [text]
-        assert time.monotonic() - clock < 5
+        assert texts(lines.take(256)) == [text]  # would wait for ever for a full batch
 
 
 def test_half_a_line_waits_for_its_other_half_and_keeps_no_whole_one_waiting(

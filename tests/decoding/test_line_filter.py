@@ -1,4 +1,4 @@
-"""The filter as its users meet it: pipes, one line at a time, bad lines, ends of all kinds."""
+"""Tests of pipeline/decoding/line_filter.py: pipes, single lines, unreadable lines, all ends."""
 
 import json
 import os
@@ -33,7 +33,7 @@ MAX_POSITIONS = 40
 SETTINGS: Mapping[str, float] = {"beam_size": 2, "max_length_ratio": 0.3, "max_extra_length": 6}
 DECODING = DecodingConfig.model_validate(SETTINGS)
 SECONDS = 120.0
-"""For one answer: loading torch takes most of it on a busy machine."""
+"""Time limit of one answer: loading torch takes most of it on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 @pytest.fixture(scope="module")
 def translated(checkpoint: Artifact) -> Callable[[str], str]:
-    """A line from German into English, as the translator has it without any filter."""
+    """Translate a line from German into English without the filter."""
     translator = Translator(checkpoint, DECODING)
 
     def translate(text: str) -> str:
@@ -70,10 +70,11 @@ def arguments(checkpoint: Artifact, *, source: str = "de", target: str = "en") -
 
 
 INVALID = re.compile(
-    r"mmnmt translate: the translations of ([\d,]+) of [\d,]+ lines had ([\d,]+) sequences? of "
-    r"bytes that are no UTF-8: they were dropped\.\n"
+    r"mmnmt translate: The translations of ([\d,]+) of [\d,]+ lines had ([\d,]+) sequences? of "
+    r"bytes that are not UTF-8, which were dropped\.\n"
 )
-"""What is said at the end: a model without training writes any bytes."""
+"""Remark at the end: a model without training writes any bytes."""
+AS_EMPTY = "It is translated as an empty line."
 
 
 def apart_from_invalid(error: str) -> str:
@@ -93,7 +94,7 @@ def pipe(
     target: str = "en",
     more: Sequence[str] = (),
 ) -> tuple[int, list[str]]:
-    """Exit code and output lines of the filter."""
+    """Run the filter; return its exit code and output lines."""
     (tmp_path / "input").write_bytes(data)
     with (tmp_path / "input").open() as given, (tmp_path / "output").open("w") as written:
         monkeypatch.setattr("sys.stdin", given)
@@ -170,8 +171,8 @@ def test_long_lines_are_split_and_joined_and_that_is_said_once(
     assert found[1] == " ".join(part for part in parts if part)
     assert found[3] == " ".join(part for part in parts * 2 if part)
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
-        "mmnmt translate: 2 of 4 lines were longer than the model's 38 tokens: they were translated"
-        " in 6 parts, split at sentence ends where there are any, and joined again."
+        "mmnmt translate: 2 of 4 lines were longer than the model's 38 tokens. They were split into"
+        " 6 parts, at sentence ends if possible, translated, and joined again."
     ]
 
 
@@ -189,9 +190,8 @@ def test_a_line_that_cannot_be_read_stands_as_an_empty_one_and_is_named(
     assert found == [translated("Ja"), "", "", translated("Nein")]
     said = apart_from_invalid(capsys.readouterr().err).splitlines()
     assert said == [
-        "mmnmt translate: line 2 is not UTF-8 (invalid start byte at byte 1): an empty line stands "
-        "for it.",
-        "mmnmt translate: line 3 is longer than 1,048,576 bytes: an empty line stands for it.",
+        f"mmnmt translate: Line 2 is not UTF-8 (invalid start byte at byte 1). {AS_EMPTY}",
+        f"mmnmt translate: Line 3 is longer than 1,048,576 bytes. {AS_EMPTY}",
     ]
 
 
@@ -250,8 +250,8 @@ def test_a_translation_begins_with_what_stands_behind_the_tab(
     assert found[2] == ""
     assert found[3].startswith("ab")
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
-        "mmnmt translate: line 3 has a prefix of 40 tokens, of which the model takes 37: an empty "
-        "line stands for it."
+        "mmnmt translate: Line 3 has a prefix of 40 tokens, of which the model takes 37. "
+        + AS_EMPTY
     ]
 
 
@@ -272,8 +272,8 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
     assert "x" in found[0]
     assert found[1:] == [translated("Nein"), "", translated("Doch"), ""]
     assert apart_from_invalid(capsys.readouterr().err).splitlines() == [
-        "mmnmt translate: line 3 must have 40 tokens in its translation, of which the model takes "
-        "37: an empty line stands for it."
+        "mmnmt translate: Line 3 must have 40 tokens in its translation, of which the model takes "
+        f"37. {AS_EMPTY}"
     ]
     code, found = pipe(checkpoint, monkeypatch, tmp_path, data, more=["--must", "ab", *more])
     assert all("ab" in line for line in (found[0], found[1], found[3]))
@@ -282,10 +282,10 @@ def test_a_translation_has_the_phrases_of_all_lines_and_of_its_own(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--must", " "], "The required phrase ' ' is empty"),
+        (["--must", " "], "the required phrase ' ': it is empty"),
         (["--must-file", "nowhere"], "nowhere cannot be read"),
         (["--n-best", "3"], "n_best 3 exceeds beam_size 2"),
-        (["--banned", " "], "The banned phrase ' ' is empty"),
+        (["--banned", " "], "the banned phrase ' ': it is empty"),
     ],
 )
 def test_what_a_filter_cannot_be_asked_for_is_refused_in_one_sentence(
@@ -364,7 +364,7 @@ def test_an_unknown_language_is_refused_before_anything_is_read(
     found = pipe(checkpoint, monkeypatch, tmp_path, b"Ja\n", source="en", target=target)
     assert found == (EXIT_USER_ERROR, [])
     (said,) = apart_from_invalid(capsys.readouterr().err).splitlines()
-    assert f"This model does not know the language {target!r}: it knows de, en, fr, ru" in said
+    assert f"This model does not know the language {target!r}. It knows de, en, fr, ru" in said
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_the_name_of_a_language_is_refused_with_the_models_code(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         find_direction(Translator(checkpoint, DECODING), source=source, target=target)
-    assert ("nearest is 'de'" in said) == (target == "dx")
+    assert ("Did you mean 'de'?" in said) == (target == "dx")
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
@@ -410,7 +410,7 @@ class Conversation:
         self.stdin.flush()
 
     def read_line(self, *, seconds: float = SECONDS) -> str:
-        """The next line of output; fails where it does not come in time."""
+        """Return the next line of output; fail if it does not come in time."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self.stdout, selectors.EVENT_READ)
@@ -464,8 +464,7 @@ def test_whoever_writes_a_line_and_waits_is_answered(
         code, said = talk.end()
     assert code == EXIT_USER_ERROR
     assert said == (
-        "mmnmt translate: line 5 is not UTF-8 (invalid start byte at byte 9): an empty line stands "
-        "for it.\n"
+        f"mmnmt translate: Line 5 is not UTF-8 (invalid start byte at byte 9). {AS_EMPTY}\n"
     )
 
 

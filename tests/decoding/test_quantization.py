@@ -17,7 +17,7 @@ from pipeline.model.building import shape_of_model
 
 
 def by_integers(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor) -> Tensor:
-    """The same product, in whole numbers that overflow nowhere."""
+    """Compute the product in 64-bit whole numbers, which do not overflow."""
     scale_R1 = x_RI.abs().amax(1, keepdim=True)
     scale_O = weight_OI.abs().amax(1) / 127
     x = torch.round(x_RI / scale_R1 * 63).long()

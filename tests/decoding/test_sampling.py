@@ -106,7 +106,7 @@ TEMPERATURE = 3.0
 
 
 def likelihood(model: Transformer, example: Example, tokens: Sequence[int], limit: int) -> float:
-    """Of a sampled sentence, by one pass per prefix: at the limit the end is certain."""
+    """Score a sampled sentence by one pass per prefix; at the limit the end is certain."""
     total = 0.0
     for length, token in enumerate((*tokens, EOS_ID)):
         log_p_V = next_log_p(model, example, tokens[:length])[-1]

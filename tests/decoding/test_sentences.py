@@ -1,12 +1,31 @@
-"""Sentences are taken apart where readers would, and no text is lost on the way."""
-
-import time
+"""Tests of pipeline/decoding/sentences.py."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.decoding.sentences import join_sentences, split_sentences, split_to_fit
+from pipeline.artifacts.tokenizer import (
+    ByteVocabulary,
+    Tokenizer,
+    TokenizerDescription,
+    build_tokenizer,
+)
+from pipeline.decoding.sentences import (
+    align,
+    join_sentences,
+    split_sentences,
+    split_to_fit,
+    texts_of,
+    word_spans,
+)
+
+BYTES: Tokenizer = build_tokenizer(
+    TokenizerDescription(kind="bytes", languages=("de", "zh"), language_token_scheme="underscores"),
+    None,
+)
+
+# ---------------------------------------------------------------- sentences
 
 
 @pytest.mark.parametrize(
@@ -103,10 +122,10 @@ def test_an_accent_is_not_cut_from_its_letter(character: str) -> None:
         "x" * 200_000,
     ],
 )
-def test_the_time_does_not_grow_with_the_square_of_the_text(text: str) -> None:
-    clock = time.monotonic()
-    split_to_fit(text, fits=lambda part: len(part) <= 500)
-    assert time.monotonic() - clock < 20, "seconds, where a square would take many minutes"
+@pytest.mark.timeout(60)  # quadratic time would be many minutes
+def test_a_long_run_of_one_mark_is_split_in_linear_time(text: str) -> None:
+    parts = split_to_fit(text, fits=lambda part: len(part) <= 500)
+    assert "".join(parts) == "".join(text.split())
 
 
 def test_parts_are_joined_as_their_language_writes() -> None:
@@ -114,3 +133,50 @@ def test_parts_are_joined_as_their_language_writes() -> None:
     for language in ("zh", "ja", "th", "km", "lo", "my"):
         assert join_sentences(["一。", " ", "二。"], language=language) == "一。二。"
     assert join_sentences([], language="de") == ""
+
+
+# ---------------------------------------------------------------- words
+
+
+def words(text: str, *, language: str = "de") -> list[str]:
+    tokens = BYTES.encode(text)
+    spans = word_spans(tokens, BYTES, language=language)
+    assert [index for span in spans for index in span] == list(range(len(tokens)))
+    return texts_of(tokens, spans, BYTES)
+
+
+def test_words_stand_between_spaces() -> None:
+    text = "Ein kurzer Satz, über Öl."
+    assert words(text) == text.split()
+
+
+def test_further_spaces_make_no_further_words() -> None:
+    assert words("  Ein   Wort ") == ["Ein", "Wort"]
+    assert words("") == []
+
+
+def test_where_no_spaces_are_written_every_piece_is_a_word_and_no_character_is_divided() -> None:
+    assert words("我们 回家", language="zh") == list("我们回家")
+
+
+def test_a_word_of_unknown_pieces_is_marked_and_still_one() -> None:
+    space = ByteVocabulary().encode_batch([" "])[0][0]
+    tokens = [*BYTES.encode("Ja"), space, BYTES.unk_id, space, *BYTES.encode("so")]
+    spans = word_spans(tokens, BYTES, language="de")
+    assert texts_of(tokens, spans, BYTES) == ["Ja", "⁇", "so"]
+
+
+def test_where_tokens_are_words_alignments_are_fairseqs() -> None:
+    """``extract_hard_alignment`` takes every target token's source token of most weight."""
+    attention_TS = torch.rand(6, 9, generator=torch.Generator().manual_seed(1))
+    source, target = ([range(i, i + 1) for i in range(count)] for count in (9, 6))
+    found = align(attention_TS, source=source, target=target)
+    assert found == [(int(attention_TS[i].argmax()), i) for i in range(6)]
+
+
+def test_a_word_s_attention_is_the_mean_over_its_tokens_of_what_a_source_word_s_get() -> None:
+    attention_TS = torch.tensor([[0.4, 0.3, 0.3], [0.9, 0.05, 0.05], [0.1, 0.5, 0.4]])
+    source = [range(0, 1), range(1, 3)]
+    assert align(attention_TS[:1], source=source, target=[range(0, 1)]) == [(1, 0)]
+    assert align(attention_TS, source=source, target=[range(0, 2), range(2, 3)]) == [(0, 0), (1, 1)]
+    assert align(attention_TS, source=[], target=[range(0, 3)]) == []

@@ -24,9 +24,9 @@ from pipeline.artifacts.artifact import (
     read_manifest,
     stage_key,
 )
-from pipeline.artifacts.locks import exclusive
+from pipeline.artifacts.places import exclusive
 from pipeline.artifacts.raw_input import HubDataset, RawPaths
-from pipeline.artifacts.training_states import announce_removal
+from pipeline.artifacts.run_folders import announce_removal
 from pipeline.config.ds_config import load_ds_config
 from pipeline.config.recipe import load_recipe
 from pipeline.errors import EXIT_RUN_AGAIN, ArtifactError, ConfigError
@@ -968,7 +968,7 @@ def test_edits_of_an_artifact_are_neither_passed_on_nor_thrown_away(
     with pytest.raises(ArtifactError) as caught:
         setup.run()
     assert f"{path} is damaged in chunk 0" in str(caught.value)
-    assert f"restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
+    assert f"Restore it from a copy, or remove the folder {path.parent}" in str(caught.value)
     assert path.read_text() == "xyz"
     assert setup.workshop.started == []
     shutil.rmtree(path.parent)
@@ -980,7 +980,7 @@ def test_a_file_of_an_artifact_that_is_gone_is_noticed(setup: Setup) -> None:
     setup.run()
     (setup.out_dir / "shards" / "text").unlink()
     assert setup.forecast()[1] == "shards: would be refused (its file text is missing)"
-    with pytest.raises(ArtifactError, match=r"shards/text is missing .* remove the folder"):
+    with pytest.raises(ArtifactError, match=r"shards/text is missing, .* remove the folder"):
         setup.run()
 
 
@@ -1131,7 +1131,7 @@ def test_a_lock_does_not_outlive_a_holder_that_is_killed(tmp_path: Path) -> None
     path = tmp_path / "lock"
     program = (
         "import sys, time; from pathlib import Path\n"
-        "from pipeline.artifacts.locks import exclusive\n"
+        "from pipeline.artifacts.places import exclusive\n"
         "with exclusive(Path(sys.argv[1]), what='x'):\n"
         "    print('held', flush=True); time.sleep(60)\n"
     )

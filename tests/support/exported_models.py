@@ -3,9 +3,12 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import torch
+from transformers import AutoTokenizer, M2M100Tokenizer, NllbTokenizer
+from transformers.utils.import_utils import is_protobuf_available
 
 from pipeline.artifacts.artifact import new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import SPECIALS, TokenizerDescription, TokenizerFiles
@@ -27,6 +30,10 @@ BEYOND = ("chr", "de", "en")
 """Cherokee is not among them."""
 SPREAD = 2.2
 """With less of it few of these small models tell sentences apart."""
+
+
+HAS_PROTOBUF = is_protobuf_available()
+"""With it, transformers makes a fast tokenizer of SentencePiece's files."""
 
 
 def own_sentencepiece(
@@ -134,3 +141,27 @@ def spread_values(model: Transformer, *, eos_id: int, seed: int = 1) -> Transfor
         assert model.embedding.weight is not None
         model.embedding.weight[eos_id] *= 1.5
     return model
+
+
+def automatic_tokenizer(folder: Path, **options: Any) -> Any:
+    """Return the tokenizer that transformers chooses for a folder."""
+    kind: Any = AutoTokenizer
+    return kind.from_pretrained(folder, use_fast=HAS_PROTOBUF, **options)
+
+
+def named_tokenizer(folder: Path, *, english: str, german: str) -> tuple[Any, int]:
+    """Load an export's tokenizer by names of languages; return it and the id of German.
+
+    The names are M2M-100's, ``en``, or NLLB's, ``eng_Latn``, which decide its class.
+    """
+    kind: Any = NllbTokenizer if "_" in english else M2M100Tokenizer
+    tokenizer = kind.from_pretrained(folder, src_lang=english, tgt_lang=german)
+    find = tokenizer.convert_tokens_to_ids if "_" in english else tokenizer.get_lang_id
+    source, target = find(english), find(german)
+    assert tokenizer.unk_token_id not in (source, target)
+    assert tokenizer(LINES[0])["input_ids"][0] == source
+    assert tokenizer(text_target=LINES[0])["input_ids"][0] == target
+    automatic = automatic_tokenizer(folder, src_lang=english, tgt_lang=german)
+    for line in LINES:
+        assert automatic(line)["input_ids"] == tokenizer(line)["input_ids"]
+    return tokenizer, target

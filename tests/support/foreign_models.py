@@ -34,6 +34,8 @@ LINES = [
     "a much longer sentence of many words, which goes on",
     "x",
 ]
+PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
+"""Source and target, of different lengths: a batch of them is padded."""
 SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
 SIZES = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 SPREAD = 1.5

@@ -102,7 +102,7 @@ def test_a_split_is_found_under_the_names_it_is_published_under(tmp_path: Path) 
         entity_files(tmp_path)
     with pytest.raises(ConfigError, match="has no files of named entities"):
         entity_files(tmp_path / "de")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         entity_files(tmp_path / "nowhere")
 
 

@@ -180,7 +180,7 @@ def broken(folder: Path, **config: object) -> Path:
         ({"num_hidden_layers": 0}, "describes no XLM-R"),
         ({"num_hidden_layers": 3}, "no tensor encoder.layer.2"),
         ({"intermediate_size": 40}, "config.json describes"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     ],
     ids=str,
 )

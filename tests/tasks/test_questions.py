@@ -15,7 +15,14 @@ from support.tiny_xlmr import TOKENS, pieces_model
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.extensions.tasks.examination import best_span
 from pipeline.extensions.tasks.files import question_files
-from pipeline.extensions.tasks.question_answering import windows_of
+from pipeline.extensions.tasks.question_answering import (
+    NO_ANSWER,
+    Window,
+    check_windows,
+    cut_passage,
+    token_span,
+    windows_of,
+)
 from pipeline.extensions.tasks.questions import (
     Answer,
     Question,
@@ -25,13 +32,6 @@ from pipeline.extensions.tasks.questions import (
     word_f1,
 )
 from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.extensions.tasks.windows import (
-    NO_ANSWER,
-    Window,
-    check_windows,
-    cut_passage,
-    token_span,
-)
 from pipeline.extensions.tasks.xlmr import Located, Pieces
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "qa"
@@ -155,8 +155,8 @@ def test_characters_are_found_whatever_the_text_is_normalised_to() -> None:
         ({"answer_start": 10**9}, "is not at character"),
         ({"text": "anna"}, "the answer 'anna'"),
         ({"text": ""}, "is not at character 13"),
-        ({"text": 3}, "is no file of questions"),
-        ({"answer_start": None}, "is no file of questions"),
+        ({"text": 3}, "is not a file of questions"),
+        ({"answer_start": None}, "is not a file of questions"),
     ],
     ids=str,
 )
@@ -171,7 +171,7 @@ def test_an_answer_that_is_not_in_its_context_is_one_sentence(
 
 def test_other_files_than_squads_are_refused(tmp_path: Path) -> None:
     for content, complaint in (
-        ([], "is no file of questions"),
+        ([], "is not a file of questions"),
         ({"data": []}, "has no question"),
         ({"data": [{"paragraphs": [{"context": "x"}]}]}, "qas"),
     ):

@@ -53,14 +53,14 @@ SETTINGS["qa"] = merge(
     SETTINGS["ner"],
     {"tasks": {"stride": 12, "max_question_tokens": 16}, "batches": {"tokens": 256}},
 )
-"""What fits an XLM-R of a few thousand parameters."""
+"""Settings for an XLM-R of a few thousand parameters."""
 STAGE_OF = {"ner": finetune_tagger, "qa": finetune_reader}
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder, and text of two languages for both tasks."""
+    """Write an encoder, and text of two languages for both tasks."""
     folder = tmp_path_factory.mktemp("tasks")
     write_xlmr(folder / "xlmr")
     write_entities(folder / "ner", ["de", "en"])
@@ -108,7 +108,7 @@ def finetune(
     *,
     terminate_at: int | None = None,
 ) -> str:
-    """What a stage does in a rank of a pool; says how it ended."""
+    """Run a stage in a rank of a pool; return how it ended."""
     from contextlib import ExitStack, contextmanager
     from unittest import mock
 
@@ -335,7 +335,7 @@ def test_what_a_model_says_of_a_text_does_not_depend_on_its_neighbours(
         ("qa", {"loss": {"label_smoothing": 0.1}}, "label_smoothing is 0.1"),
         ("qa", {"tasks": {"stride": 47}}, "leaves no step"),
         ("qa", {"tasks": {"max_tokens": 80}}, "65|66|64 positions"),
-        ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "low_rank ones alone"),
+        ("ner", {"model": {"language_modules": {"kind": "clsr"}}}, "supports only low_rank"),
     ],
     ids=str,
 )

@@ -209,7 +209,7 @@ def training_in_regions(world: World, spec: ModelSpec) -> tuple[Trained, set[str
         noted.add(region.__name__)
         return region
 
-    compiler = mock.patch.multiple(compiled_regions, _compiled=note, _of_any_length=lambda *x: x)
+    compiler = mock.patch.object(compiled_regions, "_compiled", note)
     with compiler, mock.patch.object(engine_module, "check_compiler") as check:
         keys = {"compiled_regions": True}
         trained = engine_training(world, spec, parallel_size=2, zero_stage=2, own_keys=keys)
@@ -294,12 +294,12 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
             {"zero_optimization": {"stage": 1, "reduce_scater": True}},
             ["'reduce_scater'", "Did you mean 'reduce_scatter'"],
         ),
-        ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "use 1 or 2"]),
-        ({"zero_optimization": {}}, ["ZeRO stage 0", "use 1 or 2"]),
-        ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "use 1 or 2"]),
+        ({"zero_optimization": {"stage": 0}}, ["ZeRO stage 0", "Use 1 or 2"]),
+        ({"zero_optimization": {}}, ["ZeRO stage 0", "Use 1 or 2"]),
+        ({"zero_optimization": {"stage": 3}}, ["ZeRO stage 3", "Use 1 or 2"]),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-            ["stage 1 with bf16 and fp32 accumulation", "use stage 2"],
+            ["stage 1 with bf16 and fp32 accumulation", "Use stage 2"],
         ),
         (
             {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
@@ -318,16 +318,16 @@ def test_the_recipe_decides_clipping_and_accumulation() -> None:
         ({"bf16": True}, ["bf16 is true", '"bf16": {...}']),
         ({"tensorboard": True}, ["tensorboard is true", '"tensorboard": {...}']),
         ({"compiled_regions": 1}, ["compiled_regions is 1", "Use true or false"]),
-        ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "use fp32 or bf16"]),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, ['is "fp8"', "Use fp32 or bf16"]),
         ({"zero_optimization": None}, ["zero_optimization is null"]),
-        ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "use 1 or 2"]),
+        ({"zero_optimization": {"stage": "1"}}, ['ZeRO stage "1"', "Use 1 or 2"]),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}},
             ["zero_optimization.offload_optimizer is wrong"],
         ),
         (
             {"zero_optimization": {"stage": 1, "cpu_offload": True}},
-            ["'cpu_offload'", "set offload_optimizer instead"],
+            ["'cpu_offload'", "Set offload_optimizer instead"],
         ),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",

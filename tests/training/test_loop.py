@@ -37,9 +37,9 @@ from support.tiny_training import (
 from pipeline.artifacts.artifact import Artifact, open_artifact
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import run_dir, set_aside
+from pipeline.artifacts.places import run_dir
+from pipeline.artifacts.run_folders import newest_state, set_aside
 from pipeline.artifacts.tokenizer import load_tokenizer
-from pipeline.artifacts.training_states import newest_state
 from pipeline.batching.feed import SplitData
 from pipeline.checkpoints.checkpoint import load_model
 from pipeline.checkpoints.training_state import Position

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.manifest import setting_changes
-from pipeline.artifacts.training_states import state_names
+from pipeline.artifacts.run_folders import state_names
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.averaging import average_states
 from pipeline.checkpoints.checkpoint import load_model, read_spec

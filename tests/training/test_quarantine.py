@@ -29,7 +29,7 @@ from support.tiny_training import (
 from torch import Tensor, nn
 
 from pipeline.artifacts.artifact import open_artifact
-from pipeline.artifacts.places import set_aside
+from pipeline.artifacts.run_folders import set_aside
 from pipeline.batching.batch import Batch
 from pipeline.batching.feed import TrainingData
 from pipeline.batching.global_step import GlobalStep, MicroBatch

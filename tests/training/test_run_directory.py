@@ -146,7 +146,7 @@ def test_a_state_of_another_run_is_refused_with_the_difference_and_kept(
     save(directory, 10)
     leave_best_and_metrics(directory)
     changed = run_directory(tmp_path, **change)
-    with pytest.raises(CheckpointError, match=rf"\({words}\): .* or pass --overwrite"):
+    with pytest.raises(CheckpointError, match=rf"\({words}\)\. .* or pass --overwrite"):
         changed.resume_from()
     assert resumed_update(directory) == 10
     assert directory.best_dir.exists()

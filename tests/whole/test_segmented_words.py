@@ -38,9 +38,8 @@ from pipeline.decoding.forced_pass import forced_pass
 from pipeline.decoding.hypotheses import source_begins
 from pipeline.decoding.incoming_lines import IncomingLines, without_line_breaks
 from pipeline.decoding.line_filter import filter_lines
-from pipeline.decoding.search import search
 from pipeline.decoding.settings import DecodingConfig
-from pipeline.decoding.translator import Job, Translator
+from pipeline.decoding.translator import Job, Translator, search
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.model.spec import ModelSpec
 
@@ -341,7 +340,7 @@ def test_a_checkpoint_segments_by_itself_and_asks_for_a_function_it_cannot_have(
     assert len(read_hypotheses(found, Direction("ja", "de"))) == len(GERMAN)
     translator = Translator(checkpoint, DecodingConfig(beam_size=1))
     translator.load_segmenters(["ja", "zh", "de"])
-    with pytest.raises(ConfigError, match=r"The words of th .*comes with no model"):
+    with pytest.raises(ConfigError, match=r"The words of th .*no model includes"):
         translator.load_segmenters(["th"])
 
 

@@ -1,10 +1,10 @@
-"""The file that declares an assembly: where each part comes from, and by which rules.
+"""Read the TOML file that declares an assembly: the source of each part, and the rules.
 
     [sources]
     dense = "runs/dense"                  # a checkpoint of ours, or one of other software
     moe_lgr = "runs/moe_lgr"
 
-    [parts]                               # of each the name of a source, or "fresh"
+    [parts]                               # the name of a source, or "fresh"
     embeddings = "dense"
     encoder = "dense"
     decoder = "moe_lgr"
@@ -16,7 +16,7 @@
     [upcycling]                           # as [upcycling] of a recipe
     mask_ratio = 0.1
 
-Paths are relative to the folder that the command is given in, as on a command line.
+Paths are relative to the current directory, as on a command line.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -31,19 +31,19 @@ from pipeline.errors import ConfigError
 from pipeline.model.settings import MoEConfig
 
 FRESH = "fresh"
-"""What a part is said to come from that starts anew."""
+"""The source of a part that is initialized instead of copied."""
 
 
 class SourceDeclaration(Settings):
-    """A checkpoint, or the shape of a recipe's model, with which an assembly can be planned."""
+    """A checkpoint, or the shape of a recipe's model for a dry run."""
 
     path: str = ""
     recipe: str = ""
-    """Instead of a path: nothing can be made of it, a dry run only."""
+    """A recipe in place of a path, for dry runs only."""
     vocabulary_size: Annotated[int, whole(1, MAX_VOCABULARY)] | None = None
-    """Of a recipe's model; None: its tokenizer's."""
+    """Vocabulary size of a recipe's model. None: that of its tokenizer."""
     groups: Annotated[int, whole(2, MAX_GROUPS)] | None = None
-    """Language groups of a recipe's model; None: its own number."""
+    """Number of language groups of a recipe's model. None: the recipe's."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -53,7 +53,7 @@ class SourceDeclaration(Settings):
 
 
 class PartsDeclaration(Settings):
-    """Where the parts of the model come from: each the name of a source, or ``fresh``."""
+    """The source of each part of the model, or ``fresh``."""
 
     embeddings: str
     encoder: str
@@ -61,28 +61,29 @@ class PartsDeclaration(Settings):
 
 
 class Assembly(Settings):
-    """All that a declaration says."""
+    """A declared assembly."""
 
     sources: dict[str, SourceDeclaration]
     parts: PartsDeclaration
     model: dict[str, Any] = Field(default_factory=dict)
-    """What of ``[model]`` is to differ from the sources: ``encoder_layers`` of a fresh encoder."""
+    """Settings of ``[model]`` that differ from the sources, as ``encoder_layers`` of a fresh
+    one."""
     experts: MoEConfig | None = None
-    """None: as the sources have them."""
+    """Experts of the result. None: those of the sources."""
     upcycling: UpcyclingConfig = UpcyclingConfig()
     groups: str = ""
-    """A groups artifact, for a language-group router that no source has."""
+    """Path of a groups artifact, for a language-group router that no source has."""
     tokenizer: str = ""
-    """Another vocabulary: a tokenizer artifact, or a checkpoint that carries one."""
+    """Path of another vocabulary: a tokenizer artifact, or a checkpoint that contains one."""
     languages: dict[str, str] = Field(default_factory=dict)
     """New language → a language whose row and group it starts from, or ``fresh``."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Type of the tensors written."""
+    """Type of the written tensors."""
 
     @field_validator("sources", mode="before")
     @classmethod
     def _paths(cls, value: Any) -> Any:
-        """``dense = "runs/dense"`` is ``dense = { path = "runs/dense" }``."""
+        """Read ``dense = "runs/dense"`` as ``dense = { path = "runs/dense" }``."""
         if not isinstance(value, dict):
             return value
         return {
@@ -96,22 +97,22 @@ class Assembly(Settings):
         unknown = sorted(named - set(self.sources) - {FRESH})
         if unknown:
             known = ", ".join(sorted(self.sources)) or "none"
-            raise ValueError(f"parts name {unknown[0]!r}, and the sources are: {known}")
+            raise ValueError(f"parts name {unknown[0]!r}, but the sources are: {known}")
         unused = sorted(set(self.sources) - named)
         if unused:
             raise ValueError(f"no part comes from the source {unused[0]!r}: leave it out")
         if not named - {FRESH}:
             raise ValueError("all parts start fresh: train such a model from scratch (pretrain)")
         if "moe" in self.model:
-            raise ValueError("model.moe is what [experts] says: write it there")
+            raise ValueError("model.moe belongs to [experts]: move it there")
         return self
 
 
 def read_assembly(name: str) -> Assembly:
-    """A declaration: ``PATH.toml``, or the name of one that comes with the package.
+    """Read a declaration by its path, ``PATH.toml``, or by the name of one in the package.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it says what cannot be.
+        ConfigError: There is none, it cannot be read, or it is invalid.
     """
     try:
         path = toml_path(name, folder="assemblies", what="assembly")

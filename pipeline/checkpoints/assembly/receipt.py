@@ -1,18 +1,16 @@
-"""What an assembly did: one entry per tensor, and a table that a person reads.
+"""Report what an assembly did: an entry per tensor, tables to print, and a check of the function.
 
-What an assembled model computes, beside what its sources computed: logits of a fixed batch.
-
-The reference runs each part as its source has it, the embeddings' source for both ends. Where all
-experts are plain copies the logits are equal; otherwise the divergence is what the masks did.
-Neither model is ever whole in memory: a layer is filled before it runs and emptied after it.
+The function check compares the logits of a fixed batch. The reference runs each part from its
+source, and both embeddings from the embeddings' source. If all experts are plain copies, the logits
+are equal; otherwise the divergence measures the effect of the masks. Neither model is ever whole in
+memory: the weights of a layer are read before it runs and dropped after it.
 
 Legend: L predicted tokens, V vocabulary.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +20,12 @@ from pipeline.batching.batch import Batch, Example, collate
 from pipeline.checkpoints.assembly.rules import (
     PARTS,
     Assignment,
+    Blueprint,
     Part,
     expert_parts,
     is_diverse,
     part_of,
 )
-from pipeline.checkpoints.assembly.values import Blueprint
 from pipeline.checkpoints.assembly.vocabulary import meanings
 from pipeline.checkpoints.names import dense_name, is_router, named_slices
 from pipeline.checkpoints.sources import ModelSource, Tensors
@@ -44,12 +42,12 @@ RANDOM_RULES = ("expert of dense", "expert of expert", "rows by piece", "fresh")
 
 @dataclass(frozen=True)
 class ReceiptEntry:
-    """What became of one tensor.
+    """The origin of one tensor of the result.
 
     Attributes:
-        seed: of what is random in it, None where nothing is.
-        norm: Euclidean norm of the difference between target and source, 0 of copies; of the target
-            itself where it is not made entry by entry: fresh values, chosen rows.
+        seed: Seed of its random values; None if it has none.
+        norm: Euclidean norm of the difference between target and source, 0 for copies. For fresh
+            values and chosen rows, the norm of the target itself.
         digest: SHA-256 of the target's values as stored.
     """
 
@@ -61,12 +59,9 @@ class ReceiptEntry:
     norm: float
     digest: str
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def seed_of(entry: Assignment, blueprint: Blueprint) -> int | None:
-    """The seed of what is random in a tensor."""
+    """Return the seed of a tensor's random values; None if it has none."""
     if entry.rule not in RANDOM_RULES:
         return None
     if entry.rule.startswith("expert of") and not is_diverse(blueprint.config):
@@ -75,7 +70,7 @@ def seed_of(entry: Assignment, blueprint: Blueprint) -> int | None:
 
 
 def receipt_lines(plan: Sequence[Assignment], directories: Mapping[Part, str]) -> list[str]:
-    """The plan as text: target ← source, rule; the experts of a layer share a line."""
+    """Return the plan as lines ``target ← source (rule)``; the experts of a layer share a line."""
     lines: dict[str, str] = {}
     for entry in plan:
         target, source = entry.target, entry.source
@@ -88,7 +83,7 @@ def receipt_lines(plan: Sequence[Assignment], directories: Mapping[Part, str]) -
 
 
 def summary_table(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
-    """The plan part by part: modules, where they come from, tensors, parameters, the rule."""
+    """Return a table of the plan: part, modules, source, tensors, parameters, rule."""
     counts: dict[tuple[Part, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for entry in blueprint.plan:
         count = counts[entry.part, _module(entry.target), _worded(entry, blueprint)]
@@ -106,7 +101,7 @@ def summary_table(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
 
 
 def headline(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
-    """The assembly as the paper writes it: Enc(dense)-Dec(moe_lgr), and its experts."""
+    """Return the assembly in the paper's notation, Enc(dense)-Dec(moe_lgr), and its experts."""
     model = blueprint.spec.model
     text = (
         f"Enc({names['encoder']})-Dec({names['decoder']}), embeddings of {names['embeddings']}: "
@@ -122,7 +117,7 @@ def headline(blueprint: Blueprint, names: Mapping[Part, str]) -> str:
 
 
 def unused_lines(unused: Mapping[str, Sequence[str]]) -> list[str]:
-    """How much of every source stays behind."""
+    """Return a line per source with the number of its unused tensors."""
     lines = []
     for source, names in unused.items():
         counts = Counter(part_of(name) for name in names)
@@ -135,7 +130,7 @@ def unused_lines(unused: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _module(target: str) -> str:
-    """What of a model a tensor belongs to, in words."""
+    """Return the name of a tensor's module for the table."""
     if target.startswith("front."):
         return "front"
     if dense_name(target) is not None:
@@ -154,7 +149,7 @@ def _module(target: str) -> str:
 
 
 def _worded(entry: Assignment, blueprint: Blueprint) -> str:
-    """A rule with its numbers."""
+    """Return a rule with its settings for the table."""
     config = blueprint.config
     if not entry.rule.startswith("expert of"):
         return entry.rule
@@ -173,29 +168,27 @@ def _any_expert(name: str) -> str:
 
 
 SENTENCES = 8
+"""Sentences of the fixed batch."""
 LENGTH = 12
 """Pieces of a sentence, on either side."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the logits of two models are from each other.
+    """The difference between the logits of two models.
 
     Attributes:
-        tokens: predicted tokens that were compared.
-        largest: largest absolute difference of two logits, over the largest absolute logit.
-        mean_kl: mean over tokens of the Kullback–Leibler divergence of the reference's
+        tokens: Number of compared predicted tokens.
+        largest: Largest absolute difference of two logits, divided by the largest absolute logit.
+        mean_kl: Mean over tokens of the Kullback–Leibler divergence of the reference's
             distribution from the model's, in nats.
-        same_choice: share of tokens whose most probable id is the same.
+        same_choice: Share of tokens whose most probable id is the same.
     """
 
     tokens: int
     largest: float
     mean_kl: float
     same_choice: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         return (
@@ -211,9 +204,10 @@ def divergence(
     tokenizer: Tokenizer,
     sources: Mapping[Part, ModelSource | None],
 ) -> Divergence | None:
-    """Of a finished model from its sources.
+    """Return the divergence of a finished model from its sources.
 
-    None where a part of it started fresh, or where the vocabularies have no text in common.
+    Returns:
+        None if a part started fresh, or if the vocabularies have no text in common.
     """
     embeddings, encoder, decoder = (sources[p] for p in ("embeddings", "encoder", "decoder"))
     if embeddings is None or encoder is None or decoder is None:
@@ -233,20 +227,20 @@ def divergence(
 
 
 def _have_common_text(old: Tokenizer, new: Tokenizer, pairs: list[tuple[int, int]]) -> bool:
-    """Whether there are a piece to write and a language to write it in that both know."""
+    """Return whether both vocabularies have an output piece and a target language in common."""
     return bool(common_targets(old, new)) and any(
         old.piece(ids[0]) and _are_outputs(ids, old, new) for ids in pairs
     )
 
 
 def common_targets(old: Tokenizer, new: Tokenizer) -> set[str]:
-    """Languages that both can translate into."""
+    """Return the target languages that both tokenizers have."""
     both = set(old.languages) & set(new.languages)
     return {code for code in both if old.writes(code) and new.writes(code)}
 
 
 def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
-    """The divergence of logits over the same ids."""
+    """Return the divergence of logits over the same ids."""
     before_LV, after_LV = before_LV.double(), after_LV.double()
     log_p, log_q = before_LV.log_softmax(-1), after_LV.log_softmax(-1)
     return Divergence(
@@ -258,7 +252,7 @@ def compare(before_LV: Tensor, after_LV: Tensor) -> Divergence:
 
 
 def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
-    """(old, new) ids that mean the same: pieces, languages and the end of a sentence."""
+    """Return pairs of (old, new) ids with the same meaning, without padding, bos and unknown."""
     known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
     return [
         (known[meaning], index)
@@ -268,7 +262,7 @@ def shared_ids(old: Tokenizer, new: Tokenizer) -> list[tuple[int, int]]:
 
 
 def _is_output(index: int, tokenizer: Tokenizer) -> bool:
-    """Whether an id can be one of a translation's."""
+    """Return whether an id can be part of a translation."""
     return tokenizer.output_size is None or index < tokenizer.output_size
 
 
@@ -279,11 +273,13 @@ def _are_outputs(ids: tuple[int, int], old: Tokenizer, new: Tokenizer) -> bool:
 def fixed_batch(
     tokenizer: Tokenizer, ids: list[int], spec: ModelSpec, *, into: Collection[str]
 ) -> Batch:
-    """Sentences of pieces drawn from a fixed seed, into and out of languages in turn.
+    """Return sentences of random pieces, whose directions take turns through the languages.
 
     Args:
-        ids: what may be drawn, in an order that both vocabularies share.
-        into: languages that may be targets.
+        tokenizer: The tokenizer that the ids belong to.
+        ids: Ids to draw from, in an order that both vocabularies share.
+        spec: The model that the batch is for.
+        into: Languages that may be targets.
     """
     pieces = [index for index in ids if tokenizer.piece(index) is not None]
     outputs = [index for index in pieces if _is_output(index, tokenizer)]
@@ -309,7 +305,7 @@ def fixed_batch(
 
 
 class Streamed:
-    """A model of which one layer at a time is in memory."""
+    """A model that keeps only one layer at a time in memory."""
 
     def __init__(
         self, spec: ModelSpec, tensors: Mapping[Part, Tensors], model: Transformer | None = None
@@ -323,7 +319,7 @@ class Streamed:
     def of_parts(
         cls, embeddings: ModelSource, encoder: ModelSource, decoder: ModelSource
     ) -> "Streamed":
-        """The parts of three models, each as its own model has it."""
+        """Return the model of the embeddings, the encoder and the decoder of three models."""
         model = shape_of_model(decoder.spec)
         of_encoder = shape_of_model(encoder.spec)
         model.encoder, model.front = of_encoder.encoder, of_encoder.front
@@ -337,7 +333,7 @@ class Streamed:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> Tensor:
-        """(L, V), in float32."""
+        """Return the logits (L, V) of a batch in float32."""
         layers = [*self.model.encoder.layers, *self.model.decoder.layers]
         inner = {module for layer in layers for module in layer.modules()}
         for name, module in self.model.named_modules():
@@ -367,7 +363,7 @@ class Streamed:
             entry.value.copy_(self.tensors[part_of(name)].read(name))
 
     def _empty(self, module: nn.Module) -> None:
-        """The memory of its parameters is the next layer's."""
+        """Give the memory of a module's parameters to the next layer."""
         for owner in module.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 self._spare[parameter.shape].append(parameter.data)

@@ -1,14 +1,18 @@
-"""The plan of an assembly: one rule for every tensor of the result, before a byte is written.
+"""Plan an assembly and compute its values: one rule for every tensor of the result.
 
-Embeddings, encoder and decoder are taken from separately named models, or start fresh; dense
-feed-forwards become experts (paper §4.2). Every tensor of the result has exactly one rule and the
-shape that the rule needs, and every tensor of the parts taken is used: anything else is an error.
+Embeddings, encoder and decoder come from separately named models, or start fresh; dense
+feed-forwards become experts (paper §4.2). :func:`plan_assembly` gives every tensor of the result
+exactly one rule, checks the shape that the rule needs, and refuses a plan that would leave a tensor
+of a used part behind. :class:`Blueprint` computes the value of a tensor by its rule.
 
-The shape of a recipe's model as a source: an assembly is planned before anything is trained.
+Random values come from a counter-based generator (Philox; Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3"), keyed by the seed, the name of the dense tensor and the GLOBAL id of
+the expert. They do not depend on topology, order, or the number of processes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -17,14 +21,18 @@ from torch import Tensor
 
 from pipeline.checkpoints.assembly.vocabulary import RowPlan
 from pipeline.checkpoints.names import (
+    NamedSlice,
     added_tensor,
     dense_name,
+    initial_value,
     is_router,
+    named_slices,
     tensor_shapes,
 )
 from pipeline.checkpoints.settings import UpcyclingConfig
 from pipeline.checkpoints.sources import Tensors
 from pipeline.errors import CheckpointError
+from pipeline.model.building import shape_of_model
 from pipeline.model.spec import ModelSpec
 from pipeline.seeds import derive_seed
 from pipeline.terminal import counted
@@ -43,11 +51,14 @@ Rule = Literal[
     "fresh",
 ]
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STEPS = 2**16
+"""Resolution of a mask's ratio: an entry compares 16 random bits, four entries per drawn word."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One row of the receipt: where a tensor of the result comes from, and by which rule."""
+    """The source of one tensor of the result, and the rule that makes it."""
 
     target: str
     part: Part
@@ -57,28 +68,30 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Experts:
-    """Which expert of a source each expert of the result comes from."""
+    """The expert of a source that each expert of the result comes from."""
 
     of_source: int
+    """Number of experts in the source."""
     sources: tuple[int, ...]
-    """Global id → id in the source."""
+    """Global id in the result → id in the source."""
 
     @property
     def added(self) -> bool:
-        """Whether some share a source."""
+        """Return whether some experts share a source."""
         return len(set(self.sources)) < len(self.sources)
 
     @property
     def unchanged(self) -> bool:
+        """Return whether the result has the experts of the source under the same ids."""
         return self.sources == tuple(range(self.of_source))
 
     def is_copy(self, expert: int) -> bool:
-        """Whether an expert is the first one of its source."""
+        """Return whether an expert is the first one from its source."""
         return self.sources.index(self.sources[expert]) == expert
 
 
 def part_of(name: str) -> Part:
-    """The part of the model a tensor belongs to."""
+    """Return the part of the model that a tensor belongs to."""
     first = name.split(".")[0]
     match first:
         case "encoder" | "decoder":
@@ -91,10 +104,11 @@ def part_of(name: str) -> Part:
 
 
 def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Experts | None:
-    """How the experts of a source become those of a model; None where it has none.
+    """Return how the experts of a source become those of a model; None if it has none.
 
     Raises:
-        CheckpointError: it has more than the model, and which ones stay is not said.
+        CheckpointError: It lacks an expert, or it has more than the model and
+            ``upcycling.kept_experts`` does not choose.
     """
     ids = {expert_parts(name)[1] for name in tensors.names() if dense_name(name) is not None}
     if not ids or spec.model.moe is None:
@@ -103,15 +117,15 @@ def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Ex
     if ids != set(range(found)):
         raise CheckpointError(
             f"{tensors.origin} has experts up to {found - 1} but lacks "
-            f"{min(set(range(found)) - ids)}: name a checkpoint that is whole."
+            f"{min(set(range(found)) - ids)}. Name a complete checkpoint."
         )
     if wanted >= found:
         return Experts(found, tuple(expert % found for expert in range(wanted)))
     kept = config.kept_experts
     if len(set(kept)) != wanted or len(kept) != wanted or max(kept, default=0) >= found:
         raise CheckpointError(
-            f"{tensors.origin} has {found} experts per layer and the model {wanted}: say which "
-            f"{wanted} stay (upcycling.kept_experts), or prune it by its routes first "
+            f"{tensors.origin} has {found} experts per layer and the model {wanted}. Name the "
+            f"{wanted} that stay (upcycling.kept_experts), or prune it by its routes first "
             "(mmnmt checkpoint prune-experts)."
         )
     return Experts(found, kept)
@@ -124,14 +138,17 @@ def plan_assembly(
     *,
     rows: RowPlan | None = None,
 ) -> list[Assignment]:
-    """One rule for every tensor of the result, in the model's order.
+    """Return one rule for every tensor of the result, in the model's order.
 
     Args:
-        rows: where the rows of the vocabulary come from, where that changes.
+        spec: The model to assemble.
+        sources: The weights of each part; None: the part starts fresh.
+        config: The settings of upcycling.
+        rows: The sources of the embedding rows, if the vocabulary changes.
 
     Raises:
-        CheckpointError: a tensor has no source, a source has one that is not used, or one of
-            another shape than its target needs.
+        CheckpointError: A tensor has no source or one of another shape, or a tensor of a source
+            would not be used.
     """
     experts = {
         part: experts_of(spec, tensors, config)
@@ -221,14 +238,14 @@ def _assign_router(
 
 
 def _table(target: str, names: set[str]) -> str | None:
-    """A source's table for one of the embedding's: an untied output starts as the tied one."""
+    """Return the source of an embedding; an untied output embedding can start as the tied one."""
     return next((name for name in (target, "embedding.weight") if name in names), None)
 
 
 def _nothing_for(target: str, part: Part, tensors: Tensors) -> CheckpointError:
     return CheckpointError(
-        f"{tensors.origin} has nothing for {target}: name a checkpoint whose {part} has that "
-        "layer, or change the [model] that is asked for."
+        f"{tensors.origin} has nothing for {target}. Name a checkpoint whose {part} has that "
+        "layer, or change [model]."
     )
 
 
@@ -239,7 +256,7 @@ def _refuse_shape(
     experts: Experts | None,
     rows: RowPlan | None,
 ) -> None:
-    """Every rule needs a source of a certain shape."""
+    """Raise CheckpointError if the source of a tensor has not the shape that its rule needs."""
     if entry.source is None:
         return
     found = tensors.shape(entry.source)
@@ -258,8 +275,8 @@ def _refuse_shape(
             wanted = shape
     if found != wanted:
         raise CheckpointError(
-            f"{tensors.origin}: {entry.source} has shape {found}, {entry.target} wants {wanted}: "
-            "the sources must have the model's sizes."
+            f"{tensors.origin}: {entry.source} has shape {found}, but {entry.target} needs "
+            f"{wanted}. Name sources of the model's sizes."
         )
 
 
@@ -283,12 +300,12 @@ def _refuse_unused(
         if unused:
             raise CheckpointError(
                 f"{counted(len(unused), 'tensor')} of the {part} of {tensors.origin} would be lost "
-                f"({unused[0]}, …): the [model] that is asked for must have a place for each."
+                f"({unused[0]}, …). Change [model] so that it has each of them."
             )
 
 
 def _may_go(name: str, experts: Experts | None, config: UpcyclingConfig) -> bool:
-    """What was said to be left behind: pruned experts, routers that start fresh."""
+    """Return whether the settings leave a tensor behind: a pruned expert or a fresh router."""
     if is_router(name):
         return config.token_routers == "fresh"
     if experts is None or dense_name(name) is None:
@@ -299,7 +316,7 @@ def _may_go(name: str, experts: Experts | None, config: UpcyclingConfig) -> bool
 def unused_tensors(
     plan: list[Assignment], sources: Mapping[Part, Tensors | None]
 ) -> dict[str, list[str]]:
-    """Source → its tensors that nothing comes from: of parts not taken, or left behind as asked."""
+    """Return source → its unused tensors: those of unused parts, and those that may be lost."""
     used: dict[str, set[str | None]] = {}
     present = {str(tensors.origin): tensors for tensors in sources.values() if tensors is not None}
     for entry in plan:
@@ -312,21 +329,120 @@ def unused_tensors(
     }
 
 
-_STEPS = 2**16
-"""A mask compares 16 random bits with its ratio, which is so exact: four entries a drawn word."""
+@dataclass
+class Blueprint:
+    """An assembly to write: the shape of the result, the sources of its parts, and the settings.
+
+    The plan is computed on first use. A blueprint can be sent to another process.
+    """
+
+    spec: ModelSpec
+    sources: Mapping[Part, Tensors | None]
+    config: UpcyclingConfig
+    rows: RowPlan | None = None
+    precision: str = "float32"
+    _last: tuple[tuple[str, str, bool], Tensor] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the written tensors."""
+        return DTYPES[self.precision]
+
+    @cached_property
+    def plan(self) -> list[Assignment]:
+        """Return one rule for every tensor (:func:`plan_assembly`)."""
+        return plan_assembly(self.spec, self.sources, self.config, rows=self.rows)
+
+    @cached_property
+    def targets(self) -> dict[str, NamedSlice]:
+        """Return the tensors of the result by name, without values."""
+        return {target.name: target for target in named_slices(shape_of_model(self.spec))}
+
+    @cached_property
+    def experts(self) -> dict[Part, Experts | None]:
+        """Return, per part, how the experts of its source become those of the model."""
+        return {
+            part: experts_of(self.spec, tensors, self.config)
+            for part, tensors in self.sources.items()
+            if tensors is not None
+        }
+
+    def shape(self, entry: Assignment) -> tuple[int, ...]:
+        """Return the shape of one tensor of the result."""
+        return tuple(self.targets[entry.target].value.shape)
+
+    def value(self, entry: Assignment) -> Tensor:
+        """Return one tensor of the result, contiguous, in the written type."""
+        found = self._made(entry).to(self.dtype)
+        return found.expand(self.shape(entry)).contiguous()
+
+    def difference(self, entry: Assignment, value: Tensor) -> Tensor | None:
+        """Return an expert's difference from its source; None for tensors of other rules."""
+        if entry.rule not in ("expert of dense", "expert of expert"):
+            return None
+        return value - self._read(entry)
+
+    def _made(self, entry: Assignment) -> Tensor:
+        match entry.rule:
+            case "fresh":
+                return self._fresh(entry)
+            case "copied" | "language of dense":
+                return self._read(entry)
+            case "expert of dense" | "expert of expert":
+                exact = self.config.method == "noise"  # masks keep or drop what is written
+                return diversified(self._read(entry, exact=exact), entry.target, self.config)
+            case "rows of kept experts" | "rows of more experts" | "group router of token router":
+                return self._rows_of_experts(entry)
+            case "rows by piece":
+                assert self.rows is not None
+                return self.rows.applied(self._read(entry, exact=True), self._fresh(entry))
+
+    def _rows_of_experts(self, entry: Assignment) -> Tensor:
+        """Return a router's rows, (E, D) or (G, E, D), for the experts of the result."""
+        value = self._read(entry)
+        experts = self.experts[entry.part]
+        if experts is None or experts.unchanged:
+            return value
+        return value.index_select(-2, torch.tensor(experts.sources))
+
+    def _fresh(self, entry: Assignment) -> Tensor:
+        return initial_value(self.targets[entry.target], self.spec, seed=self.config.seed)
+
+    def _read(self, entry: Assignment, *, exact: bool = False) -> Tensor:
+        """Return the source tensor, in the written type or, if ``exact``, as it is stored.
+
+        The last one is cached, because all experts of a layer share it.
+        """
+        tensors = self.sources[entry.part]
+        assert tensors is not None
+        assert entry.source is not None
+        key = (entry.part, entry.source, exact)
+        if self._last is None or self._last[0] != key:
+            value = tensors.read(entry.source)
+            self._last = (key, value if exact else value.to(self.dtype))
+        return self._last[1]
+
+    def __getstate__(self) -> dict[str, object]:
+        state = dict(self.__dict__)
+        for name in ("plan", "targets", "experts"):
+            state.pop(name, None)
+        return {**state, "_last": None}
 
 
 def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
-    """One tensor of one expert, made of that of a dense feed-forward or of another expert.
+    """Return a tensor of an expert, made from that of a dense feed-forward or another expert.
 
-    ``elementwise``: each entry is zeroed with probability ``mask_ratio``; ``per_neuron``: whole
-    hidden neurons are, the same ones in all tensors of the expert; ``noise``: Gaussian noise of
-    ``noise_std`` times the tensor's own standard deviation. Nothing is rescaled, and with a ratio
-    or deviation of 0 nothing changes.
+    ``elementwise`` zeroes each entry with probability ``mask_ratio``; ``per_neuron`` zeroes whole
+    hidden neurons, the same ones in all tensors of the expert; ``noise`` adds Gaussian noise of
+    ``noise_std`` times the tensor's own standard deviation. Nothing is rescaled. A ratio or
+    deviation of 0 changes nothing.
 
     Args:
         dense: (F, D), (D, F), (F) or (D): up and down, weight and bias.
-        target: the name of the expert's tensor, ``….feed_forward.experts.7.up.weight``.
+        target: Name of the expert's tensor, ``….feed_forward.experts.7.up.weight``.
+        config: The settings of upcycling.
     """
     layer, expert, tensor = expert_parts(target)
     match config.method:
@@ -349,19 +465,19 @@ def diversified(dense: Tensor, target: str, config: UpcyclingConfig) -> Tensor:
 
 
 def is_diverse(config: UpcyclingConfig) -> bool:
-    """Whether experts come to differ at all."""
+    """Return whether the settings make experts differ."""
     return (config.noise_std if config.method == "noise" else config.mask_ratio) > 0
 
 
 def expert_parts(target: str) -> tuple[str, int, str]:
-    """``a.feed_forward.experts.7.up.weight`` → ``a.feed_forward``, 7, ``up.weight``."""
+    """Split ``a.feed_forward.experts.7.up.weight`` into ``a.feed_forward``, 7, ``up.weight``."""
     layer, _, rest = target.partition(".experts.")
     expert, _, tensor = rest.partition(".")
     return layer, int(expert), tensor
 
 
 def _keep(count: int, ratio: float, key: int) -> Tensor:
-    """``count`` truth values, each False with probability ``ratio``."""
+    """Return ``count`` truth values, each False with probability ``ratio``."""
     words = np.random.Philox(key=key).random_raw(-(-count // 4))
     drawn = words.astype("<u8", copy=False).view("<u2")[:count]
     return torch.from_numpy(drawn >= np.uint16(min(max(round(ratio * _STEPS), 1), _STEPS - 1)))

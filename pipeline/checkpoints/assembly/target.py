@@ -1,12 +1,7 @@
-"""The shape of an assembled model: what its sources have, and what the declaration changes.
+"""Derive the shape of an assembled model from its sources and the declaration.
 
-Embeddings of one vocabulary from those of another: rows by what their ids mean.
-
-A piece, special or language that both have keeps its row; where source and target have pieces of
-their own, a piece is looked for on its own side first, and for one of both among the target's. A
-new piece starts from the mean of the
-rows of its pieces under the old tokenizer; a new language from the row of one that it is told to
-resemble; what is left starts fresh.
+A recipe can stand for a source: its model has a shape and no values, so that an assembly can be
+planned before anything is trained.
 """
 
 from collections.abc import Mapping
@@ -46,13 +41,16 @@ def target_spec(
     tokenizer: Tokenizer,
     groups: Mapping[str, int] | None,
 ) -> ModelSpec:
-    """The model that is declared, over the vocabulary of ``tokenizer``.
+    """Return the declared model.
 
     Args:
-        groups: language → group of a groups artifact, where one is named.
+        sources: The source of each part; None: it starts fresh.
+        assembly: The declaration.
+        tokenizer: The tokenizer of the result.
+        groups: Language → group, from the groups artifact if one is named.
 
     Raises:
-        ConfigError: the sources do not fit each other or what is declared.
+        ConfigError: The sources do not fit each other or the declaration.
     """
     present = {part: source for part, source in sources.items() if source is not None}
     base = next(present[part] for part in PARTS if part in present)
@@ -88,10 +86,10 @@ def target_spec(
 
 
 def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> None:
-    """Refuse sources whose tensors would compute something else in the model.
+    """Check that the tensors of all sources compute in the model what they computed before.
 
     Raises:
-        ConfigError: names the source and the setting.
+        ConfigError: A setting differs; names the source and the setting.
     """
     first = next(present[part] for part in PARTS if part in present)
     for source in present.values():
@@ -120,7 +118,7 @@ def refuse_misfit(present: Mapping[Part, ModelSource], model: ModelConfig) -> No
 
 
 def _experts_of(present: Mapping[Part, ModelSource]) -> MoEConfig | None:
-    """The experts of the sources, which must be alike; how they are routed is the decoder's."""
+    """Return the experts of the sources, which must agree; the decoder decides the routing."""
     found = {
         part: moe
         for part in ("encoder", "decoder")
@@ -141,13 +139,15 @@ def known_groups(
     *,
     resembling: Mapping[str, str],
 ) -> dict[str, int] | None:
-    """Language → group: as the decoder was trained with, else as given; None without either.
+    """Return language → group: the decoder's, or else those given; None without either.
 
     Args:
-        resembling: new language → the language whose group it joins.
+        decoder: The source of the decoder.
+        given: Language → group, from a groups artifact.
+        resembling: New language → the language whose group it joins.
 
     Raises:
-        ConfigError: the decoder was trained with other groups than those given.
+        ConfigError: The decoder was trained with other groups than those given.
     """
     trained: dict[str, int] = {}
     if decoder is not None and decoder.spec.language_groups is not None:
@@ -166,34 +166,36 @@ def known_groups(
 
 
 _LANGUAGES = tuple(f"l{index:02d}" for index in range(32))
-"""Without names; a group has at least one of them."""
+"""Placeholder languages; every group has at least one of them."""
 
 
 class ShapesAlone:
-    """The tensors of a model that does not exist."""
+    """The names and shapes of a model that has no values."""
 
     def __init__(self, spec: ModelSpec, *, recipe: str) -> None:
         self.origin = Path(recipe)
         self._shapes = {name: tuple(shape) for name, shape in tensor_shapes(spec).items()}
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self._shapes[name]
 
     def read(self, name: str) -> NoReturn:
-        """Raises ConfigError: there are no values."""
+        """Raise ConfigError, because there are no values."""
         raise ConfigError(
             f"{self.origin} is the shape of a recipe's model and has no {name}: name a checkpoint."
         )
 
 
 def recipe_source(source: SourceDeclaration) -> ModelSource:
-    """A source that has nothing but its shape.
+    """Return the model of a recipe as a source without values.
 
     Raises:
-        ConfigError: no such recipe, or its number of language groups is not known.
+        ConfigError: There is no such recipe, or its number of language groups is not known.
     """
     recipe = load_recipe(source.recipe)
     moe = recipe.model.moe
@@ -226,7 +228,7 @@ def recipe_source(source: SourceDeclaration) -> ModelSource:
 
 
 def _placeholder_tokenizer(spec: ModelSpec) -> TokenizerFiles:
-    """A vocabulary of that size of which nothing but the size is known; two of a size are equal."""
+    """Return a vocabulary without pieces; two of the same size are equal."""
     pieces = (*SPECIALS.values(), *[None] * (ByteVocabulary.size - len(SPECIALS)))
     numbering = Numbering(
         size=spec.vocabulary_size,

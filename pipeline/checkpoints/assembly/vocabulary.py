@@ -1,4 +1,10 @@
-"""TODO: docstring."""
+"""Make the embedding of one vocabulary from that of another, row by row.
+
+A piece, special or language of both vocabularies keeps its row. If source and target have pieces of
+their own, a piece is looked up on its own side first; a piece of a shared vocabulary is looked up
+on the target side first. A new piece starts from the mean of the rows of its pieces under the old
+tokenizer, a new language from the row of a language that is named for it. All other rows are fresh.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,32 +19,30 @@ from pipeline.errors import ConfigError
 
 SPACE = "▁"
 """SentencePiece's mark of a space."""
-
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece spells a byte."""
-
-
+"""SentencePiece's spelling of a byte."""
 OTHER_SIDE = {"piece": "target piece", "target piece": "piece"}
-"""Kinds of pieces."""
+"""Kind of a piece → the other kind of piece."""
 
 
 class Meaning(NamedTuple):
-    """What an id stands for."""
+    """The meaning of an id."""
 
     kind: str
-    """``piece``, ``target piece`` (where those are others), ``special`` or ``language``."""
+    """``piece``, ``special``, ``language``, or ``target piece`` of a separate target vocabulary."""
     name: str
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Where each row of a new embedding comes from.
+    """The source of each row of a new embedding.
 
     Attributes:
-        sources: new id → old ids whose mean it is; an empty tuple: fresh.
-        kept, averaged, fresh: how many rows of each kind stand for something.
-        lost: old pieces that the new vocabulary lacks.
+        sources: New id → old ids whose rows are averaged; fresh if there is none.
+        kept: Number of rows of one old id.
+        averaged: Number of rows of several old ids.
+        fresh: Number of fresh rows of ids that have a meaning.
+        lost: Number of old pieces that the new vocabulary lacks.
     """
 
     sources: tuple[tuple[int, ...], ...]
@@ -48,7 +52,7 @@ class RowPlan:
     lost: int
 
     def lines(self) -> list[str]:
-        """What a person wants to know of it."""
+        """Return a summary to print."""
         meaningful = max(self.kept + self.averaged + self.fresh, 1)
         shares = ", ".join(
             f"{count:,} {what} ({count / meaningful:.1%})"
@@ -61,9 +65,9 @@ class RowPlan:
         return [f"rows of the vocabulary: {shares}; {self.lost:,} old pieces are gone"]
 
     def applied(self, old_VD: Tensor, fresh_VD: Tensor) -> Tensor:
-        """The new rows: kept, averaged, or those of ``fresh_VD``.
+        """Return the new rows: kept, averaged, or those of ``fresh_VD``.
 
-        A table of the output has the first rows alone where source and target differ.
+        An output embedding has only the first rows if source and target vocabularies are separate.
         """
         new_VD = fresh_VD.clone()
         sources = [
@@ -81,7 +85,7 @@ class RowPlan:
 
 
 def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
-    """What every id stands for; None: nothing, or the same as an earlier id."""
+    """Return the meaning of every id; None: it has none, or an earlier id has the same."""
     specials = {
         tokenizer.pad_id: "pad",
         tokenizer.bos_id: "bos",
@@ -103,18 +107,20 @@ def meanings(tokenizer: Tokenizer) -> list[Meaning | None]:
 
 
 def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) -> RowPlan:
-    """A plan for every row of the new vocabulary.
+    """Plan every row of the new vocabulary.
 
     Args:
-        resembling: new language → language of the old tokenizer whose row it starts from.
+        old: The tokenizer of the existing embedding.
+        new: The tokenizer of the new embedding.
+        resembling: New language → language of the old tokenizer whose row it starts from.
 
     Raises:
-        ConfigError: a language is to resemble one that the old tokenizer lacks.
+        ConfigError: The old tokenizer lacks a language of ``resembling``.
     """
     known = {meaning: index for index, meaning in enumerate(meanings(old)) if meaning is not None}
     for (kind, name), index in list(known.items()):
         if kind == "target piece" and new.output_size is None:
-            known[Meaning("piece", name)] = index  # the row that has learnt to be written
+            known[Meaning("piece", name)] = index  # prefer the row that was trained as an output
         elif kind in OTHER_SIDE:
             known.setdefault(Meaning(OTHER_SIDE[kind], name), index)
     new_meanings = meanings(new)
@@ -146,7 +152,7 @@ def plan_rows(old: Tokenizer, new: Tokenizer, *, resembling: Mapping[str, str]) 
 
 
 def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
-    """The ids of a piece's text under the old tokenizer, without unknown ones."""
+    """Return the ids of a piece's text under the old tokenizer, without unknown ones."""
     text = _text(meaning.name)
     targets = old.target_languages if meaning.kind == "target piece" else ()
     ids = old.encode(text, language=next(iter(targets), "")) if text.strip() else []
@@ -156,7 +162,7 @@ def _parts(meaning: Meaning, old: Tokenizer) -> tuple[int, ...]:
 
 
 def _text(piece: str) -> str:
-    """What a piece stands for; nothing for a byte that alone is no character."""
+    """Return the text of a piece; empty for a byte that is no character on its own."""
     byte = _BYTE.fullmatch(piece)
     if byte is None:
         return piece.replace(SPACE, " ")
@@ -165,16 +171,16 @@ def _text(piece: str) -> str:
 
 
 def with_languages(files: TokenizerFiles, added: Sequence[str]) -> TokenizerFiles:
-    """The same vocabulary with more languages, whose tokens are new ids behind all others.
+    """Return the vocabulary with more languages, whose tokens are new ids after all others.
 
     Raises:
-        ConfigError: it has one of them already.
+        ConfigError: It already has one of them.
     """
     tokenizer = files.build()
     present = [code for code in added if code in tokenizer.languages]
     if present:
         raise ConfigError(
-            f"The tokenizer has the language {present[0]!r} already: leave it out of [languages]."
+            f"The tokenizer already has the language {present[0]!r}. Leave it out of [languages]."
         )
     description = files.description
     numbering = description.numbering or Numbering(

@@ -1,6 +1,7 @@
-"""Dense models as CTranslate2 runs them, through its own specification of Transformers.
+"""Write dense models for CTranslate2, through its own specification of Transformers.
 
-Ids stay as they are: CTranslate2 is given pieces, not ids. Its writer holds the whole model.
+Ids stay as they are, because CTranslate2 takes pieces, not ids. Its writer holds the whole model in
+memory.
 """
 
 import math
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import MODEL_NAME
 from pipeline.checkpoints.foreign.layouts import Entries
-from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
-from pipeline.checkpoints.foreign.vocabularies import M2M100_SPECIALS
-from pipeline.checkpoints.foreign.written_folder import experts_of
+from pipeline.checkpoints.foreign.vocabularies import SPECIALS
+from pipeline.checkpoints.foreign.written_folder import Limit, experts_of, refuse_beyond
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import ConfigError
 from pipeline.model.settings import DenseConfig, ModelConfig
@@ -23,23 +23,23 @@ from pipeline.model.spec import ModelSpec
 from pipeline.model.transformer import POSITION_OFFSET, sinusoids
 
 MAX_LENGTH = 1024
-"""CTranslate2's ``max_input_length`` unless told otherwise."""
+"""Default of CTranslate2's ``max_input_length``, in tokens."""
 
 
 def installed_package() -> ModuleType:
-    """CTranslate2; ConfigError where it is not installed."""
+    """Return the package ctranslate2; raise ConfigError if it is not installed."""
     try:
         import ctranslate2
     except ImportError as error:
         raise ConfigError(
-            "--to ctranslate2 needs the package ctranslate2: run pip install 'mmnmt[export]'."
+            "--to ctranslate2 needs the package ctranslate2. Run pip install 'mmnmt[export]'."
         ) from error
     module: ModuleType = ctranslate2
     return module
 
 
 def refuse_unwritable(origin: Path, spec: ModelSpec) -> None:
-    """Raises CheckpointError where CTranslate2's Transformer lacks what a model of ours has."""
+    """Raise CheckpointError if CTranslate2's Transformer cannot express a model."""
     model = spec.model
     limits = [
         Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe"),
@@ -70,16 +70,16 @@ def write_model(directory: Path, source: ModelSource, entries: Entries) -> None:
 
 
 def vocabulary(entries: Entries, *, size: int) -> list[str]:
-    """What every id is called."""
+    """Return the token of every id."""
     names = {index: f"madeupword{number}" for number, index in enumerate(entries.spare)}
-    names |= dict(zip(entries.specials, M2M100_SPECIALS.values(), strict=True))
+    names |= dict(zip(entries.specials, SPECIALS.values(), strict=True))
     names |= {index: piece for piece, index in entries.pieces.items()}
     names |= {index: entries.tokens[code] for code, index in entries.languages.items()}
     return [names[index] for index in range(size)]
 
 
 class _Specification:
-    """CTranslate2's specification of a model, filled from tensors of ours."""
+    """CTranslate2's specification of a model, filled from our tensors."""
 
     def __init__(self, ctranslate2: ModuleType, source: ModelSource) -> None:
         specs = ctranslate2.specs
@@ -147,8 +147,8 @@ class _Specification:
     def _positions(self, stack: str) -> Tensor:
         match self.model.positions:
             case "sinusoidal":
-                # Beyond those a model was trained with, as transformers does: CTranslate2 fails
-                # at a position that it has no encoding of, and its defaults go so far.
+                # As transformers, give more encodings than training used: CTranslate2 fails at a
+                # position without one, and its default lengths reach MAX_LENGTH.
                 return sinusoids(max(self.model.max_positions, MAX_LENGTH), self.model.width)
             case "learned":
                 return self._read(f"{stack}.positions.weight")[POSITION_OFFSET:].contiguous()
@@ -158,5 +158,5 @@ class _Specification:
 
 
 def scale_of(model: ModelConfig) -> float:
-    """What embeddings are multiplied by."""
+    """Return the factor that multiplies embeddings."""
     return math.sqrt(model.width) if model.scale_embedding else 1.0

@@ -1,17 +1,26 @@
-"""fairseq's Transformer: mRASP2, transformer_big with 12 + 12 layers, and their relatives.
+"""fairseq's Transformer, dense or with experts: mRASP2, transformer_big, NLLB and their relatives.
 
-fairseq is not installed here. Names, defaults and meaning are those of its public source:
+fairseq is not installed here. Names, defaults and meaning come from its public source:
 ``fairseq/models/transformer/transformer_{base,config,legacy}.py``,
 ``fairseq/modules/transformer_layer.py`` and ``fairseq/modules/multihead_attention.py``, with the
 upgrades of older files that ``upgrade_state_dict_named`` has there; mRASP2's shape is that of
 ``transformer_big_t2t_12e12d`` in PANXiao1994/mRASP2 (``mcolt/arches/transformer.py``): pre-norm,
-learned positions, unscaled embeddings with a norm.
+learned positions, unscaled embeddings with a norm. As here, positions count from the padding's
+id + 1, and sinusoids are sines, then cosines.
 
-Positions count from the padding's id + 1 and sinusoids are sines, then cosines, as here.
+Experts come from fairseq's branches ``moe`` and ``nllb``
+(``fairseq/moe_checkpoint_utils.py``, ``fairseq/modules/transformer_layer.py``,
+``fairseq/modules/moe/{moe_layer,top1gate,top2gate}.py``) and from Hugging Face's converter of
+NLLB-MoE. ``X-shared.pt`` holds all tensors but the experts', which lie in ``X-rank-K.pt`` under
+their number on rank K: with n experts per rank, number i of rank K is expert K · n + i of the
+model. A layer has experts if its number from 1 is a multiple of ``moe_freq``. The probabilities of
+two kept experts are renormalized; that of a single one is not.
 
-A checkpoint of fairseq, in one file or in those of many ranks, as a model of ours.
+fairseq's evaluation drops tokens beyond an expert's capacity. A model of ours does so only if a
+recipe says so, because the result depends on the other sentences of a batch.
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,25 +33,16 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import LanguageTokenScheme
 from pipeline.batching.settings import TagScheme
-from pipeline.checkpoints.foreign.model_folder import Described
-from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.checkpoints.foreign.model_folder import Described, refuse_other
 from pipeline.checkpoints.foreign.tensors import NameTable
-from pipeline.checkpoints.foreign.torch_file import RESTORE, StateDict
-from pipeline.config.settings import DropRate, shown
+from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
+from pipeline.config.settings import DropRate, describe_validation, shown
 from pipeline.errors import CheckpointError
 from pipeline.kernels.products import Activation
 from pipeline.model.settings import EmbeddingConfig, ModelConfig, MoEConfig
 
-TABLE = NameTable.parse("""
-encoder.embed_tokens.weight                            embedding.weight
-decoder.embed_tokens.weight                            embedding.weight                  # tied, saved once more
-encoder.version                                        -                                 # 3 since norms follow the last layer
-decoder.version                                        -                                 # 3 since norms follow the last layer
-{stack}.embed_positions._float_tensor                  -                                 # sinusoids: computed
-{stack}.embed_positions.weights                        -                                 # sinusoids: computed
-{stack}.embed_positions.weight                         {stack}.positions.weight          # learned; row 2 is the first
-{stack}.layernorm_embedding.{kind}                     {stack}.embedding_norm.{kind}
-{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}         # where norms go before
+STACKS = NameTable.parse("""
+{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
 {stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
 {stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
 {stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
@@ -56,11 +56,22 @@ decoder.version                                        -                        
 {stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
 {stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
 {stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
-encoder.layers.{layer}.layer_norms.0.{kind}            encoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-encoder.layers.{layer}.layer_norms.1.{kind}            encoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
-decoder.layers.{layer}.layer_norms.0.{kind}            decoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
-decoder.layers.{layer}.layer_norms.1.{kind}            decoder.layers.{layer}.cross_attention_norm.{kind}  # before 0.6
-decoder.layers.{layer}.layer_norms.2.{kind}            decoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
+""")  # noqa: E501 (a table)
+"""The layers, which Hugging Face's M2M-100 and mBART name like fairseq."""
+TABLE = STACKS + NameTable.parse("""
+encoder.embed_tokens.weight                  embedding.weight
+decoder.embed_tokens.weight                  embedding.weight                                    # tied, saved once more
+encoder.version                              -                                                   # 3 since norms follow the last layer
+decoder.version                              -                                                   # 3 since norms follow the last layer
+{stack}.embed_positions._float_tensor        -                                                   # sinusoids: computed
+{stack}.embed_positions.weights              -                                                   # sinusoids: computed
+{stack}.embed_positions.weight               {stack}.positions.weight                            # learned; row 2 is the first
+{stack}.layernorm_embedding.{kind}           {stack}.embedding_norm.{kind}
+encoder.layers.{layer}.layer_norms.0.{kind}  encoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
+encoder.layers.{layer}.layer_norms.1.{kind}  encoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
+decoder.layers.{layer}.layer_norms.0.{kind}  decoder.layers.{layer}.self_attention_norm.{kind}   # before 0.6
+decoder.layers.{layer}.layer_norms.1.{kind}  decoder.layers.{layer}.cross_attention_norm.{kind}  # before 0.6
+decoder.layers.{layer}.layer_norms.2.{kind}  decoder.layers.{layer}.feed_forward_norm.{kind}     # before 0.6
 """)  # noqa: E501 (a table)
 
 TIED_OUTPUT = NameTable.parse("""
@@ -70,6 +81,12 @@ UNTIED_OUTPUT = NameTable.parse("""
 decoder.output_projection.weight    embedding.output_weight
 decoder.embed_out                   embedding.output_weight    # before 0.10
 """)
+
+EXPERTS = NameTable.parse("""
+{stack}.layers.{layer}.moe_layer.gate.wg.weight                {stack}.layers.{layer}.feed_forward.router.weight
+{stack}.layers.{layer}.moe_layer.experts.{expert}.fc1.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
+{stack}.layers.{layer}.moe_layer.experts.{expert}.fc2.{kind}   {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times what training kept
+""")  # noqa: E501 (a table)
 
 UNSUPPORTED = (
     *("adaptive_softmax_cutoff", "adaptive_input", "tie_adaptive_weights", "char_inputs"),
@@ -81,17 +98,23 @@ UNSUPPORTED = (
     *("transformer_moe_layers", "insert_transformer_moe_layers", "alternate_ffn_embed_dim"),
     *("alternate_encoder_ffn_embed_dim", "alternate_decoder_ffn_embed_dim", "moe_cmr"),
 )
-"""Settings of a model or its task that ours does without; those of mCOLT (mRASP2) among them."""
+"""Settings of a model or task that ours does not have, including those of mCOLT (mRASP2)."""
 _TAGS_AT_END = "translation_from_pretrained_bart"
-"""fairseq's task for mBART, whose source ends with its tag."""
+"""The task of mBART, whose source ends with its tag."""
 _FINAL_NORM_VERSION = 3
-"""A stack of an earlier version has no norm behind its last layer, whatever its settings say."""
+"""A stack of an earlier version has no norm after its last layer, whatever its settings say."""
+
+_SHARED = "-shared.pt"
+_RANK = re.compile(r"-rank-(0|[1-9]\d{0,4})\.pt", re.ASCII)
+_EXPERT = re.compile(
+    r"(?P<layer>.+\.moe_layer\.experts)\.(?P<number>0|[1-9]\d{0,4})\.(?P<rest>.+)", re.ASCII
+)
 
 
 class FairseqSettings(Described):
-    """What a checkpoint says of its model; sizes are always there, the rest has fairseq's defaults.
+    """The settings of a checkpoint that describe its model; optional ones have fairseq's defaults.
 
-    Layer drop, dropout and the like belong to training, and are the recipe's.
+    The recipe owns dropout, layer drop and the other settings of training.
     """
 
     encoder_embed_dim: int
@@ -139,24 +162,25 @@ class FairseqSettings(Described):
 
     @property
     def is_output_tied(self) -> bool:
+        """Return whether the output shares the weight of the embedding."""
         return self.share_all_embeddings or self.share_decoder_input_output_embed
 
     @property
     def token_style(self) -> LanguageTokenScheme:
-        """How its task spells the tokens of languages that it appends to the dictionary."""
+        """Return how the task spells the language tokens that it appends to the dictionary."""
         return "brackets" if self.lang_tok_style == "mbart" else "underscores"
 
     def table(self) -> NameTable:
-        """The names of a model with these settings, its experts aside."""
+        """Return the names of the tensors of a model with these settings."""
         output = TIED_OUTPUT if self.is_output_tied else UNTIED_OUTPUT
-        return NameTable((*TABLE.rows, *output.rows))
+        return TABLE + output + EXPERTS
 
 
 def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
-    """The settings in a checkpoint: ``args`` before fairseq 0.10, ``cfg`` by sections since.
+    """Read the settings of a checkpoint: ``args`` before fairseq 0.10, ``cfg`` by section since.
 
     Raises:
-        CheckpointError: there are none, or they ask for what our model lacks; names it.
+        CheckpointError: There are none, or one is not supported.
     """
     values = _flat_settings(state, origin)
     for name in UNSUPPORTED:
@@ -172,25 +196,25 @@ def read_settings(state: Mapping[str, Any], origin: Path) -> FairseqSettings:
         where = ".".join(map(str, first["loc"]))
         found = "no such setting" if first["type"] == "missing" else shown(first["input"])
         raise CheckpointError(
-            f"{origin} has {where} = {found} in its settings ({first['msg']}), and no such model "
-            "can be taken over: name another checkpoint."
+            f"{origin} has {where} = {found} in its settings ({first['msg']}), which is not "
+            "supported. Name another checkpoint."
         ) from error
 
 
 def _is_off(value: object) -> bool:
-    """Whether a setting says that there is no such thing."""
+    """Return whether the value of a setting switches it off."""
     return value is None or (isinstance(value, bool | int | float | str | list) and not value)
 
 
 def _flat_settings(state: Mapping[str, Any], origin: Path) -> dict[str, Any]:
-    """Setting → value; those of the model go before those of its task and of training."""
+    """Return setting → value; settings of the model take precedence over those of its task."""
     if isinstance(state.get("args"), Namespace):
         return dict(vars(state["args"]))
     sections = state.get("cfg")
     if not isinstance(sections, dict) or "model" not in sections:
         raise CheckpointError(
-            f"{origin} has no settings of a model ('args' or 'cfg' of fairseq): name a checkpoint "
-            f"of fairseq, or {RESTORE}."
+            f"{origin} has no settings of a model ('args' or 'cfg' of fairseq). Name a checkpoint "
+            "of fairseq, or restore it from where it was published."
         )
     task = _section(sections.get("task"))
     values = task | _section(sections["model"])
@@ -201,18 +225,27 @@ def _flat_settings(state: Mapping[str, Any], origin: Path) -> dict[str, Any]:
 
 
 def _section(found: object) -> dict[str, Any]:
-    """A dictionary, or the Namespace that fairseq puts into one for models without a dataclass."""
+    """Return a section's settings; models without a dataclass have a Namespace for a section."""
     if isinstance(found, Namespace):
         return dict(vars(found))
     return dict(found) if isinstance(found, dict) else {}
 
 
-def model_config(settings: FairseqSettings, origin: Path, *, moe: MoEConfig | None) -> ModelConfig:
-    """The model that settings describe, with its experts.
+def model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
+    """Return the model that settings describe.
 
     Raises:
-        CheckpointError: it has something that our model lacks; names it.
+        CheckpointError: A setting is not supported, or the settings describe no model.
     """
+    try:
+        return _model_config(settings, origin)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{origin} describes no valid model: {describe_validation(error, ModelConfig)}"
+        ) from error
+
+
+def _model_config(settings: FairseqSettings, origin: Path) -> ModelConfig:
     width = settings.encoder_embed_dim
     is_learned = settings.encoder_learned_pos
     refuse_other(
@@ -249,38 +282,67 @@ def model_config(settings: FairseqSettings, origin: Path, *, moe: MoEConfig | No
         scale_embedding=not settings.no_scale_embedding,
         embedding_norm=settings.layernorm_embedding,
         embedding=EmbeddingConfig(output="tied" if settings.is_output_tied else "untied"),
-        moe=moe,
+        moe=_moe_config(settings, origin),
     )
 
 
-def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:
-    """Where the tags stand: the source's and the target's, unless the task puts them elsewhere.
+def _moe_config(settings: FairseqSettings, origin: Path) -> MoEConfig | None:
+    encoder = max(settings.encoder_moe_freq, settings.moe_freq)
+    decoder = max(settings.decoder_moe_freq, settings.moe_freq)
+    if not encoder and not decoder:
+        return None
+    width = settings.encoder_ffn_embed_dim
+    refuse_other(
+        origin,
+        decoder_moe_freq=(decoder, encoder),
+        moe_expert_ffn_dim=(settings.moe_expert_ffn_dim or width, width),
+    )
+    if not settings.moe_top1_expert:  # other policies draw the second expert, in evaluation too
+        refuse_other(origin, moe_second_expert_policy=(settings.moe_second_expert_policy, "all"))
+    return MoEConfig(
+        num_experts=settings.moe_expert_count,
+        top_k=1 if settings.moe_top1_expert else 2,
+        every=encoder,
+        combine_weights="probability" if settings.moe_top1_expert else "renormalized",
+        batch_prioritized=settings.moe_batch_prioritized_routing,
+    )
 
-    mRASP2 has no setting for it: its text begins with ``LANG_TOK_EN``, and its decoder is forced
-    to begin with that of the target (``--lang-prefix-tok``), which is ``src-tgt``.
+
+def kept_share(settings: FairseqSettings) -> float:
+    """Return the factor that fairseq's evaluation multiplies outputs of experts by.
+
+    Training masks outputs of experts (``moe_eom``) and of whole layers (``moe_fom``).
+    """
+    return (1 - settings.moe_eom) * (1 - settings.moe_fom)
+
+
+def tag_scheme(settings: FairseqSettings, origin: Path) -> TagScheme:
+    """Return where the language tokens stand: ``src-tgt``, unless the task puts them elsewhere.
+
+    mRASP2 has no setting for it: its source begins with ``LANG_TOK_EN``, and its decoder is forced
+    to begin with the token of the target (``--lang-prefix-tok``), which is ``src-tgt``.
 
     Raises:
-        CheckpointError: the task tags in a way that ours does not have.
+        CheckpointError: The task puts them where ours cannot.
     """
     options = settings.encoder_langtok, "tgt" if settings.decoder_langtok else None
-    match settings.langtoks.get("main", options):  # which the task goes by, where it is given
+    match settings.langtoks.get("main", options):  # langtoks takes precedence where it is given
         case (None, None) | ("src", "tgt"):
             return "src-tgt"
         case ("tgt", None):
             return "tgt"
         case encoder, decoder:
             raise CheckpointError(
-                f"{origin} has encoder_langtok = {encoder!r} with decoder_langtok = {decoder!r}, "
-                "and a model can be taken over with src and tgt, or tgt and None: name another "
-                "checkpoint."
+                f"{origin} has encoder_langtok = {encoder!r} with decoder_langtok = {decoder!r}; "
+                "only src with tgt, and tgt with None, are supported. Name another checkpoint."
             )
 
 
 def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
-    """Refuse embeddings that differ between encoder and decoder, and stacks of before 2018.
+    """Check that encoder and decoder share their embedding and end with a norm if pre-norm.
 
     Raises:
-        CheckpointError: names what it is.
+        CheckpointError: One of both does not hold.
     """
     encoder = weights.tensors.get("encoder.embed_tokens.weight")
     decoder = weights.tensors.get("decoder.embed_tokens.weight")
@@ -296,7 +358,7 @@ def check_weights(weights: StateDict, settings: FairseqSettings) -> None:
 
 
 def with_split_projections(weights: StateDict) -> StateDict:
-    """Queries, keys and values under names of their own, where they are one matrix (before 0.8)."""
+    """Split query, key and value projections that are one matrix, as before fairseq 0.8."""
     tensors: dict[str, Tensor] = {}
     for name, value in weights.tensors.items():
         module, joined, kind = name.rpartition(".in_proj_")
@@ -306,3 +368,91 @@ def with_split_projections(weights: StateDict) -> StateDict:
         else:
             tensors[name] = value
     return replace(weights, tensors=tensors)
+
+
+def is_shared_file(path: Path) -> bool:
+    """Return whether files of ranks belong to this file."""
+    return path.name.endswith(_SHARED)
+
+
+def refuse_rank_file(path: Path) -> None:
+    """Raise CheckpointError if a file holds the experts of one rank; names the shared file."""
+    if _RANK.search(path.name) is not None:
+        shared = _RANK.sub(_SHARED, path.name)
+        raise CheckpointError(f"{path} holds only the experts of one rank. Name {shared} instead.")
+
+
+def rank_files(shared: Path) -> list[Path]:
+    """Return the files of all ranks beside the shared one, in the order of ranks.
+
+    Raises:
+        CheckpointError: One is missing, or all are.
+    """
+    stem = shared.name.removesuffix(_SHARED)
+    names = [path.name for path in shared.parent.iterdir() if path.name.startswith(stem)]
+    matches = filter(None, (_RANK.fullmatch(name.removeprefix(stem)) for name in names))
+    found = {int(match[1]) for match in matches}
+    for rank in range(max(found, default=0) + 1):
+        if rank not in found:
+            raise _missing(shared, rank)
+    return [_rank_file(shared, rank) for rank in sorted(found)]
+
+
+def with_experts(weights: StateDict, num_experts: int) -> StateDict:
+    """Return the shared weights together with the experts in the files of all ranks.
+
+    Raises:
+        CheckpointError: A file is missing, holds other tensors than experts', or another number of
+            experts than the first file.
+    """
+    shared = weights.origin
+    tensors = dict(weights.tensors)
+    local = None
+    files = rank_files(shared)
+    for rank, path in enumerate(files):
+        experts = StateDict.checked(path, read_torch_file(path, keep=["model"]).get("model"))
+        numbers = _numbers(experts)
+        if local is None:
+            local = len(numbers)
+            if len(files) * local < num_experts and num_experts % local == 0:
+                raise _missing(shared, len(files))
+        if numbers != set(range(local)) or len(files) * local != num_experts:
+            raise CheckpointError(
+                f"{path} holds {len(numbers):,} experts of a layer, but {len(files):,} files "
+                f"share {num_experts:,}. Restore the files of all ranks from one checkpoint."
+            )
+        tensors |= _renumbered(experts, first=rank * local)
+    return replace(weights, tensors=tensors)
+
+
+def _numbers(experts: StateDict) -> set[int]:
+    """Return the numbers of the experts on their rank."""
+    matches = {name: _EXPERT.fullmatch(name) for name in experts.names()}
+    others = [name for name, match in matches.items() if match is None]
+    if others:
+        raise CheckpointError(
+            f"{experts.origin} holds {others[0]}, which belongs to no expert. Restore the files of "
+            "all ranks from one checkpoint."
+        )
+    return {int(match["number"]) for match in matches.values() if match is not None}
+
+
+def _renumbered(experts: StateDict, *, first: int) -> dict[str, Tensor]:
+    """Return the tensors of a rank under the numbers of their experts in the model."""
+    tensors = {}
+    for name, value in experts.tensors.items():
+        match = _EXPERT.fullmatch(name)
+        assert match is not None
+        tensors[f"{match['layer']}.{first + int(match['number'])}.{match['rest']}"] = value
+    return tensors
+
+
+def _rank_file(shared: Path, rank: int) -> Path:
+    return shared.with_name(f"{shared.name.removesuffix(_SHARED)}-rank-{rank}.pt")
+
+
+def _missing(shared: Path, rank: int) -> CheckpointError:
+    return CheckpointError(
+        f"{_rank_file(shared, rank)}, which holds the experts of a rank, is missing. Put the files "
+        f"of all ranks beside {shared.name}."
+    )

@@ -1,11 +1,11 @@
-"""fairseq's ``dict.txt`` and the SentencePiece model whose pieces it numbers, as a tokenizer.
+"""Read fairseq's ``dict.txt``, which numbers the pieces of a SentencePiece model, as a tokenizer.
 
-From the public source of fairseq (``fairseq/data/dictionary.py`` and
-``fairseq/data/multilingual/multilingual_utils.py``), which is not installed here: a line is a
-symbol, a space and a count; ids are those of four specials, then of the lines in their order. A
-symbol that is there again is an error unless its line ends with ``#fairseq:overwrite``, and then
-the later line has it. A task of several languages appends their tokens, in the order of its list of
-languages, where the dictionary lacks them.
+The format comes from the public source of fairseq, which is not installed here
+(``fairseq/data/dictionary.py`` and ``fairseq/data/multilingual/multilingual_utils.py``). A line is
+a symbol, a space and a count; ids are those of four specials, then of the lines in order. A second
+line for a symbol is an error unless it ends with ``#fairseq:overwrite``; then it replaces the
+first. A task with several languages appends the language tokens that the dictionary lacks, in the
+order of its list of languages.
 
 Language tokens are known by their spelling: ``__en__`` (fairseq, M2M-100), ``[en_XX]`` (mBART's
 style), ``LANG_TOK_EN`` (mRASP2), ``<2en>`` or ``eng_Latn``.
@@ -25,19 +25,19 @@ from pipeline.config.settings import shown
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.languages import canonical
 
-SPECIALS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-"""In every dictionary, before its lines."""
+SPECIAL_IDS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+"""The ids of the specials, which precede the lines of every dictionary."""
 _OVERWRITE = "#fairseq:overwrite"
 _MAX_BYTES = 2**28
 """A dictionary of a million lines has about 20 MB."""
 _MOST_SPARE_ROWS = 16
-"""Rows of an embedding that follow the dictionary and the languages: fairseq's mask token, its tags
-of sources of data, and what fills up to a multiple of eight."""
+"""Upper bound of the rows of an embedding that follow the dictionary and the languages: fairseq's
+mask token, its tags for sources of data, and padding to a multiple of eight."""
 _LEAST_KNOWN = 0.5
-"""Share of the SentencePiece model's pieces that a dictionary of it has at least."""
+"""Least share of the SentencePiece model's pieces that its dictionary has."""
 _CONTINUED = "@@"
-"""How subword-nmt ends a piece that the next one continues. The first checkpoints in mRASP2's
-repository have such a dictionary; its later one, of 100,000 pieces, is SentencePiece's."""
+"""End of a piece of subword-nmt that the next one continues. The first checkpoints in mRASP2's
+repository have such a dictionary; its later one, of 100,000 pieces, is of SentencePiece."""
 
 _CODE = r"(?P<code>[a-z]{2,3}(?:_[A-Za-z]{2,4})?)"
 _SPELLINGS: Mapping[LanguageTokenScheme, re.Pattern[str]] = {
@@ -48,44 +48,44 @@ _SPELLINGS: Mapping[LanguageTokenScheme, re.Pattern[str]] = {
     "plain": re.compile("(?P<code>[a-z]{3}_[A-Z][a-z]{3}|[a-z]{2}_[A-Z]{2})"),
 }
 _TASKS = frozenset({"dae", "lm"})
-"""``__dae__`` and ``__lm__`` are fairseq's tokens of tasks, spelled as languages are."""
+"""Tasks whose tokens fairseq spells as it spells languages: ``__dae__`` and ``__lm__``."""
 
 
 @dataclass(frozen=True)
 class FairseqVocabulary:
-    """The files that a fairseq checkpoint needs beside it, and its languages."""
+    """The files of a fairseq checkpoint's vocabulary, and its languages."""
 
     dictionary: Path
     sentencepiece: Path
     languages: tuple[str, ...] = ()
-    """As the model's task lists them; empty: those of the checkpoint's settings, else those whose
-    tokens the dictionary has."""
+    """Languages in the order of the model's task. Empty: those of the checkpoint's settings, or
+    else those whose tokens the dictionary has."""
 
     @classmethod
     def of_options(
         cls, dictionary: Path | None, sentencepiece: Path | None, languages: Sequence[str]
     ) -> "FairseqVocabulary | None":
-        """What the command line says; None where it says nothing.
+        """Return the vocabulary that the command line names; None if it names none.
 
         Raises:
-            ConfigError: one file is named without the other.
+            ConfigError: One file is named without the other.
         """
         if dictionary is None and sentencepiece is None and not languages:
             return None
         if dictionary is None or sentencepiece is None:
             lacking = "--dictionary" if dictionary is None else "--sentencepiece"
             raise ConfigError(
-                f"{lacking} is missing: a checkpoint of fairseq needs both its dictionary "
-                "(dict.txt) and the SentencePiece model whose pieces that numbers."
+                f"{lacking} is missing. Name both the dictionary of the fairseq checkpoint "
+                "(dict.txt) and the SentencePiece model whose pieces it numbers."
             )
         return cls(dictionary, sentencepiece, tuple(languages))
 
     def files(self) -> dict[str, Path]:
-        """By the name of the option that takes them."""
+        """Return the files by the option that names them."""
         return {"dictionary": self.dictionary, "sentencepiece": self.sentencepiece}
 
     def records(self) -> dict[str, InputRecord]:
-        """What a manifest says of them."""
+        """Return the records of the files for a manifest."""
         return {
             name: InputRecord(kind="raw", path=str(path.absolute()), digest=raw_digest(path))
             for name, path in self.files().items()
@@ -94,13 +94,15 @@ class FairseqVocabulary:
     def tokenizer(
         self, *, size: int, languages: Sequence[str] = (), style: LanguageTokenScheme
     ) -> TokenizerFiles:
-        """The tokenizer of a model with ``size`` rows of embeddings.
+        """Return the tokenizer of a model.
 
-        ``languages`` are those that the checkpoint's settings list, ``style`` is how its task
-        spells the tokens that the dictionary lacks.
+        Args:
+            size: Rows of the model's embedding.
+            languages: The languages in the checkpoint's settings.
+            style: How its task spells the language tokens that the dictionary lacks.
 
         Raises:
-            CheckpointError: a file cannot be read, or does not belong to the model.
+            CheckpointError: A file cannot be read, or does not belong to the model.
         """
         content = read_bytes(
             self.dictionary,
@@ -122,8 +124,8 @@ class FairseqVocabulary:
         self._check_size(count, size)
         if not tokens:
             raise CheckpointError(
-                f"{self.dictionary} has no tokens of languages, and the checkpoint lists none: "
-                "name the languages in the order in which its task had them (--languages de en)."
+                f"{self.dictionary} has no language tokens, and the checkpoint lists no languages. "
+                "Name them in the order of its task (--languages de en)."
             )
         return numbered(
             self.dictionary,
@@ -141,73 +143,74 @@ class FairseqVocabulary:
             symbol.startswith("▁") for symbol in symbols
         ):
             raise CheckpointError(
-                f"{self.dictionary} numbers pieces of subword-nmt ('…{_CONTINUED}'), which this "
-                "project does not segment text into: name a checkpoint whose dictionary is of a "
-                "SentencePiece model."
+                f"{self.dictionary} numbers pieces of subword-nmt ('…{_CONTINUED}'), which are not "
+                "supported. Name a checkpoint whose dictionary is of a SentencePiece model."
             )
         known = sum(index is not None for index in pieces)
         if known < _LEAST_KNOWN * len(pieces):
             raise CheckpointError(
                 f"{self.dictionary} has {known:,} of the {len(pieces):,} pieces of "
-                f"{self.sentencepiece}: name the dictionary and the SentencePiece model of one "
+                f"{self.sentencepiece}. Name the dictionary and the SentencePiece model of one "
                 "checkpoint."
             )
 
     def _check_size(self, count: int, size: int) -> None:
         if not size - _MOST_SPARE_ROWS <= count <= size:
             raise CheckpointError(
-                f"{self.dictionary} makes {count:,} ids with the languages' tokens, and the model "
-                f"has embeddings of {size:,}: name its own dictionary, and all of its languages in "
+                f"{self.dictionary} makes {count:,} ids with the language tokens, but the model "
+                f"has {size:,} embeddings. Name its own dictionary, and all of its languages in "
                 "their order (--languages)."
             )
 
 
 @dataclass(frozen=True)
 class Dictionary:
-    """Symbol → id, and the number of ids (overwritten symbols count)."""
+    """The lines of a ``dict.txt``."""
 
     symbols: dict[str, int]
+    """Symbol → id."""
     size: int
+    """Number of ids, including those of overwritten symbols."""
 
 
 def read_dictionary(content: bytes, path: Path) -> Dictionary:
-    """What the lines of a ``dict.txt`` number.
+    """Parse a ``dict.txt``.
 
     Raises:
-        CheckpointError: names the first line that is broken or doubled.
+        CheckpointError: A line is broken or repeats a symbol; names the first.
     """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{path} is no text in UTF-8: name the dictionary of this model (dict.txt)."
+            f"{path} is no text in UTF-8. Name the dictionary of this model (dict.txt)."
         ) from error
     lines = re.split(r"\r\n|\r|\n", text)  # as Python reads a file; pieces may have other breaks
     if lines[-1] == "":
         lines.pop()
-    symbols = dict(SPECIALS)
+    symbols = dict(SPECIAL_IDS)
     for number, line in enumerate(lines, start=1):
         rest = line.rstrip()
         is_overwriting = rest.endswith(f" {_OVERWRITE}")
         symbol, space, count = rest.removesuffix(f" {_OVERWRITE}").rpartition(" ")
         if not space or not re.fullmatch(r"[+-]?\d+", count, re.ASCII):
             raise CheckpointError(
-                f"Line {number:,} of {path} is {shown(line)!r}, where a symbol, a space and a "
-                "count are wanted: name the dictionary of this model (dict.txt)."
+                f"Line {number:,} of {path} is {shown(line)!r}, not a symbol, a space and a count. "
+                "Name the dictionary of this model (dict.txt)."
             )
         if symbol in symbols and not is_overwriting:
             raise CheckpointError(
-                f"Line {number:,} of {path} has {shown(symbol)!r} once more: restore the "
-                f"dictionary, or end the line with {_OVERWRITE} where the later one is meant."
+                f"Line {number:,} of {path} repeats {shown(symbol)!r}. Restore the dictionary, or "
+                f"end the line with {_OVERWRITE} if the later one is meant."
             )
-        symbols[symbol] = len(SPECIALS) + number - 1
-    return Dictionary(symbols, len(SPECIALS) + len(lines))
+        symbols[symbol] = len(SPECIAL_IDS) + number - 1
+    return Dictionary(symbols, len(SPECIAL_IDS) + len(lines))
 
 
 def _language_tokens(
     ids: Dictionary, languages: Sequence[str], style: LanguageTokenScheme
 ) -> tuple[LanguageTokenScheme, dict[str, int], int]:
-    """How tokens are spelled, the id of each language's, and the number of ids with them all."""
+    """Return the spelling of language tokens, language → id, and the number of ids with them."""
     for scheme in _SPELLINGS:
         found = _tokens_in(ids, scheme)
         if not languages and found:
@@ -221,7 +224,7 @@ def _language_tokens(
 def _with_appended(
     found: Mapping[str, int], wanted: Mapping[str, str], size: int
 ) -> tuple[dict[str, int], int]:
-    """Language → id, those that the dictionary lacks behind it."""
+    """Return language → id and the number of ids; tokens not ``found`` follow the dictionary."""
     tokens = {}
     for language, code in wanted.items():
         if code in found:
@@ -233,7 +236,7 @@ def _with_appended(
 
 
 def _tokens_in(ids: Dictionary, scheme: LanguageTokenScheme) -> dict[str, int]:
-    """Code as spelled → id, of the symbols that are tokens of languages under a scheme."""
+    """Return code as spelled → id, of the symbols that are language tokens in a spelling."""
     found = {}
     for symbol, index in ids.symbols.items():
         match = _SPELLINGS[scheme].fullmatch(symbol)

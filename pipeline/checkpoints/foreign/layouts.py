@@ -1,15 +1,15 @@
-"""Which id everything has in a vocabulary as it is written for other software.
+"""Assign the ids of a vocabulary that is exported for other software.
 
-Hugging Face's M2M-100 counts positions from the id of padding + 1, and ours count from 2 as
-fairseq's do: so padding must be 1, and the rows of the embedding are put into fairseq's order.
+Hugging Face's M2M-100 counts positions from the id of padding + 1, ours count from 2 as fairseq's
+do. Padding must therefore be 1, and the rows of the embedding are put into fairseq's order:
 
 - ``M2M100Tokenizer``: specials, pieces, the hundred languages of M2M-100 in its order,
   spare rows. Rows of languages that a model lacks are zeros.
-- ``NllbTokenizer``, whose language tokens can be any: specials, pieces, the model's own languages,
-  spare rows. A model that came with tokens keeps them; others get NLLB's codes (``nllb_token``).
+- ``NllbTokenizer``, whose language tokens are free: specials, pieces, the model's own languages,
+  spare rows. An imported model keeps its tokens; others get NLLB's codes (``nllb_token``).
 
-Ids of ours that nothing has (models from elsewhere have some) take part in the softmax, and are
-kept as spare rows.
+Spare rows are ids of ours without a token, which imported models can have. They take part in the
+softmax.
 """
 
 import re
@@ -25,8 +25,8 @@ from torch import Tensor
 from pipeline.artifacts.tokenizer import TokenizerFiles
 from pipeline.checkpoints.foreign.vocabularies import (
     M2M100_LANGUAGES,
-    M2M100_SPECIALS,
     NLLB_LANGUAGES,
+    SPECIALS,
     model_codes,
 )
 from pipeline.errors import CheckpointError
@@ -39,55 +39,58 @@ from pipeline.languages import (
 )
 
 _NLLB_OF_FAIRSEQ = re.compile(r"__([a-z]{3}_[A-Z][a-z]{3})__")
-"""fairseq's NLLB writes ``__eng_Latn__`` where transformers' has ``eng_Latn``."""
+"""fairseq's spelling of NLLB's tokens: ``__eng_Latn__`` for ``eng_Latn`` of transformers."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What the ids of a tokenizer of ours belong to."""
+    """The meaning of each id of a tokenizer of ours."""
 
     specials: tuple[int, ...]
-    """Of bos, pad, eos and unk: fairseq's order, and that of M2M100_SPECIALS."""
+    """Ids of bos, pad, eos and unk, in the order of SPECIALS."""
     pieces: dict[str, int]
-    """Piece → id, specials left out, in the order of ids."""
+    """Piece → id without specials, in the order of ids."""
     unknown_pieces: int
-    """Pieces that texts can have and the model does not know."""
+    """Number of pieces of the SentencePiece model that have no id."""
     languages: dict[str, int]
-    """Code → id, in the order of ids."""
+    """Code of a language → id, in the order of ids."""
     tokens: dict[str, str]
-    """Code → how its token is written."""
+    """Code of a language → its token."""
     spare: list[int]
+    """Ids without a token."""
     origin: Path
+    """The checkpoint that an error names."""
     given: frozenset[str] = frozenset()
-    """Languages whose tokens the model came with."""
+    """Languages whose tokens were imported with the model."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ids of a written vocabulary."""
+    """The ids of an exported vocabulary: specials, pieces, languages, spare rows."""
 
     pieces: tuple[str, ...]
-    """From id 4 on."""
+    """Pieces, from id 4 on."""
     language_tokens: tuple[str, ...]
-    """Behind the pieces."""
+    """Language tokens, after the pieces."""
     token_of: Mapping[str, str]
-    """Code of each language of the model → its token."""
+    """Code of a language of the model → its token."""
     rows: tuple[int | None, ...]
-    """Our id of each of its ids; None: the model has none, the row is zeros."""
+    """Our id for each exported id; None: the model has none, and the row is zeros."""
     of_hundred: bool
+    """True: ``M2M100Tokenizer``; False: ``NllbTokenizer``."""
 
     @property
     def absent(self) -> list[int]:
-        """Ids that the model must never choose."""
+        """Return the ids that the model must never predict."""
         return [index for index, row in enumerate(self.rows) if row is None]
 
     @property
     def num_spare(self) -> int:
-        """Rows behind the languages."""
-        return len(self.rows) - len(M2M100_SPECIALS) - len(self.pieces) - len(self.language_tokens)
+        """Return the number of rows after the languages."""
+        return len(self.rows) - len(SPECIALS) - len(self.pieces) - len(self.language_tokens)
 
     def rearranged(self, weight_VD: Tensor) -> Tensor:
-        """The embedding of ours with its rows in this order."""
+        """Return our embedding with its rows in this order."""
         index = torch.tensor([0 if row is None else row for row in self.rows])
         arranged_VD = weight_VD[index]
         arranged_VD[self.absent] = 0
@@ -95,20 +98,21 @@ class Layout:
 
 
 def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
-    """What the ids of a tokenizer belong to.
+    """Return the meaning of each id of a tokenizer.
 
     Raises:
-        CheckpointError: its vocabulary is bytes, or a piece is written as a special or a language.
+        CheckpointError: Its vocabulary is no single SentencePiece model, or a piece is spelled like
+            a special or a language token.
     """
     if files.model is None or files.description.kind == "byte_bpe":
         raise CheckpointError(
-            f"{origin} has a vocabulary of bytes (tokenizer.kind), of which no format that "
-            "checkpoints are written in knows: only SentencePiece vocabularies are exported."
+            f"{origin} has a vocabulary of bytes (tokenizer.kind), which no format can express. "
+            "Name a checkpoint with a SentencePiece vocabulary."
         )
     if files.target_model is not None:
         raise CheckpointError(
-            f"{origin} has one vocabulary for the source and one for the target, of which no "
-            "format that checkpoints are written in here knows: only a single one is exported."
+            f"{origin} has one vocabulary for the source and one for the target, which no format "
+            "can express. Name a checkpoint with a single vocabulary."
         )
     tokenizer, description = files.build(), files.description
     processor = SentencePieceProcessor(model_proto=files.model)
@@ -125,7 +129,7 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
     language_ids = {code: tokenizer.language_token_id(code) for code in languages}
     used = {*specials, *language_ids.values(), *(own for own, _ in known)}
     pieces = {piece: own for own, piece in known}
-    _refuse_clash(origin, pieces, [*M2M100_SPECIALS.values(), *tokens.values()])
+    _refuse_clash(origin, pieces, [*SPECIALS.values(), *tokens.values()])
     return Entries(
         specials=specials,
         pieces=pieces,
@@ -142,10 +146,10 @@ def entries_of(files: TokenizerFiles, origin: Path) -> Entries:
 
 
 def chosen_layout(entries: Entries) -> Layout:
-    """Return M2M-100's layout if it has all languages by these tokens, else NLLB's.
+    """Return M2M-100's layout if it has all languages with the same tokens, else NLLB's.
 
     Raises:
-        CheckpointError: a token is also a piece, or that of another language.
+        CheckpointError: A token is also a piece, or that of another language.
     """
     hundred = {
         code: f"__{spelling}__" for spelling, code in distinct_codes(M2M100_LANGUAGES).items()
@@ -171,12 +175,12 @@ def chosen_layout(entries: Entries) -> Layout:
 
 
 def nllb_layout_tokens(entries: Entries) -> dict[str, str]:
-    """Return code → token of ``NllbTokenizer``: those a model came with, else NLLB's codes.
+    """Return code → token of ``NllbTokenizer``: imported tokens, else NLLB's codes.
 
-    A language that was added to a model with tokens of another style follows that style.
+    A language that was added to an imported model follows the style of the model's tokens.
 
     Raises:
-        CheckpointError: two languages have one token.
+        CheckpointError: Two languages have one token.
     """
     known = {code: _NLLB_OF_FAIRSEQ.sub(r"\1", entries.tokens[code]) for code in entries.given}
     in_nllb_form = not known or not set(NLLB_LANGUAGES).isdisjoint(known.values())
@@ -187,19 +191,19 @@ def nllb_layout_tokens(entries: Entries) -> dict[str, str]:
         if token in tokens.values():
             other = next(one for one, used in tokens.items() if used == token)
             raise CheckpointError(
-                f"{entries.origin} has the languages {other!r} and {code!r}, whose token would be "
-                f"{token!r} for both: export it --to ctranslate2."
+                f"{entries.origin} has the languages {other!r} and {code!r}, which would share the "
+                f"token {token!r}. Export it --to ctranslate2."
             )
         tokens[code] = token
     return tokens
 
 
 def nllb_token(code: str) -> str:
-    """Return how NLLB writes a language: ISO 639-3 and script, ``eng_Latn``.
+    """Return NLLB's code of a language: ISO 639-3 and script, ``eng_Latn``.
 
-    Codes of the 202 languages of NLLB-200 are those published. Others have ISO 639-3's code where
-    the registry knows it, the script that the code names or CLDR gives (``Zzzz`` if neither does),
-    and the region if the code has one: ``cos_Latn``, ``srp_Latn``, ``por_Latn_BR``.
+    The 202 languages of NLLB-200 have their published codes. Others have the ISO 639-3 code if the
+    registry knows it, the script that the code names or CLDR gives (``Zzzz`` if neither does), and
+    the region if the code has one: ``cos_Latn``, ``srp_Latn``, ``por_Latn_BR``.
     """
     published = _nllb_spellings()
     if code in published:
@@ -221,5 +225,5 @@ def _refuse_clash(origin: Path, pieces: Iterable[str], reserved: Iterable[str]) 
     if clashing:
         raise CheckpointError(
             f"The vocabulary of {origin} has a piece {clashing[0]!r}, which other software takes "
-            "for a special or a language: it cannot be exported with tokenizer files."
+            "for a special or a language token. Name a checkpoint without such a piece."
         )

@@ -1,4 +1,4 @@
-"""M2M-100 and NLLB-200's dense models, as Hugging Face's M2M100ForConditionalGeneration keeps them.
+"""Read M2M-100 and the dense NLLB-200, Hugging Face's M2M100ForConditionalGeneration.
 
 Pre-norm, tied embeddings, sinusoidal positions that count from ``pad_token_id`` + 1.
 """
@@ -8,8 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, Described
-from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
+from pipeline.checkpoints.foreign.fairseq import STACKS
+from pipeline.checkpoints.foreign.model_folder import (
+    CONFIG_FILE,
+    Described,
+    refuse_other,
+    refuse_quantized,
+)
 from pipeline.checkpoints.foreign.tensors import NameTable, Row
 from pipeline.config.settings import describe_validation
 from pipeline.errors import CheckpointError
@@ -17,35 +22,22 @@ from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
 from pipeline.model.transformer import POSITION_OFFSET
 
-TABLE = NameTable.parse("""
-model.shared.weight                                          embedding.weight
-model.encoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
-model.decoder.embed_tokens.weight                            embedding.weight  # tied, saved once more
-lm_head.weight                                               embedding.weight  # tied, saved once more
-model.encoder.embed_positions.weights                        -                 # sinusoids: computed
-model.decoder.embed_positions.weights                        -                 # sinusoids: computed
-model.{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
-model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
-model.{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
-model.{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
-model.{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
-model.{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
-model.{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
-model.{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
-model.{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
-model.{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
-model.{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
-model.{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
-model.{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
-model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
-""")  # noqa: E501 (a table)
-
-
+EMBEDDINGS = NameTable.parse("""
+model.shared.weight                embedding.weight
+model.encoder.embed_tokens.weight  embedding.weight  # tied, saved once more
+model.decoder.embed_tokens.weight  embedding.weight  # tied, saved once more
+lm_head.weight                     embedding.weight  # tied, saved once more
+""")
+POSITIONS = NameTable.parse("""
+model.encoder.embed_positions.weights  -  # sinusoids: computed
+model.decoder.embed_positions.weights  -  # sinusoids: computed
+""")
+TABLE = EMBEDDINGS + POSITIONS + STACKS.with_prefix("model.")
 UNTIED_OUTPUT = Row("lm_head.weight", "embedding.output_weight", "tie_word_embeddings is false")
 
 
 class M2M100Config(Described):
-    """What ``config.json`` says of the model."""
+    """The fields of ``config.json`` that describe the model."""
 
     vocab_size: int
     d_model: int
@@ -67,17 +59,22 @@ class M2M100Config(Described):
 
 
 def name_table(table: NameTable, config: M2M100Config) -> NameTable:
-    """A family's table, for a model whose output is tied to its embedding or not."""
+    """Return the table of a family for a model whose output is tied to its embedding, or not."""
     return table if config.tie_word_embeddings else table.with_row(UNTIED_OUTPUT)
 
 
 def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelConfig:
-    """The model that ``config.json`` describes; ``more``: what its family has beside M2M-100.
+    """Return the model that ``config.json`` describes.
+
+    Args:
+        origin: The folder that an error names.
+        config: The fields of ``config.json``.
+        **more: Settings of the model that its family has beyond M2M-100's.
 
     Raises:
-        CheckpointError: it has something that our model lacks; names it.
+        CheckpointError: A setting is not supported.
     """
-    refuse_quantised(origin, config.quantization_config)
+    refuse_quantized(origin, config.quantization_config)
     refuse_other(
         origin,
         decoder_attention_heads=(config.decoder_attention_heads, config.encoder_attention_heads),
@@ -102,6 +99,6 @@ def model_config(origin: Path, config: M2M100Config, **more: object) -> ModelCon
         return ModelConfig.model_validate(settings | more)
     except ValidationError as error:
         raise CheckpointError(
-            f"{origin / CONFIG_FILE} describes no model that can be: "
+            f"{origin / CONFIG_FILE} describes no valid model: "
             f"{describe_validation(error, ModelConfig)}"
         ) from error

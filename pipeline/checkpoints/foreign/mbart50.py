@@ -1,11 +1,12 @@
-"""mBART-50, as Hugging Face's MBartForConditionalGeneration keeps it.
+"""Read mBART-50 in the format of Hugging Face's MBartForConditionalGeneration.
 
-Pre-norm, tied embeddings that are normalised, learned positions.
+Pre-norm, tied embeddings with a norm, learned positions.
 """
 
 from pathlib import Path
 
-from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
+from pipeline.checkpoints.foreign.fairseq import STACKS
+from pipeline.checkpoints.foreign.m2m100 import EMBEDDINGS, M2M100Config, model_config
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
 from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.errors import CheckpointError
@@ -13,49 +14,33 @@ from pipeline.kernels.products import Activation
 from pipeline.model.settings import ModelConfig
 
 FINAL_BIAS = "final_logits_bias"
-TABLE = NameTable.parse("""
-model.shared.weight                                          embedding.weight
-model.encoder.embed_tokens.weight                            embedding.weight              # tied, saved once more
-model.decoder.embed_tokens.weight                            embedding.weight              # tied, saved once more
-lm_head.weight                                               embedding.weight              # tied, saved once more
-final_logits_bias                                            -                             # zeros: looked at when the folder is opened
-model.{stack}.embed_positions.weight                         {stack}.positions.weight      # two rows more than positions, as ours: they count from 2
-model.{stack}.layernorm_embedding.{kind}                     {stack}.embedding_norm.{kind}
-model.{stack}.layer_norm.{kind}                              {stack}.final_norm.{kind}
-model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}     {stack}.layers.{layer}.self_attention_norm.{kind}
-model.{stack}.layers.{layer}.self_attn.q_proj.{kind}         {stack}.layers.{layer}.self_attention.query.{kind}
-model.{stack}.layers.{layer}.self_attn.k_proj.{kind}         {stack}.layers.{layer}.self_attention.key.{kind}
-model.{stack}.layers.{layer}.self_attn.v_proj.{kind}         {stack}.layers.{layer}.self_attention.value.{kind}
-model.{stack}.layers.{layer}.self_attn.out_proj.{kind}       {stack}.layers.{layer}.self_attention.output.{kind}
-model.{stack}.layers.{layer}.encoder_attn_layer_norm.{kind}  {stack}.layers.{layer}.cross_attention_norm.{kind}
-model.{stack}.layers.{layer}.encoder_attn.q_proj.{kind}      {stack}.layers.{layer}.cross_attention.query.{kind}
-model.{stack}.layers.{layer}.encoder_attn.k_proj.{kind}      {stack}.layers.{layer}.cross_attention.key.{kind}
-model.{stack}.layers.{layer}.encoder_attn.v_proj.{kind}      {stack}.layers.{layer}.cross_attention.value.{kind}
-model.{stack}.layers.{layer}.encoder_attn.out_proj.{kind}    {stack}.layers.{layer}.cross_attention.output.{kind}
-model.{stack}.layers.{layer}.final_layer_norm.{kind}         {stack}.layers.{layer}.feed_forward_norm.{kind}
-model.{stack}.layers.{layer}.fc1.{kind}                      {stack}.layers.{layer}.feed_forward.up.{kind}
-model.{stack}.layers.{layer}.fc2.{kind}                      {stack}.layers.{layer}.feed_forward.down.{kind}
+POSITIONS_AND_NORMS = NameTable.parse("""
+final_logits_bias                         -                         # zeros: looked at when the folder is opened
+model.{stack}.embed_positions.weight      {stack}.positions.weight  # two rows more than positions, as ours: they count from 2
+model.{stack}.layernorm_embedding.{kind}  {stack}.embedding_norm.{kind}
 """)  # noqa: E501 (a table)
+TABLE = EMBEDDINGS + POSITIONS_AND_NORMS + STACKS.with_prefix("model.")
 
 
 class MBartConfig(M2M100Config):
-    """What ``config.json`` says of the model; defaults are those of transformers."""
+    """The fields of ``config.json`` that describe the model; defaults are those of transformers."""
 
     activation_function: Activation = "gelu"
     scale_embedding: bool = False
     decoder_start_token_id: int | None = None
-    """Without one, transformers begins as mBART-25 does: with the language's token."""
+    """None: transformers begins a translation as mBART-25 does, with the language's token."""
 
 
 def mbart_model_config(origin: Path, config: MBartConfig) -> ModelConfig:
-    """The model that ``config.json`` describes; CheckpointError as for M2M-100."""
+    """Return the model that ``config.json`` describes; refuses what M2M-100's does."""
     return model_config(origin, config, positions="learned", embedding_norm=True)
 
 
 def refuse_final_bias(folder: ModelFolder) -> None:
-    """Raises CheckpointError where the logits have a bias that is not zero, which ours lack."""
-    if FINAL_BIAS in folder.names() and folder.read(FINAL_BIAS).count_nonzero() > 0:
+    """Raise CheckpointError if the logits have a bias that is not zero."""
+    tensors = folder.tensors
+    if FINAL_BIAS in tensors.names() and tensors.read(FINAL_BIAS).count_nonzero() > 0:
         raise CheckpointError(
-            f"{folder.origin} has a {FINAL_BIAS} that is not zero, and our logits have no bias: "
-            "name a checkpoint without."
+            f"{folder.origin} has a {FINAL_BIAS} that is not zero, which is not supported. Name a "
+            "checkpoint without it."
         )

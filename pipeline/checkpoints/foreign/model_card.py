@@ -1,13 +1,8 @@
-"""The model card of an exported checkpoint: ``README.md`` with a header that model hubs read.
+"""Write the model card of an exported checkpoint: ``README.md`` with a header for model hubs.
 
-It says what is known from manifests: the checkpoint's own, and those of what it was made from as
-far as they can still be found.
-
-A sentence in each of many languages, for the examples of model cards.
-
-The first sentence of article 1 of the Universal Declaration of Human Rights, in the translations
-that the United Nations publish. The languages stand in the order in which a model card prefers
-them where nothing is known of a model's training text.
+The card states what manifests record: the checkpoint's own, and those of the artifacts that it was
+made from, if they can still be found. Its example translates a sentence of the Universal
+Declaration of Human Rights.
 """
 
 import json
@@ -16,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.artifact import Artifact, Lineage, open_recorded
 from pipeline.artifacts.corpus import pair_name
-from pipeline.artifacts.lineage import Lineage, open_recorded
 from pipeline.artifacts.manifest import to_json
 from pipeline.artifacts.tokenizer import MODEL_NAME, TokenizerFiles
 from pipeline.checkpoints.foreign.layouts import Layout
@@ -31,27 +25,29 @@ NOT_RECORDED = "Not recorded."
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card tells of."""
+    """The facts of a model card."""
 
     checkpoint: Artifact
     spec: ModelSpec
-    """Of the model as it is written."""
+    """The exported model."""
     tokenizer: TokenizerFiles
     to: str
+    """The format: ``hf-m2m100``, ``hf-nllb-moe`` or ``ctranslate2``."""
     license: str
     targets: tuple[str, ...]
-    """Languages that it translates into."""
+    """Target languages of the exported model."""
     scores: Artifact | None
+    """The evaluation to quote."""
 
     @cached_property
     def lineage(self) -> Lineage:
-        """What the checkpoint was made from, and the checkpoint."""
+        """Return the checkpoint and the artifacts that it was made from."""
         found = Lineage()
         found.add(self.checkpoint, follow=lambda record: record.kind != "raw")
         return found
 
     def text(self, *, loading: str, tokens: Mapping[str, str]) -> str:
-        """Return the whole file; ``tokens`` are those of the languages, by code."""
+        """Return the whole file; ``tokens`` maps codes of languages to their tokens."""
         sections = {
             "Languages": self._languages(tokens),
             "How to load it": loading,
@@ -66,7 +62,7 @@ class Card:
     # ------------------------------------------------------------ head
 
     def _header(self) -> str:
-        """Front matter; JSON strings are YAML's too, so that ``no`` stays a language."""
+        """Return the front matter, quoted as JSON so that YAML reads ``no`` as a language."""
         languages = [f"- {json.dumps(code)}" for code in self.spec.languages]
         library = "ctranslate2" if self.to == "ctranslate2" else "transformers"
         lines = [
@@ -103,7 +99,7 @@ class Card:
     # ------------------------------------------------------------ loading
 
     def transformers_loading(self, layout: Layout) -> str:
-        """A few lines of Python."""
+        """Return an example in Python that translates a sentence with transformers."""
         source, target = self._example()
         name = "M2M100Tokenizer" if layout.of_hundred else "NllbTokenizer"
         of_source, of_target = layout.token_of[source], layout.token_of[target]
@@ -123,7 +119,7 @@ class Card:
         return _python(code)
 
     def ctranslate2_loading(self) -> str:
-        """A few lines of Python."""
+        """Return an example in Python that translates a sentence with CTranslate2."""
         source, target = self._example()
         written = self.tokenizer.description.language_token
         of_source, of_target = written(source), written(target)
@@ -147,10 +143,10 @@ class Card:
         return _python(code)
 
     def _example(self) -> tuple[str, str]:
-        """Return source and target of the examples: the model's main direction.
+        """Return source and target language of the examples.
 
-        That of the pair with most training text, from the language that has more of it in all;
-        where the text is not recorded, of the best known languages (``prominence``).
+        They are the pair with most training text, from the language that has more of it in total.
+        If the text is not recorded, they are the most prominent languages (``prominence``).
         """
         lines = self._training_pairs()
         own = Counter[str]()
@@ -172,10 +168,7 @@ class Card:
         return min(ways, key=rank, default=(targets[0], targets[0]))
 
     def _trained_targets(self) -> tuple[str, ...]:
-        """Return the languages that it translates into, as far as its mixture was limited to some.
-
-        That limit is ``mixture.targets``.
-        """
+        """Return the target languages, limited to ``mixture.targets`` of its mixtures if given."""
         mixtures = [one for one in self.lineage.found.values() if one.manifest.kind == "mixture"]
         drawn = {
             code
@@ -195,7 +188,7 @@ class Card:
         return total + _table(("pair", "sentence pairs"), rows)
 
     def _training_pairs(self) -> dict[str, int]:
-        """Lines of each pair of the shards that were trained on, as they were last made."""
+        """Return pair → number of training lines in the shards."""
         pairs: dict[str, int] = {}
         for artifact in self.lineage.found.values():
             if artifact.manifest.kind == "shards":
@@ -207,7 +200,7 @@ class Card:
         missing = sorted(self.lineage.missing)
         if not missing:
             return ""
-        return f" What it was made from could not all be found: {', '.join(missing)}."
+        return f" Some of its inputs could not be found: {', '.join(missing)}."
 
     def _recipe(self) -> str:
         stages = [
@@ -224,11 +217,11 @@ class Card:
         systems = self.scores.statistics.get("systems", {})
         own = [name for name in systems if self._is_own(self.scores, name)]
         rows = list(_score_rows({name: systems[name] for name in own or systems}))
-        note = "" if own else "Which of these systems is this model could not be found out.\n\n"
+        note = "" if own else "It is not known which of these systems is this model.\n\n"
         return note + _table(("system", "directions", "score", "mean"), rows)
 
     def _is_own(self, scores: Artifact, system: str) -> bool:
-        """Whether a system's translations are known to be of this checkpoint."""
+        """Return whether a system's translations are recorded as made by this checkpoint."""
         record = scores.manifest.inputs.get(f"systems/{system}")
         translations = open_recorded(record) if record else None
         used = translations.manifest.inputs.get("checkpoint") if translations else None
@@ -263,6 +256,8 @@ def _python(lines: Sequence[str]) -> str:
     return f"```python\n{body}\n```\n"
 
 
+# Article 1 of the Universal Declaration of Human Rights in the translations of the United Nations,
+# by the prominence of the languages, which decides examples if the training text is not recorded.
 SENTENCES = {
     "en": "All human beings are born free and equal in dignity and rights.",
     "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
@@ -303,10 +298,10 @@ _RANKS = {code: rank for rank, code in enumerate(SENTENCES)}
 
 
 def sentence_in(code: str) -> str | None:
-    """Return a sentence in a language of a model; None if there is none here."""
+    """Return a sentence in a language; None if ``SENTENCES`` has none."""
     return SENTENCES.get(code) or SENTENCES.get(without_region(code))
 
 
 def prominence(code: str) -> tuple[int, str]:
-    """Return a key that sorts languages in the order of ``SENTENCES``, and others behind them."""
+    """Return a key that sorts languages in the order of ``SENTENCES``, others after them."""
     return _RANKS.get(without_region(code), len(_RANKS)), code

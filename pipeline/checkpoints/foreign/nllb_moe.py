@@ -1,17 +1,12 @@
-"""NLLB-200's mixture of experts, as Hugging Face's NllbMoeForConditionalGeneration keeps it.
+"""Read NLLB-200's mixture of experts, Hugging Face's NllbMoeForConditionalGeneration.
 
-As M2M-100, with experts in every n-th layer. A token goes to its two best experts; the weights of
-the two sum to 1.
+Like M2M-100, with experts in every n-th layer. A token goes to its two best experts, whose weights
+sum to 1. fairseq and NLLB mask outputs of experts in training without scaling up the others, and
+evaluation multiplies every output by the share that was kept. :class:`ScaledExperts` puts that
+factor into the last linear layer of an expert.
 
-Experts whose output is what theirs is in evaluation.
-
-fairseq and NLLB mask outputs of experts in training and do not scale up what remains; evaluation
-multiplies every output by the share that was kept. Ours needs no correction: the factor goes into
-an expert's last linear layer.
-
-A language-group router, for the languages of one group, is an ordinary router.
-
-It says (W x + W_g x) / 2 (MMNMT, eq. 1): for one group g that is W' x, W' = (W + W_g) / 2.
+The format has no language-group router, W x and W_g x averaged (MMNMT, eq. 1). For one group g that
+is an ordinary router with W' = (W + W_g) / 2: :func:`of_one_group` exports the model of one group.
 """
 
 from collections.abc import Mapping
@@ -21,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.foreign.m2m100 import M2M100Config, model_config
-from pipeline.checkpoints.foreign.refusals import refuse_other
+from pipeline.checkpoints.foreign.m2m100 import EMBEDDINGS, POSITIONS, M2M100Config, model_config
+from pipeline.checkpoints.foreign.model_folder import refuse_other
 from pipeline.checkpoints.foreign.tensors import NameTable, Row
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.sources import ModelSource, Tensors
@@ -31,13 +26,7 @@ from pipeline.languages import find_code
 from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec
 
-TABLE = NameTable.parse("""
-model.shared.weight                                              embedding.weight
-model.encoder.embed_tokens.weight                                embedding.weight  # tied, saved once more
-model.decoder.embed_tokens.weight                                embedding.weight  # tied, saved once more
-lm_head.weight                                                   embedding.weight  # tied, saved once more
-model.encoder.embed_positions.weights                            -                 # sinusoids: computed
-model.decoder.embed_positions.weights                            -                 # sinusoids: computed
+LAYERS = NameTable.parse("""
 model.{stack}.layer_norm.{kind}                                  {stack}.final_norm.{kind}
 model.{stack}.layers.{layer}.self_attn_layer_norm.{kind}         {stack}.layers.{layer}.self_attention_norm.{kind}
 model.{stack}.layers.{layer}.self_attn.q_proj.{kind}             {stack}.layers.{layer}.self_attention.query.{kind}
@@ -56,12 +45,13 @@ model.{stack}.layers.{layer}.ffn.router.classifier.weight        {stack}.layers.
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc1.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.up.{kind}
 model.{stack}.layers.{layer}.ffn.experts.expert_{expert}.fc2.{kind}  {stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}  # times 1 - moe_token_dropout
 """)  # noqa: E501 (a table)
+TABLE = EMBEDDINGS + POSITIONS + LAYERS
 TOP_K = 2
-"""NllbMoeTop2Router has no other."""
+"""The number of experts per token, which is fixed in NllbMoeTop2Router."""
 
 
 class NllbMoeConfig(M2M100Config):
-    """What ``config.json`` says of the model; defaults are those of transformers."""
+    """The fields of ``config.json`` that describe the model; defaults are those of transformers."""
 
     num_experts: int = 128
     encoder_sparse_step: int = 4
@@ -76,10 +66,10 @@ class NllbMoeConfig(M2M100Config):
 
 
 def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
-    """The model that ``config.json`` describes.
+    """Return the model that ``config.json`` describes.
 
     Raises:
-        CheckpointError: it has something that our model lacks; names it.
+        CheckpointError: A setting is not supported.
     """
     refuse_other(
         origin,
@@ -90,8 +80,8 @@ def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
     )
     if not 0 <= config.moe_token_dropout < 1:
         raise CheckpointError(
-            f"{origin} has moe_token_dropout = {config.moe_token_dropout}, where a rate from 0 to "
-            "below 1 is wanted: name another checkpoint."
+            f"{origin} has moe_token_dropout = {config.moe_token_dropout}, which is no rate from 0 "
+            "to below 1. Name another checkpoint."
         )
     moe = None
     if config.encoder_sparse_step > 0:
@@ -107,10 +97,10 @@ def moe_model_config(origin: Path, config: NllbMoeConfig) -> ModelConfig:
 
 
 def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, object]:
-    """How many tokens an expert takes in evaluation: a share of all, 1 drops none.
+    """Return the settings of the number of tokens that an expert takes in evaluation.
 
-    Ours is that share of the mean load, top_k · tokens / experts, and of real tokens: theirs are
-    counted with padding.
+    Theirs is a share of all tokens, padding included; 1 drops none. Ours is a multiple of the mean
+    load, top_k · tokens / experts, padding excluded.
     """
     fraction = config.moe_eval_capacity_token_fraction
     if fraction >= 1:
@@ -118,7 +108,7 @@ def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, objec
     if fraction <= 0:
         raise CheckpointError(
             f"{origin} has moe_eval_capacity_token_fraction = {fraction}: its experts take "
-            "expert_capacity tokens of any batch, where ours take a share of it; name a checkpoint "
+            "expert_capacity tokens of any batch, but ours take a share of it. Name a checkpoint "
             "with a fraction above 0."
         )
     refuse_other(
@@ -130,17 +120,17 @@ def _evaluation_capacity(origin: Path, config: NllbMoeConfig) -> dict[str, objec
 
 
 OUTPUT = Row("{stack}.layers.{layer}.feed_forward.experts.{expert}.down.{kind}", "output")
-"""Ours that are what an expert ends with."""
+"""Matches our names of an expert's last linear layer."""
 
 
 @dataclass(frozen=True)
 class ScaledExperts:
-    """Multiplies the last layer of every expert, in float32 at least: to round once is enough."""
+    """Multiplies the last layer of every expert, in float32 or wider to round only once."""
 
     factor: float
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
-        """Our value of a tensor by our name."""
+        """Return our value of the tensor with our name ``name``."""
         if self.factor == 1 or OUTPUT.to_ours(name) is None:
             return value
         return value.to(torch.promote_types(value.dtype, torch.float32)) * self.factor
@@ -148,24 +138,28 @@ class ScaledExperts:
 
 @dataclass(frozen=True)
 class OneGroupTensors:
-    """Tensors whose routers are those of one language group."""
+    """The tensors of a model whose language-group routers are reduced to one group."""
 
     tensors: Tensors
     group: int
     group_weights: Mapping[str, str]
-    """The weight of a router → the stacked weights of its groups."""
+    """Name of a router's weight → name of the stacked weights of its groups."""
 
     @property
     def origin(self) -> Path:
+        """Return the checkpoint that holds the tensors."""
         return self.tensors.origin
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(set(self.tensors.names()) - set(self.group_weights.values()))
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return self.tensors.shape(name)
 
     def read(self, name: str) -> Tensor:
+        """Return one tensor; a router's weight is that of the group."""
         value = self.tensors.read(name)
         if name not in self.group_weights:
             return value
@@ -173,7 +167,7 @@ class OneGroupTensors:
 
 
 def of_one_group(source: ModelSource, group: int) -> ModelSource:
-    """The same model, into the languages of one group alone."""
+    """Return the model that translates into the languages of one group only."""
     assert source.spec.model.moe is not None
     moe = source.spec.model.moe.model_copy(update={"decoder_router": "token", "num_groups": None})
     model = source.spec.model.model_copy(update={"moe": moe})
@@ -185,39 +179,37 @@ def of_one_group(source: ModelSource, group: int) -> ModelSource:
 
 
 def chosen_group(origin: Path, spec: ModelSpec, choice: str) -> int:
-    """The group that is meant by its number or by one of its languages.
+    """Return the group that ``--target-group`` names by its number or by one of its languages.
 
     Raises:
-        ConfigError: the model has no groups, or no such group or language.
+        ConfigError: The model has no groups, or no such group or language.
     """
     if spec.language_groups is None:
-        raise ConfigError(
-            f"{origin} has no language groups: leave out --target-group, its routers are ordinary."
-        )
+        raise ConfigError(f"{origin} has no language groups. Leave out --target-group.")
     if choice.isdecimal():
         if int(choice) >= spec.num_groups:
             raise ConfigError(
-                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}; name "
+                f"--target-group {choice}: {origin} has the groups {described_groups(spec)}. Name "
                 "one of them."
             )
         return int(choice)
     code = find_code(choice, spec.languages)
     if code is None:
         raise ConfigError(
-            f"--target-group {choice}: {origin} has no such language; name one of "
+            f"--target-group {choice}: {origin} has no such language. Name one of "
             f"{', '.join(spec.languages)}, or the number of a group."
         )
     return spec.language_groups[spec.languages.index(code)]
 
 
 def languages_of_group(spec: ModelSpec, group: int) -> list[str]:
-    """Codes of the languages of a group."""
+    """Return the codes of the languages of a group."""
     groups = spec.language_groups or ()
     return [code for code, own in zip(spec.languages, groups, strict=True) if own == group]
 
 
 def described_groups(spec: ModelSpec) -> str:
-    """``0 (de, en), 1 (ru)``."""
+    """Return the groups with their languages, as in ``0 (de, en), 1 (ru)``."""
     return ", ".join(
         f"{group} ({', '.join(languages_of_group(spec, group))})"
         for group in range(spec.num_groups)

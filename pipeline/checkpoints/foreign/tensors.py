@@ -1,33 +1,31 @@
-"""Tables of names: what other software calls a tensor, and what we call it.
+"""Translate tensors of other software to our names, by one table of names per family.
 
-A table is text, one row per kind of tensor, their name and ours, aligned, with the reason behind a
-``#`` where a row needs one::
+A table is text. Each row has their name and ours for one kind of tensor, and after a ``#`` a
+remark if the row needs one::
 
     model.{stack}.layers.{layer}.fc1.{kind}    {stack}.layers.{layer}.feed_forward.up.{kind}
     lm_head.weight                             embedding.weight    # tied: saved once more
     final_logits_bias                          -                   # zeros
 
 ``{stack}`` is encoder or decoder, ``{kind}`` weight or bias, ``{layer}`` and ``{expert}`` are
-numbers. ``-``: we have no such tensor. Where several of theirs are one of ours, the first row is
-the one that is written, and the others hold the same values once more.
+numbers. ``-`` means that we have no such tensor. If several of their tensors are one of ours, an
+export writes the first row, and an import checks that the others hold the same values.
 
-Tensors of other software under our names, each checked against the model they are to be.
-
-What is stored is told apart from what it means: a :class:`Stored` knows files and their names for
-things, :class:`ForeignTensors` looks them up through a family's table.
+:class:`Stored` reads files by their own names; :class:`ForeignTensors` reads a :class:`Stored` by
+our names and checks names and shapes against the model.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.sources import refuse_misfit
+from pipeline.checkpoints.sources import Tensors, refuse_misfit
 from pipeline.checkpoints.weights import FLOATING_TYPES
 from pipeline.errors import CheckpointError
 from pipeline.model.spec import ModelSpec
@@ -43,31 +41,31 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of tensor, by names with placeholders."""
+    """The names of one kind of tensor, with placeholders."""
 
     theirs: str
     ours: str
-    """``NOTHING`` where we have none."""
+    """Our name; ``NOTHING`` if we have no such tensor."""
     reason: str = ""
 
     def to_ours(self, name: str) -> str | None:
-        """Our name of one of their tensors, None where the row is of another kind."""
+        """Return our name for one of their names; None if the row does not match it."""
         return _translate(self.theirs, self.ours, name)
 
     def to_theirs(self, name: str) -> str | None:
-        """Their name of one of our tensors, None where the row is of another kind."""
+        """Return their name for one of our names; None if the row does not match it."""
         return _translate(self.ours, self.theirs, name)
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """The rows of one family."""
+    """The names of all tensors of one family."""
 
     rows: tuple[Row, ...]
 
     @classmethod
     def parse(cls, text: str) -> "NameTable":
-        """A table from its text."""
+        """Parse the text of a table."""
         rows = []
         for line in filter(None, map(str.strip, text.splitlines())):
             names, _, reason = line.partition("#")
@@ -75,16 +73,23 @@ class NameTable:
             rows.append(Row(theirs, ours, reason.strip()))
         return cls(tuple(rows))
 
+    def with_prefix(self, prefix: str) -> "NameTable":
+        """Return the table with ``prefix`` in front of all of their names."""
+        return NameTable(tuple(replace(row, theirs=prefix + row.theirs) for row in self.rows))
+
+    def __add__(self, other: "NameTable") -> "NameTable":
+        return NameTable(self.rows + other.rows)
+
     def with_row(self, row: Row) -> "NameTable":
-        """The same table with another row for what ``row.theirs`` names."""
+        """Return the table with ``row`` in place of the row of the same ``theirs``."""
         return NameTable(tuple(row if one.theirs == row.theirs else one for one in self.rows))
 
     def to_ours(self, name: str) -> str | None:
-        """Our name of one of their tensors, ``NOTHING`` where we have none; None if unknown."""
+        """Return our name for one of theirs: ``NOTHING`` if we have none, None if it is unknown."""
         return next(filter(None, (row.to_ours(name) for row in self.rows)), None)
 
     def to_theirs(self, name: str) -> str | None:
-        """Their name of one of our tensors; None where they have none."""
+        """Return their name for one of ours; None if they have none."""
         rows = (row for row in self.rows if row.ours != NOTHING)
         return next(filter(None, (row.to_theirs(name) for row in rows)), None)
 
@@ -97,53 +102,35 @@ def _translate(pattern: str, replacement: str, name: str) -> str | None:
     return None if found is None else replacement.format_map(found.groupdict())
 
 
-class Stored(Protocol):
-    """Tensors under their own names."""
-
-    @property
-    def origin(self) -> Path:
-        """The folder or file."""
-
-    def names(self) -> list[str]:
-        """Names in the files."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one; no values are read."""
-
-    def read(self, name: str) -> Tensor:
-        """One tensor, as stored; CheckpointError where it cannot be read."""
-
-
+Stored: TypeAlias = Tensors
+"""Tensors of other software under their own names, through the interface of ours."""
 Adjust = Callable[[str, Tensor], Tensor]
-"""Our name and their values → our values, where a family keeps them differently."""
+"""Turns their values of a tensor, given by our name, into ours; the shape stays."""
 
 
 def unchanged(name: str, value: Tensor) -> Tensor:
-    """Values that are the same in both."""
+    """Return the values as they are."""
     del name
     return value
 
 
 @dataclass(frozen=True)
 class ForeignTensors:
-    """Tensors of a model of other software, by our names.
-
-    ``adjust`` turns values into ours; shapes stay.
-    """
+    """Tensors of other software by our names."""
 
     stored: Stored
     stored_names: Mapping[str, tuple[str, ...]] = field(repr=False)
-    """Our name → theirs, the first of which is read."""
+    """Our name → their names; the first is read, the others must hold the same values."""
     adjust: Adjust = unchanged
 
     @classmethod
     def through(
         cls, table: NameTable, stored: Stored, *, spec: ModelSpec, adjust: Adjust = unchanged
     ) -> "ForeignTensors":
-        """All tensors of a model, found through a family's table.
+        """Find all tensors of a model through a family's table.
 
         Raises:
-            CheckpointError: tensors are unknown, missing or of another shape; lists them all.
+            CheckpointError: Tensors are unknown, missing or of another shape; lists them all.
         """
         known: dict[str, list[str]] = defaultdict(list)
         unknown = []
@@ -160,41 +147,44 @@ class ForeignTensors:
 
     @property
     def origin(self) -> Path:
+        """Return the folder or file that holds the tensors."""
         return self.stored.origin
 
     def names(self) -> list[str]:
+        """Return our names of all tensors, sorted."""
         return sorted(self.stored_names)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading its values."""
         return self.stored.shape(self.stored_names[name][0])
 
     def read(self, name: str) -> Tensor:
-        """One tensor of finite numbers.
+        """Return one tensor, and check that its values are finite.
 
         Raises:
-            CheckpointError: there is none of that name, it is stored twice with different values,
-                or it holds values that are no finite numbers.
+            CheckpointError: There is no such tensor, it is stored twice with different values, or
+                it has values that are not finite or not floating-point numbers.
         """
         if name not in self.stored_names:
             raise CheckpointError(
-                f"{self.origin} has no tensor for {name}: name a checkpoint whose model has it."
+                f"{self.origin} has no tensor for {name}. Name a checkpoint whose model has it."
             )
         first, *others = self.stored_names[name]
         value = self.stored.read(first)
         if value.dtype not in FLOATING_TYPES:
             raise CheckpointError(
-                f"{self.origin}: tensor {first} has the type {value.dtype}, where floating-point "
-                "numbers are wanted: name a checkpoint that is not quantised."
+                f"{self.origin}: Tensor {first} has the type {value.dtype}, not a floating-point "
+                "type. Name a checkpoint that is not quantized."
             )
         if not value.sum().isfinite() and not value.isfinite().all():
             raise CheckpointError(
-                f"{self.origin}: tensor {first} has values that are not finite numbers: name "
+                f"{self.origin}: Tensor {first} has values that are not finite numbers. Name "
                 "another checkpoint."
             )
         for other in others:
             if not torch.equal(value, self.stored.read(other)):
                 raise CheckpointError(
-                    f"{self.origin}: {first} and {other} are one tensor to this model, and their "
-                    "values differ: name a checkpoint that ties them."
+                    f"{self.origin}: {first} and {other} are one tensor in this model, but their "
+                    "values differ. Name a checkpoint that ties them."
                 )
         return self.adjust(name, value)

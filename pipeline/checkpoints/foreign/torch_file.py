@@ -1,9 +1,9 @@
-"""Files of ``torch.save``, which are pickles: read without running anything that they ask for.
+"""Read files of ``torch.save``, which are pickles, without running any code that they name.
 
-What a pickle may construct is listed here: tensors and plain containers (torch's own list, with
-``weights_only``), the settings of a command line, and some classes of which nothing is needed and
-for which an empty one stands. A file that asks for anything else is refused before it gets it.
-Archives are mapped, not read: what is not looked at, such as an optimizer's state, takes no memory.
+A pickle may construct tensors and plain containers (torch's own list, with ``weights_only``), an
+``argparse.Namespace``, and a few classes that are not needed and that an empty class replaces. A
+file that names anything else is refused before it is constructed. Archives are mapped, not read:
+entries that are not used, such as the optimizer's state, take no memory.
 """
 
 import pickle
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.foreign.model_folder import RESTORE
 from pipeline.config.settings import one_line, shown
 from pipeline.errors import CheckpointError
 
-RESTORE = "restore it from where it was published"
 _SAVE_ANEW = (
-    "where you trust it, read it with the software that wrote it and save its settings and weights "
-    "alone: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
+    "If you trust it, read it with the software that wrote it and save only its settings and "
+    "weights: torch.save({'args': argparse.Namespace(...), 'model': model.state_dict()}, FILE)"
 )
 _ARCHIVE = b"PK\x03\x04"
 _OLDER = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number that files of PyTorch before 1.6 begin with, pickled."""
+"""The pickled number at the beginning of files of PyTorch before 1.6."""
 _FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")
-"""How torch 2.11 names what a pickle must not have."""
+"""Finds the forbidden name in the message of torch 2.11."""
 
 
 class _Unneeded:
-    """Stands for an object that nobody looks at: takes whatever it is given, does nothing."""
+    """Replaces an object that is not needed: accepts any arguments and any state."""
 
     def __init__(self, *arguments: object) -> None:
         pass
@@ -48,15 +48,15 @@ _UNNEEDED = (
     *("fairseq.meters.AverageMeter", "fairseq.meters.TimeMeter", "fairseq.meters.StopwatchMeter"),
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
 )
-"""Of the training's state: fairseq before 0.9 pickled its meters, others have numbers of numpy."""
+"""Classes in the training state: meters of fairseq before 0.9, and numbers of numpy."""
 
 
 def read_torch_file(path: Path, *, keep: Sequence[str]) -> dict[str, Any]:
-    """Some entries of the dictionary that a file holds; the memory of the others is given back.
+    """Return the entries ``keep`` of the dictionary in a file; the others are freed.
 
     Raises:
-        CheckpointError: it is none of torch's, holds no dictionary, is damaged, or asks for more
-            than data.
+        CheckpointError: It is no file of torch.save, holds no dictionary, is damaged, or asks for
+            more than data.
     """
     is_archive = _check_container(path)
     allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [Namespace]
@@ -69,31 +69,31 @@ def read_torch_file(path: Path, *, keep: Sequence[str]) -> dict[str, Any]:
         if forbidden is None:
             raise _damaged(path, error) from error
         raise CheckpointError(
-            f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code, and "
-            f"is not read: {_SAVE_ANEW}."
+            f"{path} asks for {shown(forbidden[1])} as it is read, which could run any code. "
+            f"{_SAVE_ANEW}."
         ) from error
     except Exception as error:  # a broken pickle can raise anything
         raise _damaged(path, error) from error
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path} holds {shown(type(state).__name__)} where the dictionary of a checkpoint is "
-            "wanted: name a checkpoint."
+            f"{path} holds a {shown(type(state).__name__)}, not the dictionary of a checkpoint. "
+            "Name a checkpoint."
         )
     return {name: state[name] for name in keep if name in state}
 
 
 def _check_container(path: Path) -> bool:
-    """Whether it is an archive (PyTorch 1.6 and later) or one of the older files.
+    """Return whether the file is an archive (PyTorch 1.6 and later) or an older file.
 
-    What torch would unpack by other means is refused: tar files, compressed archives, and names
-    that lead out of an archive.
+    Files that torch would unpack in other ways are refused: tar files, compressed archives, and
+    names that lead out of the archive.
     """
     try:
         with path.open("rb") as stream:
             start = stream.read(len(_OLDER))
         is_archive = start.startswith(_ARCHIVE)
         if not is_archive and (start != _OLDER or tarfile.is_tarfile(path)):
-            raise CheckpointError(f"{path} is no file of torch.save: name a checkpoint (.pt).")
+            raise CheckpointError(f"{path} is no file of torch.save. Name a checkpoint (.pt).")
         if is_archive:
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
@@ -101,7 +101,7 @@ def _check_container(path: Path) -> bool:
             if odd:
                 raise CheckpointError(
                     f"{path} has an entry {shown(odd[0])!r}, which torch.save does not write "
-                    f"(compressed, or outside of the archive's folder): {RESTORE}."
+                    f"(compressed, or outside of the archive's folder). {RESTORE}"
                 )
     except OSError as error:
         raise CheckpointError(
@@ -120,47 +120,50 @@ def _is_odd(entry: zipfile.ZipInfo) -> bool:
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read as a file of torch.save ({one_line(error)}): {RESTORE}."
+        f"{path} cannot be read as a file of torch.save ({one_line(error)}). {RESTORE}"
     )
 
 
 @dataclass(frozen=True)
 class StateDict:
-    """Tensors by their names in a file of torch's, or in several that belong together."""
+    """Tensors by name, from one file of torch.save or from several that belong together."""
 
     origin: Path
     tensors: Mapping[str, Tensor] = field(repr=False)
 
     @classmethod
     def checked(cls, origin: Path, found: object) -> "StateDict":
-        """What a file has for its model.
+        """Check that ``found`` maps names to ordinary tensors.
 
         Raises:
-            CheckpointError: it is no dictionary of ordinary tensors, all of whose values are there.
+            CheckpointError: It is no dictionary of dense tensors that have all of their values.
         """
         if not isinstance(found, dict) or not found:
-            raise CheckpointError(f"{origin} has no weights of a model: name a checkpoint.")
+            raise CheckpointError(f"{origin} has no weights of a model. Name a checkpoint.")
         for name, value in found.items():
             is_named = isinstance(name, str) and name.isprintable()
             if not (is_named and isinstance(value, Tensor) and _is_whole(value)):
                 raise CheckpointError(
-                    f"{origin}: {shown(name)} is no ordinary tensor whose values are all in the "
-                    f"file: {RESTORE}."
+                    f"{origin}: {shown(name)} is no ordinary tensor with all of its values in the "
+                    f"file. {RESTORE}"
                 )
         return cls(origin, {name: value.detach() for name, value in found.items()})
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
         return sorted(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self.tensors[name].shape)
 
     def read(self, name: str) -> Tensor:
+        """Return one tensor."""
         return self.tensors[name]
 
 
 def _is_whole(value: Tensor) -> bool:
-    """Dense, in memory, and no small piece of storage that is shown many times."""
+    """Return whether a tensor is dense, in memory, and no view that repeats a smaller storage."""
     return (
         value.layout is torch.strided
         and value.device.type == "cpu"

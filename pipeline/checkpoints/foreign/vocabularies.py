@@ -1,31 +1,22 @@
-"""Vocabularies of Hugging Face's tokenizers: a SentencePiece model numbered in their way.
+"""Read the tokenizers of Hugging Face's folders: a SentencePiece model and how it is numbered.
 
-Language tokens keep their ids, and the codes that ``languages.py`` has for them: ``eng_Latn`` and
-``en_XX`` are ``en``. Text that looks like a special or a language token stays text here.
+Language tokens keep their ids; their codes are those of ``languages.py``: ``eng_Latn`` and
+``en_XX`` are ``en``. Text that looks like a special or a language token stays text here;
+transformers takes it for the token.
 
-Vocabularies whose ids are a SentencePiece model's, moved by one: NLLB's and mBART-50's.
-
-fairseq puts four specials before the pieces, ``<s> <pad> </s> <unk>``, where SentencePiece has
-three, ``<unk> <s> </s>``: every ordinary piece has its id there and one. Language tokens follow the
-pieces, and ``<mask>`` follows them, which nothing has here. Their orders are those of transformers'
-``NllbTokenizer`` and ``MBart50Tokenizer``.
-
-SentencePiece models with their pieces in another order.
-
-A model is a protocol buffer: a series of fields, each a key and a value. Pieces are its field 1,
-one after the other, and their ids are their order; everything else stays byte for byte. (Field
-numbers: ``sentencepiece_model.proto`` of google/sentencepiece.)
-
-Tokenizer files as Hugging Face's M2M100Tokenizer and NllbTokenizer read them.
-
-Their ids of a text are ours, renumbered by a :class:`Layout`. Where a text has a special or a
-language token written out, theirs takes it for one, and ours for text.
+``M2M100Tokenizer`` numbers pieces by ``vocab.json``. ``NllbTokenizer`` and ``MBart50Tokenizer``
+shift the ids of the SentencePiece model by one: fairseq puts four specials before the pieces,
+``<s> <pad> </s> <unk>``, where SentencePiece has three, ``<unk> <s> </s>``. Language tokens follow
+the pieces, in the order of transformers' lists.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from sentencepiece import SentencePieceProcessor
 
 from pipeline.artifacts.tokenizer import (
@@ -35,124 +26,33 @@ from pipeline.artifacts.tokenizer import (
     TokenizerFiles,
     language_token,
 )
-from pipeline.checkpoints.foreign.model_folder import ModelFolder
-from pipeline.checkpoints.foreign.tokenizer_config import (
-    FAST_TOKENIZER_FILE,
-    TokenizerConfig,
-    added_tokens,
-    language_of_token,
-    language_tokens,
-)
+from pipeline.batching.settings import TagScheme
+from pipeline.checkpoints.foreign.model_folder import RESTORE, Described, ModelFolder
 from pipeline.errors import CheckpointError
 from pipeline.languages import distinct_codes
 
 SENTENCEPIECE_FILE = "sentencepiece.bpe.model"
-M2M100_SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+VOCABULARY_FILE = "vocab.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+FAST_TOKENIZER_FILE = "tokenizer.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+
+CLASSES = "M2M100Tokenizer, NllbTokenizer, MBart50Tokenizer"
+SPECIALS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
+"""Name → spelling of the specials, in the order of their ids in fairseq and in exports."""
+SENTENCEPIECE_SPECIALS = ("<unk>", "<s>", "</s>")
+"""The pieces that a SentencePiece model has before its ordinary ones."""
+SHIFT = 1
+"""The id of an ordinary piece minus its index in the SentencePiece model (NLLB, mBART-50)."""
+
 M2M100_LANGUAGES = (
     "af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu "
     "ha he hi hr ht hu hy id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr "
     "ms my ne nl no ns oc or pa pl ps pt ro ru sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk "
     "ur uz vi wo xh yi yo zh zu"
 ).split()
-"""In the order of their ids, which follow those of the pieces (fairseq's M2M-100)."""
-
-
-def m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:
-    """Of ``M2M100Tokenizer``: pieces numbered by ``vocab.json``, then a hundred languages.
-
-    ``size`` is the number of rows of the embedding, some of which nothing has.
-
-    Raises:
-        CheckpointError: a file is missing or does not hold what it should.
-    """
-    vocabulary = folder.read_object("vocab.json")
-    model = folder.read_bytes(SENTENCEPIECE_FILE)
-    specials = {name: vocabulary.get(piece) for name, piece in M2M100_SPECIALS.items()}
-    return numbered(
-        folder.origin,
-        model,
-        size=size,
-        specials=specials,
-        pieces=[vocabulary.get(piece) for piece in pieces_of(model, folder.origin)],
-        languages={code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)},
-    )
-
-
-def numbered(
-    origin: Path,
-    model: bytes,
-    *,
-    size: int,
-    specials: Mapping[str, object],
-    pieces: Sequence[object],
-    languages: Mapping[str, object],
-    scheme: LanguageTokenScheme = "underscores",
-    written: Mapping[str, str] | None = None,
-) -> TokenizerFiles:
-    """A SentencePiece model with the ids of other software; languages by their spelling there.
-
-    ``written``: spelling → token, where tokens are not written by ``scheme``.
-
-    Raises:
-        CheckpointError: ids are missing, collide or lie beyond ``size``.
-    """
-    codes = model_codes(languages)
-    tokens = {codes[spelling]: index for spelling, index in languages.items()}
-    try:
-        numbering = Numbering.model_validate(
-            {**specials, "size": size, "pieces": tuple(pieces), "language_tokens": tokens}
-        )
-        description = TokenizerDescription(
-            kind="sentencepiece",
-            languages=tuple(sorted(tokens)),
-            language_token_scheme=scheme,
-            numbering=numbering,
-            token_spellings={
-                codes[spelling]: written[spelling] if written else language_token(spelling, scheme)
-                for spelling in languages
-            },
-        )
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = " ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
-        raise CheckpointError(
-            f"The vocabulary of {origin} cannot be numbered as its model is ({what}): restore its "
-            "files from where they were published."
-        ) from error
-    return TokenizerFiles(description, model)
-
-
-def model_codes(spellings: Iterable[str]) -> dict[str, str]:
-    """Spelling → our code, of languages that a model tells apart.
-
-    Where the registry has one code for two of them (NLLB's ``pes_Arab`` and ``prs_Arab`` are
-    ``fa``), the first has it, and the others what they are called there: ``prs``.
-    """
-    found: dict[str, str] = {}
-    for spelling, code in distinct_codes(spellings).items():
-        taken = set(found.values())
-        names = (code, spelling.partition("_")[0], spelling)
-        found[spelling] = next(name for name in names if name not in taken)
-    return found
-
-
-def pieces_of(model: bytes, origin: Path, *, name: str = SENTENCEPIECE_FILE) -> list[str]:
-    """The pieces of a SentencePiece model, in its order; ``name`` is its file's in ``origin``."""
-    try:
-        processor = SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{origin / name} is not a SentencePiece model: restore it from where it was published."
-        ) from error
-    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]
-
-
-SPECIAL_IDS = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-"""As fairseq numbers them, where the folder's files say nothing else."""
-PIECES_BEFORE = ("<unk>", "<s>", "</s>")
-"""What SentencePiece has before its ordinary pieces."""
-OFFSET = 1
-"""Id of an ordinary piece, less its place in the SentencePiece model."""
+"""Languages of M2M-100, in the order of their ids, which follow those of the pieces."""
 NLLB_LANGUAGES = (
     "ace_Arab ace_Latn acm_Arab acq_Arab aeb_Arab afr_Latn ajp_Arab aka_Latn amh_Ethi apc_Arab "
     "arb_Arab ars_Arab ary_Arab arz_Arab asm_Beng ast_Latn awa_Deva ayr_Latn azb_Arab azj_Latn "
@@ -176,126 +76,298 @@ NLLB_LANGUAGES = (
     "uzn_Latn vec_Latn vie_Latn war_Latn wol_Latn xho_Latn ydd_Hebr yor_Latn yue_Hant zho_Hans "
     "zho_Hant zul_Latn"
 ).split()
-"""In the order of their ids (NLLB-200)."""
+"""Languages of NLLB-200, in the order of their ids."""
 MBART50_LANGUAGES = (
     "ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT "
     "lv_LV my_MM ne_NP nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN af_ZA az_AZ bn_IN fa_IR he_IL "
     "hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE ta_IN te_IN "
     "th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI"
 ).split()
-"""In the order of their ids (mBART-50)."""
+"""Languages of mBART-50, in the order of their ids."""
+
+_SCRIPT, _REGION = "_[A-Z][a-z]{3}", "_(?:[A-Z]{2}|[0-9]{3})"
+_LANGUAGE = re.compile(
+    rf"(?P<plain>[a-z]{{2,3}}(?:{_SCRIPT}(?:{_REGION})?|{_REGION}))"
+    rf"|__(?P<underscored>[a-z]{{2,3}}(?:{_SCRIPT})?(?:{_REGION})?)__"
+    r"|LANG_TOK_(?P<prefixed>[A-Z]{2,3}(?:_[A-Z]{2,4})?)",
+    re.ASCII,
+)
+"""Language tokens: ``eng_Latn``, ``en_XX``, ``por_Latn_BR``; and ``__en__`` and ``LANG_TOK_EN``,
+which the export of a model that came from fairseq keeps."""
 
 
-def nllb_tokenizer(folder: ModelFolder, config: TokenizerConfig, *, size: int) -> TokenizerFiles:
-    """Of ``NllbTokenizer``: 202 languages; ``size`` is the number of rows of the embedding.
+class AddedToken(Described):
+    """A token that is no piece of the vocabulary."""
+
+    content: str
+    id: int | None = None
+    """The token's id, if the file has it here; in other files the id is the key."""
+
+
+Token = str | AddedToken
+
+
+class TokenizerConfig(Described):
+    """``tokenizer_config.json``; defaults are those of transformers."""
+
+    tokenizer_class: str | None = None
+    bos_token: Token = "<s>"
+    pad_token: Token = "<pad>"
+    eos_token: Token = "</s>"
+    unk_token: Token = "<unk>"
+    added_tokens_decoder: dict[int, AddedToken] = Field(default_factory=dict)
+    additional_special_tokens: tuple[Token, ...] | None = None
+    legacy_behaviour: bool = False
+    language_codes: Literal["m2m100"] = "m2m100"
+    """The list of languages; the one of WMT 21's models is not supported."""
+    sp_model_kwargs: dict[str, Any] | None = None
+
+    def specials(self) -> dict[str, str]:
+        """Return the spelling of the four specials."""
+        return {
+            "bos": _content(self.bos_token),
+            "pad": _content(self.pad_token),
+            "eos": _content(self.eos_token),
+            "unk": _content(self.unk_token),
+        }
+
+
+class _FastTokenizer(Described):
+    """``tokenizer.json`` of the tokenizers library."""
+
+    added_tokens: tuple[AddedToken, ...] = ()
+
+
+class _SpecialTokens(Described):
+    """``special_tokens_map.json``."""
+
+    additional_special_tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """A folder's tokenizer under our names, and where its model expects the language tokens."""
+
+    files: TokenizerFiles
+    tag_scheme: TagScheme = "src-tgt"
+
+
+def folder_tokenizer(folder: ModelFolder, *, usual_class: str, size: int) -> FolderTokenizer:
+    """Read the tokenizer of a folder.
+
+    Args:
+        folder: The folder of the model.
+        usual_class: transformers' tokenizer of the family, for a folder that names none.
+        size: Rows of the model's embedding; spare rows have no token.
 
     Raises:
-        CheckpointError: a file is missing or does not hold what it should.
+        CheckpointError: Its class is not known, or a file is missing or invalid.
     """
-    return _aligned(folder, config, size=size, published=NLLB_LANGUAGES)
+    config = _tokenizer_config(folder, usual_class=usual_class)
+    match config.tokenizer_class:
+        case "M2M100Tokenizer":
+            return FolderTokenizer(_m2m100_tokenizer(folder, size=size))
+        case "NllbTokenizer":
+            files = _shifted_tokenizer(folder, config, size=size, published=NLLB_LANGUAGES)
+            scheme: TagScheme = "src-suffix-tgt" if config.legacy_behaviour else "src-tgt"
+            return FolderTokenizer(files, scheme)
+        case "MBart50Tokenizer":
+            files = _shifted_tokenizer(folder, config, size=size, published=MBART50_LANGUAGES)
+            return FolderTokenizer(files)
+        case "MBartTokenizer":
+            raise CheckpointError(
+                f"{folder.origin} has an MBartTokenizer, that of mBART-25, whose decoder starts "
+                "from the language's token instead of end-of-sentence. Name a checkpoint of "
+                "mBART-50."
+            )
+    raise CheckpointError(
+        f"{folder.origin} has a tokenizer of the unknown class {config.tokenizer_class!r}. Name a "
+        f"folder with one of {CLASSES}."
+    )
 
 
-def mbart50_tokenizer(folder: ModelFolder, config: TokenizerConfig, *, size: int) -> TokenizerFiles:
-    """Of ``MBart50Tokenizer``: 52 languages; ``size`` is the number of rows of the embedding.
+def _tokenizer_config(folder: ModelFolder, *, usual_class: str) -> TokenizerConfig:
+    """Read ``tokenizer_config.json``; a class ``…Fast`` has the ids of the one without."""
+    found = TokenizerConfig()
+    if folder.has(TOKENIZER_CONFIG_FILE):
+        found = folder.described(TokenizerConfig, TOKENIZER_CONFIG_FILE)
+    if found.sp_model_kwargs:
+        raise CheckpointError(
+            f"{folder.origin / TOKENIZER_CONFIG_FILE} has sp_model_kwargs = "
+            f"{found.sp_model_kwargs!r}, but text is always split into its most probable pieces "
+            "here. Name a checkpoint without them."
+        )
+    name = (found.tokenizer_class or usual_class).removesuffix("Fast")
+    return found.model_copy(update={"tokenizer_class": name})
 
-    Raises:
-        CheckpointError: a file is missing or does not hold what it should.
-    """
-    return _aligned(folder, config, size=size, published=MBART50_LANGUAGES)
+
+def _m2m100_tokenizer(folder: ModelFolder, *, size: int) -> TokenizerFiles:
+    vocabulary = folder.read_object(VOCABULARY_FILE)
+    model = folder.read_bytes(SENTENCEPIECE_FILE)
+    return numbered(
+        folder.origin,
+        model,
+        size=size,
+        specials={name: vocabulary.get(piece) for name, piece in SPECIALS.items()},
+        pieces=[vocabulary.get(piece) for piece in pieces_of(model, folder.origin)],
+        languages={code: len(vocabulary) + i for i, code in enumerate(M2M100_LANGUAGES)},
+    )
 
 
-def _aligned(
+def _shifted_tokenizer(
     folder: ModelFolder, config: TokenizerConfig, *, size: int, published: Sequence[str]
 ) -> TokenizerFiles:
+    """Read a tokenizer of NLLB or mBART-50; ``published`` are the languages of that family."""
     if not folder.has(SENTENCEPIECE_FILE) and folder.has(FAST_TOKENIZER_FILE):
         raise CheckpointError(
-            f"{folder.origin} has its vocabulary in {FAST_TOKENIZER_FILE} alone: put the "
+            f"{folder.origin} has its vocabulary only in {FAST_TOKENIZER_FILE}. Put the "
             f"{SENTENCEPIECE_FILE} that it was made from beside it."
         )
     model = folder.read_bytes(SENTENCEPIECE_FILE)
     pieces = pieces_of(model, folder.origin)
-    if tuple(pieces[: len(PIECES_BEFORE)]) != PIECES_BEFORE:
+    first = len(SENTENCEPIECE_SPECIALS)
+    if tuple(pieces[:first]) != SENTENCEPIECE_SPECIALS:
         raise CheckpointError(
             f"{folder.origin / SENTENCEPIECE_FILE} begins with the pieces "
-            f"{' '.join(pieces[: len(PIECES_BEFORE)])}, and ids can be moved by one from "
-            f"{' '.join(PIECES_BEFORE)} alone: name a folder with the model's own vocabulary."
+            f"{' '.join(pieces[:first])}, not with {' '.join(SENTENCEPIECE_SPECIALS)}. Name a "
+            "folder with the model's own vocabulary."
         )
-    ids: Mapping[str, int] = SPECIAL_IDS | added_tokens(folder, config)
-    tokens = language_tokens(folder, config, published=published, first_id=len(pieces) + OFFSET)
+    in_fairseq = {token: index for index, token in enumerate(SPECIALS.values())}
+    ids = in_fairseq | _added_tokens(folder, config)
+    tokens = _language_tokens(folder, config, published=published, first_id=len(pieces) + SHIFT)
     written = {language_of_token(token) or token: token for token in tokens}
     return numbered(
         folder.origin,
         model,
         size=size,
         specials={name: ids.get(token) for name, token in config.specials().items()},
-        pieces=[
-            None if index < len(PIECES_BEFORE) else index + OFFSET for index in range(len(pieces))
-        ],
+        pieces=[None if index < first else index + SHIFT for index in range(len(pieces))],
         languages={spelling: tokens[token] for spelling, token in written.items()},
         written=written,
     )
 
 
-_PIECES = 1
-_CONTROL_TYPE = b"\x18\x03"
-"""Field 3 of a piece, its type: control."""
-_NO_SCORE = b"\x15" + bytes(4)
-"""Field 2 of a piece: 0.0."""
+def _added_tokens(folder: ModelFolder, config: TokenizerConfig) -> dict[str, int]:
+    """Return the ids of tokens that are no pieces; empty if no file of the folder has them.
+
+    transformers writes them in one of three places: newer versions into ``tokenizer_config.json``,
+    older ones into ``added_tokens.json``, the tokenizers library into ``tokenizer.json``.
+    """
+    if config.added_tokens_decoder:
+        return {token.content: index for index, token in config.added_tokens_decoder.items()}
+    if folder.has(ADDED_TOKENS_FILE):
+        found = folder.read_object(ADDED_TOKENS_FILE)
+        return {token: index for token, index in found.items() if isinstance(index, int)}
+    if folder.has(FAST_TOKENIZER_FILE):
+        tokens = folder.described(_FastTokenizer, FAST_TOKENIZER_FILE).added_tokens
+        return {token.content: token.id for token in tokens if token.id is not None}
+    return {}
 
 
-def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
-    """The same model with unknown, ``<s>``, ``</s>`` and then these pieces, and no others.
+def _language_tokens(
+    folder: ModelFolder, config: TokenizerConfig, *, published: Sequence[str], first_id: int
+) -> dict[str, int]:
+    """Return language token → id.
+
+    The folder's files give the ids; without them, ids follow ``first_id`` in the order of the
+    folder's list, or of the published models.
+    """
+    given = _added_tokens(folder, config)
+    found = {token: index for token, index in given.items() if _LANGUAGE.fullmatch(token)}
+    if found:
+        # Of two spellings of one code the first has it: files that sort ids as text change nothing.
+        return dict(sorted(found.items(), key=lambda entry: entry[1]))
+    listed: Sequence[Token] = config.additional_special_tokens or ()
+    if not listed and folder.has(SPECIAL_TOKENS_FILE):
+        listed = folder.described(_SpecialTokens, SPECIAL_TOKENS_FILE).additional_special_tokens
+    order = [token for token in map(_content, listed) if _LANGUAGE.fullmatch(token)]
+    return {token: first_id + index for index, token in enumerate(order or published)}
+
+
+def language_of_token(token: str) -> str | None:
+    """Return the language within a token, ``en`` of ``__en__``; None if it is no such token."""
+    found = _LANGUAGE.fullmatch(token)
+    return found[found.lastgroup] if found and found.lastgroup else None
+
+
+def _content(token: Token) -> str:
+    return token if isinstance(token, str) else token.content
+
+
+def numbered(
+    origin: Path,
+    model: bytes,
+    *,
+    size: int,
+    specials: Mapping[str, object],
+    pieces: Sequence[object],
+    languages: Mapping[str, object],
+    scheme: LanguageTokenScheme = "underscores",
+    written: Mapping[str, str] | None = None,
+) -> TokenizerFiles:
+    """Return a SentencePiece model with the ids of other software.
 
     Args:
-        pieces: some or all of its ordinary pieces.
+        origin: The folder or file that an error names.
+        model: The SentencePiece model.
+        size: Rows of the model's embedding.
+        specials: The ids of ``bos``, ``pad``, ``eos`` and ``unk``.
+        pieces: The id of each piece, in the order of ``model``; None if it has none.
+        languages: The id of each language's token, by the spelling of the language there.
+        scheme: How tokens of languages are spelled.
+        written: Spelling of a language → its token, for tokens that are not spelled by ``scheme``.
+
+    Raises:
+        CheckpointError: Ids are missing, collide or lie beyond ``size``.
     """
-    processor = SentencePieceProcessor(model_proto=model)
-    found = list(_fields(model))
-    stored = [value for number, value in found if number == _PIECES]
-    rest = b"".join(value for number, value in found if number != _PIECES)
-    chosen = [
-        stored[processor.unk_id()],
-        _control("<s>"),
-        _control("</s>"),
-        *(stored[processor.piece_to_id(piece)] for piece in pieces),
-    ]
-    return b"".join(chosen) + rest
+    codes = model_codes(languages)
+    tokens = {codes[spelling]: index for spelling, index in languages.items()}
+    try:
+        numbering = Numbering.model_validate(
+            {**specials, "size": size, "pieces": tuple(pieces), "language_tokens": tokens}
+        )
+        description = TokenizerDescription(
+            kind="sentencepiece",
+            languages=tuple(sorted(tokens)),
+            language_token_scheme=scheme,
+            numbering=numbering,
+            token_spellings={
+                codes[spelling]: written[spelling] if written else language_token(spelling, scheme)
+                for spelling in languages
+            },
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = " ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
+        raise CheckpointError(
+            f"The vocabulary of {origin} does not fit its model ({what}). Restore its files from "
+            "where they were published."
+        ) from error
+    return TokenizerFiles(description, model)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
-    """The number of each field, and the field with its key."""
-    start = 0
-    while start < len(message):
-        key, position = _varint(message, start)
-        match key & 7:
-            case 0:
-                _, position = _varint(message, position)
-            case 1:
-                position += 8
-            case 2:
-                length, position = _varint(message, position)
-                position += length
-            case 5:
-                position += 4
-            case wire_type:
-                raise ValueError(f"wire type {wire_type}")
-        yield key >> 3, message[start:position]
-        start = position
+def model_codes(spellings: Iterable[str]) -> dict[str, str]:
+    """Return spelling → our code, of languages that a model tells apart.
+
+    If the registry has one code for two of them (NLLB's ``pes_Arab`` and ``prs_Arab`` are ``fa``),
+    the first gets it, and the second keeps its own: ``prs``.
+    """
+    found: dict[str, str] = {}
+    for spelling, code in distinct_codes(spellings).items():
+        taken = set(found.values())
+        names = (code, spelling.partition("_")[0], spelling)
+        found[spelling] = next(name for name in names if name not in taken)
+    return found
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """A number in groups of seven bits, the lowest first, and where it ends."""
-    number = shift = 0
-    while True:
-        byte = message[position]
-        number |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return number, position
+def pieces_of(model: bytes, origin: Path, *, name: str = SENTENCEPIECE_FILE) -> list[str]:
+    """Return the pieces of a SentencePiece model, in its order.
 
-
-def _control(piece: str) -> bytes:
-    """Field 1 with a short piece of the type control."""
-    text = piece.encode()
-    body = bytes([0x0A, len(text)]) + text + _NO_SCORE + _CONTROL_TYPE
-    return bytes([0x0A, len(body)]) + body
+    Raises:
+        CheckpointError: The model cannot be read; names the file ``name`` in ``origin``.
+    """
+    try:
+        processor = SentencePieceProcessor(model_proto=model)
+    except RuntimeError as error:
+        raise CheckpointError(f"{origin / name} is not a SentencePiece model. {RESTORE}") from error
+    return [processor.id_to_piece(index) for index in range(processor.get_piece_size())]

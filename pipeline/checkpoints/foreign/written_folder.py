@@ -1,22 +1,32 @@
-"""TODO: docstring."""
+"""Write a model of ours as a folder of Hugging Face's: configuration, weights and tokenizer files.
+
+M2M-100 and NLLB-MoE can be written, with ``M2M100Tokenizer`` or ``NllbTokenizer``. The first
+functions refuse models that these formats cannot express. Weights are written in files of bounded
+size, at most one of which is in memory. The ids that the tokenizers assign to a text are ours,
+renumbered by a :class:`Layout`; if a text contains a special or a language token, theirs read the
+token and ours read text.
+"""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from pipeline.artifacts.digests import HashedFiles
 from pipeline.artifacts.manifest import FileRecord, to_json
 from pipeline.checkpoints.foreign.layouts import Entries, Layout
 from pipeline.checkpoints.foreign.model_folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
-from pipeline.checkpoints.foreign.refusals import Limit, refuse_beyond
 from pipeline.checkpoints.foreign.tensors import NameTable
 from pipeline.checkpoints.foreign.vocabularies import (
-    M2M100_SPECIALS,
     SENTENCEPIECE_FILE,
-    with_pieces,
+    SPECIAL_TOKENS_FILE,
+    SPECIALS,
+    TOKENIZER_CONFIG_FILE,
+    VOCABULARY_FILE,
 )
 from pipeline.checkpoints.names import tensor_shapes
 from pipeline.checkpoints.sources import ModelSource
@@ -29,92 +39,78 @@ from pipeline.terminal import track
 GENERATION_FILE = "generation_config.json"
 EMBEDDING = "embedding.weight"
 METADATA = {"format": "pt"}
-"""As ``save_pretrained`` writes it, so that transformers knows whose tensors these are."""
+"""Metadata of safetensors as ``save_pretrained`` writes it; transformers asks for it."""
 LONGEST_OUTPUT = 200
-"""Tokens of a translation, unless told otherwise; as M2M-100 comes."""
+"""Default limit of a translation in tokens, that of the published M2M-100."""
+_PIECES = 1
+"""Number of the field of pieces in a SentencePiece model."""
+_CONTROL_TYPE = b"\x18\x03"
+"""Field 3 of a piece, its type: control."""
+_NO_SCORE = b"\x15" + bytes(4)
+"""Field 2 of a piece, its score: 0.0."""
 
 
-def write_configs(directory: Path, config: dict[str, Any], layout: Layout) -> None:
-    """``config.json`` and ``generation_config.json``."""
-    (directory / CONFIG_FILE).write_text(to_json(config), encoding="utf-8")
-    longest = min(LONGEST_OUTPUT, config["max_position_embeddings"])
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    generation = {name: config[name] for name in ids} | {"max_length": longest, "num_beams": 5}
-    if layout.absent:
-        # Rows of zeros have logits of their own: they are left out, also of the normalisation.
-        generation |= {"suppress_tokens": layout.absent, "renormalize_logits": True}
-    (directory / GENERATION_FILE).write_text(to_json(generation), encoding="utf-8")
+@dataclass(frozen=True)
+class Limit:
+    """A setting of a model, and the values of it that a format supports."""
+
+    setting: str
+    found: object
+    possible: tuple[object, ...]
+    instead: str = ""
+    """A format that supports the other values, if there is one."""
 
 
-def foreign_tensors(
-    source: ModelSource, table: NameTable, layout: Layout
-) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by their names there, read one at a time.
+def refuse_beyond(origin: Path, limits: Iterable[Limit], *, to: str) -> None:
+    """Raise CheckpointError if the format ``to`` does not support a setting of a model."""
+    for limit in limits:
+        if limit.found not in limit.possible:
+            possible = " or ".join(repr(value) for value in limit.possible)
+            fix = f"Export it --to {limit.instead}." if limit.instead else "No format supports it."
+            raise CheckpointError(
+                f"{origin} has {limit.setting} = {limit.found!r}; {to} supports only {possible}. "
+                f"{fix}"
+            )
 
-    Raises:
-        CheckpointError: the family has no tensor for one of ours; before any is read.
-    """
-    names = {name: table.to_theirs(name) for name in tensor_shapes(source.spec)}
-    lacking = [name for name, theirs in names.items() if theirs is None]
-    if lacking:
+
+def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> None:
+    """Raise CheckpointError if NllbTokenizer would assign ids to pieces that have none."""
+    if entries.unknown_pieces and not layout.of_hundred:
         raise CheckpointError(
-            f"{source.origin} has the tensor {lacking[0]}, for which the format has no name: "
-            "export it to another one."
+            f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces without an id, but "
+            "NllbTokenizer, which languages and tokens other than M2M-100's need, assigns ids to "
+            "all pieces. Export it --to ctranslate2."
         )
-    for name, theirs in track(names.items(), label="export"):
-        assert theirs is not None
-        value = source.tensors.read(name)
-        yield theirs, layout.rearranged(value) if name == EMBEDDING else value
-
-
-def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[Path, FileRecord]:
-    """Write ``model.safetensors``, or several files and their index where they are large.
-
-    Returns what an artifact says of the files, which are on disk.
-    """
-    sizes: list[dict[str, int]] = []
-    with HashedFiles() as files:
-        for number, held in enumerate(files_of(tensors)):
-            files.write(_passing(directory, number), file_pieces(held, metadata=METADATA))
-            sizes.append({name: value.nbytes for name, value in held.items()})
-    names = _names(len(sizes))
-    if len(names) > 1:
-        _write_index(directory, dict(zip(names, sizes, strict=True)))
-    records = {}
-    for number, name in enumerate(names):
-        records[_passing(directory, number).rename(directory / name)] = files.records[
-            _passing(directory, number)
-        ]
-    return records
-
-
-def _names(count: int) -> list[str]:
-    """Names of files that say how many there are."""
-    if count == 1:
-        return [WEIGHTS_FILE]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_index(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
-    weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
-    total = sum(sum(tensors.values()) for tensors in sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
-
-
-def _passing(directory: Path, number: int) -> Path:
-    return directory / f"part-{number:05d}.safetensors"
 
 
 def refuse_other_than_m2m100(origin: Path, spec: ModelSpec) -> None:
-    """Raises CheckpointError where a dense model of ours is none of this family."""
+    """Raise CheckpointError if M2M-100 cannot express a model."""
     experts = Limit("model.moe", experts_of(spec), ("none",), "hf-nllb-moe")
     limits = [experts, *_common_limits(spec, instead="ctranslate2")]
     refuse_beyond(origin, limits, to="hf-m2m100")
 
 
+def refuse_other_than_nllb_moe(origin: Path, spec: ModelSpec) -> None:
+    """Raise CheckpointError if NLLB-MoE cannot express a model."""
+    limits = [Limit("model.moe", experts_of(spec), ("experts",), "hf-m2m100")]
+    if (moe := spec.model.moe) is not None:
+        factor = moe.evaluation_capacity_factor
+        limits += [
+            Limit("model.moe.top_k", moe.top_k, (2,)),
+            Limit("model.moe.combine_weights", moe.combine_weights, ("renormalized",)),
+            Limit("model.moe.decoder_router", moe.decoder_router, ("token",)),
+            Limit("model.moe.evaluation_capacity_factor", factor, (None,)),
+        ]
+    refuse_beyond(origin, [*limits, *_common_limits(spec, instead="")], to="hf-nllb-moe")
+
+
+def experts_of(spec: ModelSpec) -> str:
+    """Return ``experts`` or ``none``, by whether a model has experts."""
+    return "none" if spec.model.moe is None else "experts"
+
+
 def _common_limits(spec: ModelSpec, *, instead: str) -> list[Limit]:
-    """What M2M-100 and NLLB-MoE have of all that our models can have."""
+    """Return the limits that M2M-100 and NLLB-MoE share."""
     model = spec.model
     return [
         Limit("model.norm", model.norm, ("pre",), instead),
@@ -129,15 +125,35 @@ def _common_limits(spec: ModelSpec, *, instead: str) -> list[Limit]:
 
 
 def m2m100_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """``config.json`` of a model of ours."""
+    """Return the ``config.json`` of a dense model."""
     return _common_config(spec, vocabulary_size=vocabulary_size) | {
         "architectures": ["M2M100ForConditionalGeneration"],
         "model_type": "m2m_100",
     }
 
 
+def nllb_moe_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
+    """Return the ``config.json`` of a model with experts, which drops no token in evaluation."""
+    moe = spec.model.moe
+    assert moe is not None
+    return _common_config(spec, vocabulary_size=vocabulary_size) | {
+        "architectures": ["NllbMoeForConditionalGeneration"],
+        "model_type": "nllb-moe",
+        "batch_prioritized_routing": moe.batch_prioritized,
+        "decoder_sparse_step": moe.every,
+        "encoder_sparse_step": moe.every,
+        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as there are tokens
+        "moe_token_dropout": 0.0,
+        "normalize_router_prob_before_dropping": False,
+        "num_experts": moe.num_experts,
+        "router_bias": False,
+        "router_dtype": "float32",
+        "second_expert_policy": "all",
+    }
+
+
 def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """What ``config.json`` says of M2M-100 and NLLB-MoE alike."""
+    """Return the settings in ``config.json`` that M2M-100 and NLLB-MoE share."""
     model = spec.model
     return {
         "activation_function": model.activation,
@@ -163,75 +179,96 @@ def _common_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
     }
 
 
-def refuse_other_than_nllb_moe(origin: Path, spec: ModelSpec) -> None:
-    """Raises CheckpointError where a model of ours is none of this family."""
-    limits = [Limit("model.moe", experts_of(spec), ("experts",), "hf-m2m100")]
-    if (moe := spec.model.moe) is not None:
-        factor = moe.evaluation_capacity_factor
-        limits += [
-            Limit("model.moe.top_k", moe.top_k, (2,)),
-            Limit("model.moe.combine_weights", moe.combine_weights, ("renormalized",)),
-            Limit("model.moe.decoder_router", moe.decoder_router, ("token",)),
-            Limit("model.moe.evaluation_capacity_factor", factor, (None,)),
-        ]
-    refuse_beyond(origin, [*limits, *_common_limits(spec, instead="")], to="hf-nllb-moe")
+def write_configs(directory: Path, config: dict[str, Any], layout: Layout) -> None:
+    """Write ``config.json`` and ``generation_config.json``."""
+    (directory / CONFIG_FILE).write_text(to_json(config), encoding="utf-8")
+    longest = min(LONGEST_OUTPUT, config["max_position_embeddings"])
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    generation = {name: config[name] for name in ids} | {"max_length": longest, "num_beams": 5}
+    if layout.absent:
+        # Rows of zeros have logits too: exclude them from the choice and from the normalization.
+        generation |= {"suppress_tokens": layout.absent, "renormalize_logits": True}
+    (directory / GENERATION_FILE).write_text(to_json(generation), encoding="utf-8")
 
 
-def experts_of(spec: ModelSpec) -> str:
-    """``experts``, or ``none``."""
-    return "none" if spec.model.moe is None else "experts"
+def foreign_tensors(
+    source: ModelSource, table: NameTable, layout: Layout
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors by their names in the format, read one at a time.
 
-
-def nllb_moe_config(spec: ModelSpec, *, vocabulary_size: int) -> dict[str, Any]:
-    """``config.json`` of a model of ours, which drops no token when it translates."""
-    moe = spec.model.moe
-    assert moe is not None
-    return _common_config(spec, vocabulary_size=vocabulary_size) | {
-        "architectures": ["NllbMoeForConditionalGeneration"],
-        "model_type": "nllb-moe",
-        "batch_prioritized_routing": moe.batch_prioritized,
-        "decoder_sparse_step": moe.every,
-        "encoder_sparse_step": moe.every,
-        "moe_eval_capacity_token_fraction": 1.0,  # as many slots per expert as there are tokens
-        "moe_token_dropout": 0.0,
-        "normalize_router_prob_before_dropping": False,
-        "num_experts": moe.num_experts,
-        "router_bias": False,
-        "router_dtype": "float32",
-        "second_expert_policy": "all",
-    }
-
-
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-
-
-def refuse_unknown_pieces(origin: Path, entries: Entries, layout: Layout) -> None:
-    """Raises CheckpointError where NllbTokenizer would give ids to pieces that have none."""
-    if entries.unknown_pieces and not layout.of_hundred:
+    Raises:
+        CheckpointError: The format has no name for a tensor; before any is read.
+    """
+    names = {name: table.to_theirs(name) for name in tensor_shapes(source.spec)}
+    lacking = [name for name, theirs in names.items() if theirs is None]
+    if lacking:
         raise CheckpointError(
-            f"The vocabulary of {origin} has {entries.unknown_pieces:,} pieces that its model does "
-            "not know, and NllbTokenizer, which languages and tokens other than M2M-100's need, "
-            "knows them all: export it --to ctranslate2."
+            f"{source.origin} has the tensor {lacking[0]}, for which the format has no name. "
+            "Export it to another format."
         )
+    for name, theirs in track(names.items(), label="export"):
+        assert theirs is not None
+        value = source.tensors.read(name)
+        yield theirs, layout.rearranged(value) if name == EMBEDDING else value
+
+
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> dict[Path, FileRecord]:
+    """Write ``model.safetensors``, or several files and their index if they are large.
+
+    Returns:
+        The record of each file for a manifest.
+    """
+    sizes: list[dict[str, int]] = []
+    with HashedFiles() as files:
+        for number, held in enumerate(files_of(tensors)):
+            files.write(_passing(directory, number), file_pieces(held, metadata=METADATA))
+            sizes.append({name: value.nbytes for name, value in held.items()})
+    names = _names(len(sizes))
+    if len(names) > 1:
+        _write_index(directory, dict(zip(names, sizes, strict=True)))
+    records = {}
+    for number, name in enumerate(names):
+        records[_passing(directory, number).rename(directory / name)] = files.records[
+            _passing(directory, number)
+        ]
+    return records
+
+
+def _names(count: int) -> list[str]:
+    """Return the names of ``count`` files of weights."""
+    if count == 1:
+        return [WEIGHTS_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_index(directory: Path, sizes: Mapping[str, Mapping[str, int]]) -> None:
+    weight_map = {tensor: name for name, tensors in sizes.items() for tensor in tensors}
+    total = sum(sum(tensors.values()) for tensors in sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / INDEX_FILE).write_text(to_json(index), encoding="utf-8")
+
+
+def _passing(directory: Path, number: int) -> Path:
+    return directory / f"part-{number:05d}.safetensors"
 
 
 def write_vocabulary(directory: Path, model: bytes, layout: Layout, *, max_length: int) -> None:
-    """Write the tokenizer files of a layout; ``model`` is the SentencePiece model of ours."""
+    """Write the tokenizer files of a layout; ``model`` is our SentencePiece model."""
     if layout.of_hundred:
-        names = [*M2M100_SPECIALS.values(), *layout.pieces]
+        names = [*SPECIALS.values(), *layout.pieces]
         vocabulary = {name: index for index, name in enumerate(names)}
         text = json.dumps(vocabulary, indent=1, ensure_ascii=True)
-        (directory / "vocab.json").write_text(text + "\n", encoding="utf-8")
+        (directory / VOCABULARY_FILE).write_text(text + "\n", encoding="utf-8")
     else:
         model = with_pieces(model, layout.pieces)
     (directory / SENTENCEPIECE_FILE).write_bytes(model)
-    specials = {f"{name}_token": token for name, token in M2M100_SPECIALS.items()}
+    specials = {f"{name}_token": token for name, token in SPECIALS.items()}
     specials |= {"sep_token": "</s>"}
     tokens = {"additional_special_tokens": list(layout.language_tokens)}
     config = specials | tokens | _added_tokens(layout) | _class_settings(layout)
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": max_length}
     (directory / TOKENIZER_CONFIG_FILE).write_text(to_json(config), encoding="utf-8")
-    (directory / "special_tokens_map.json").write_text(to_json(specials | tokens), encoding="utf-8")
+    (directory / SPECIAL_TOKENS_FILE).write_text(to_json(specials | tokens), encoding="utf-8")
 
 
 def _class_settings(layout: Layout) -> dict[str, Any]:
@@ -251,12 +288,74 @@ def _class_settings(layout: Layout) -> dict[str, Any]:
 
 
 def _added_tokens(layout: Layout) -> dict[str, Any]:
-    """Tokens that are looked for in a text before it is split into pieces, by id."""
-    first = len(M2M100_SPECIALS) + len(layout.pieces)
-    numbered = [*enumerate(M2M100_SPECIALS.values()), *enumerate(layout.language_tokens, first)]
+    """Return the tokens that are found in a text before it is split into pieces, by id."""
+    first = len(SPECIALS) + len(layout.pieces)
+    numbered = [*enumerate(SPECIALS.values()), *enumerate(layout.language_tokens, first)]
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     return {
         "added_tokens_decoder": {
             str(index): {"content": token, "special": True, **flags} for index, token in numbered
         }
     }
+
+
+def with_pieces(model: bytes, pieces: Sequence[str]) -> bytes:
+    """Return a SentencePiece model with only unknown, ``<s>``, ``</s>`` and these pieces, in order.
+
+    A model is a protocol buffer (``sentencepiece_model.proto`` of google/sentencepiece). Its field
+    1 repeats, once per piece, and ids are the order. All other fields stay byte for byte.
+
+    Args:
+        model: The SentencePiece model.
+        pieces: Some or all of its ordinary pieces.
+    """
+    processor = SentencePieceProcessor(model_proto=model)
+    found = list(_fields(model))
+    stored = [value for number, value in found if number == _PIECES]
+    rest = b"".join(value for number, value in found if number != _PIECES)
+    chosen = [
+        stored[processor.unk_id()],
+        _control("<s>"),
+        _control("</s>"),
+        *(stored[processor.piece_to_id(piece)] for piece in pieces),
+    ]
+    return b"".join(chosen) + rest
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the number of each field, and the field with its key."""
+    start = 0
+    while start < len(message):
+        key, position = _varint(message, start)
+        match key & 7:
+            case 0:
+                _, position = _varint(message, position)
+            case 1:
+                position += 8
+            case 2:
+                length, position = _varint(message, position)
+                position += length
+            case 5:
+                position += 4
+            case wire_type:
+                raise ValueError(f"wire type {wire_type}")
+        yield key >> 3, message[start:position]
+        start = position
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return a number, stored as groups of seven bits with the lowest first, and its end."""
+    number = shift = 0
+    while True:
+        byte = message[position]
+        number |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if byte < 0x80:
+            return number, position
+
+
+def _control(piece: str) -> bytes:
+    """Return field 1 with a short piece of the type control."""
+    text = piece.encode()
+    body = bytes([0x0A, len(text)]) + text + _NO_SCORE + _CONTROL_TYPE
+    return bytes([0x0A, len(body)]) + body

@@ -1,7 +1,7 @@
-"""What byte-level models do with their bytes: scales, lengths, language vectors.
+"""Analyses of byte-level models: scales, lengths in bytes, and language vectors.
 
-Each analysis is a stage that makes an artifact of kind ``analysis``: data as JSON, and the picture
-of it as SVG. ``report.py`` shows them beside the scores.
+Each analysis is a stage that makes an artifact of kind ``analysis``: data as JSON, and pictures of
+it as SVG. ``report`` shows them beside the scores of an evaluation.
 """
 
 from collections.abc import Mapping

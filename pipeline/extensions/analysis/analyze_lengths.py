@@ -1,8 +1,8 @@
-"""analyze_lengths: how many bytes languages need for the same text.
+"""analyze_lengths: measure the bytes that languages need for the same text.
 
-Reads a corpus with test lines, those of most use being of one text in all languages (FLORES-200 as
-``import_tests`` reads it); makes an analysis: ``lengths.json`` and ``lengths.svg``, as MoCE's
-Figure 3. With a tokenizer it counts that tokenizer's pieces, too: LOBEF's Tables 1 and 2.
+Reads a corpus with test lines, best of one text in all languages (FLORES-200 as ``import_tests``
+reads it). Makes an analysis: ``lengths.json``, and ``lengths.svg`` as MoCE's Figure 3. With a
+tokenizer it also counts that tokenizer's pieces (LOBEF, Tables 1 and 2).
 """
 
 import sys
@@ -16,7 +16,7 @@ from pipeline.terminal import counted, listed
 
 
 def run(call: StageCall) -> None:
-    """Measure the test lines."""
+    """Measure the test lines and write the analysis."""
     found = measure_conciseness(call.artifacts["corpus"])
     document = {"analysis": "lengths", "order": found.order, **asdict(found)}
     segmented = {}
@@ -42,8 +42,8 @@ def run(call: StageCall) -> None:
             )
         else:
             writer.summary.append(
-                f"no line of {found.pivot} stands in all of its pairs, so that languages are "
-                "compared by the ratio of their bytes to its own, each on its own lines"
+                f"no line of {found.pivot} is in all of its pairs; languages are compared by the "
+                f"ratio of their bytes to those of {found.pivot}, each on its own lines"
             )
         if segmented:
             writer.summary.append(

@@ -1,7 +1,7 @@
-"""analyze_scales: which scales an Ada-MSHA model chooses, by language and direction.
+"""analyze_scales: count the scales that an Ada-MSHA model chooses, by language and direction.
 
-Reads a checkpoint and a corpus; makes an analysis: ``scales.json``, and for every pair that was
-tested in both directions ``scales-{pair}.svg``, as MoCE's Figure 4.
+Reads a checkpoint and a corpus. Makes an analysis: ``scales.json``, and ``scales-{pair}.svg`` as
+MoCE's Figure 4 for every pair with test lines in both directions.
 """
 
 import sys
@@ -17,13 +17,13 @@ from pipeline.terminal import counted
 
 
 def run(call: StageCall) -> None:
-    """Encode the sources of all test directions that the model knows, and count."""
+    """Encode the sources of all test directions that the model knows; count and write scales."""
     corpus, checkpoint = call.artifacts["corpus"], call.artifacts["checkpoint"]
     selection = select_directions(corpus, checkpoint=checkpoint)
     found = count_scales(Translator(checkpoint, DecodingConfig()), corpus, selection.taken)
     if not found:
         raise ArtifactError(
-            f"The test lines of {corpus.directory} are all empty: name a corpus that has text."
+            f"The test lines of {corpus.directory} are all empty. Name a corpus that has text."
         )
     document = scales_document(found, corpus=corpus)
     with call.new_artifact() as writer:

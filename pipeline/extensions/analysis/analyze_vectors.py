@@ -1,37 +1,53 @@
-"""analyze_vectors: what a wrong source-language vector costs an Ada-MSHA model.
+"""analyze_vectors: score an Ada-MSHA model with wrong source-language vectors (MoCE, appendix I).
 
-Reads a checkpoint whose router sees a language vector, and a corpus; translates its test lines with
+Reads a checkpoint whose router sees a language vector, and a corpus. Translates its test lines with
 the vector of every other language shown to the router alone. Makes an analysis: ``vectors.json``
-with BLEU and chrF++, and ``vectors-{direction}.svg``, as MoCE's Figure 7. Given a model without
-language vectors, too, its scores stand beside.
+with BLEU and chrF++, and ``vectors-{direction}.svg`` as MoCE's Figure 7. Both include the scores of
+a model without language vectors if one is given.
 """
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.artifacts.corpus import Direction
-from pipeline.decoding.translator import Translator
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import Direction, read_lines
+from pipeline.decoding.translator import Job, Translator
 from pipeline.errors import ConfigError
+from pipeline.evaluation.bleu import Bleu
+from pipeline.evaluation.chrf import Chrf
+from pipeline.evaluation.score_slot import TranslatedLines
+from pipeline.evaluation.settings import EvaluationConfig
 from pipeline.extensions.analysis.report import vectors_picture
 from pipeline.extensions.analysis.settings import AnalysisConfig
-from pipeline.extensions.analysis.vectors import RIGHT, VectorScores, largest_loss, score_vectors
 from pipeline.stages.stage import StageCall
 from pipeline.stages.translate import select_directions
 from pipeline.terminal import track
 
+RIGHT = ""
+"""Key of the scores with the source's own vector."""
 SUMMARY_LINES = 5
-"""So many directions are summed up in a line each."""
+"""Most directions that the summary describes, in a line each."""
+
+
+@dataclass(frozen=True)
+class VectorScores:
+    """Scores of the translations of a direction with one vector."""
+
+    bleu: float
+    chrf: float
+    changed: int
+    """Lines whose translation differs from that with the right vector."""
 
 
 def run(call: StageCall) -> None:
-    """Translate every chosen direction once per language, and score."""
+    """Translate every chosen direction once per language; score and write the analysis."""
     recipe = call.recipe
     if recipe.decoding.router_language:
         raise ConfigError(
             "decoding.router_language shows one language to the router always, and this stage "
-            "shows those of analysis.router_languages in turn: leave it out."
+            "shows those of analysis.router_languages in turn. Leave it out."
         )
     chosen = chosen_directions(call)
     translator = Translator(call.artifacts["checkpoint"], recipe.decoding)
@@ -48,8 +64,8 @@ def run(call: StageCall) -> None:
         shown = [code for code in codes if code != direction.source]
         if not shown:
             raise ConfigError(
-                f"analysis.router_languages names none but {direction.source}, the source of "
-                f"{direction}: name another language."
+                f"analysis.router_languages names only {direction.source}, the source of "
+                f"{direction}. Name another language."
             )
         found[direction] = score_vectors(
             translator, corpus, direction, shown=shown, settings=settings
@@ -74,10 +90,98 @@ def run(call: StageCall) -> None:
         writer.statistics.update(analysis="vectors", directions=len(found))
 
 
+def chosen_directions(call: StageCall) -> list[Direction]:
+    """Return the directions that the recipe names, or all that the model knows.
+
+    Raises:
+        ConfigError: a named direction has no test lines, or the model does not know its languages.
+    """
+    taken = select_directions(
+        call.artifacts["corpus"], checkpoint=call.artifacts["checkpoint"]
+    ).taken
+    named = call.recipe.section_of(AnalysisConfig).directions
+    unknown = [name for name in named if name not in {*map(str, taken)}]
+    if unknown:
+        raise ConfigError(
+            f"analysis.directions names {unknown[0]!r}, for which the corpus has no test lines or "
+            f"the model no language. Choose among {', '.join(map(str, taken))}."
+        )
+    return [direction for direction in taken if not named or str(direction) in named]
+
+
+def score_vectors(
+    translator: Translator,
+    corpus: Artifact,
+    direction: Direction,
+    *,
+    shown: Sequence[str],
+    settings: EvaluationConfig,
+) -> dict[str, VectorScores]:
+    """Translate and score a direction with the right vector and those of other languages.
+
+    Args:
+        translator: the model.
+        corpus: test lines.
+        direction: direction to translate.
+        shown: languages whose vectors the router sees in turn.
+        settings: settings of the scores.
+
+    Returns:
+        Language shown → scores, ``RIGHT`` first.
+
+    Raises:
+        ConfigError: the model's router sees no language, or it does not know one of ``shown``.
+    """
+    sources = read_lines(corpus, "test", direction.pair, direction.source)
+    references = read_lines(corpus, "test", direction.pair, direction.target)
+    bleu = Bleu.into([direction.target], option=settings.bleu_tokenizer)
+    right = translate_lines(translator, direction, sources)
+    found = {RIGHT: right}
+    for language in shown:
+        translator.show_router(language)
+        found[language] = translate_lines(translator, direction, sources)
+    if shown:
+        translator.show_router(None)
+
+    def scored(texts: list[str]) -> VectorScores:
+        lines = TranslatedLines(direction, texts, references, lambda: sources)
+        return VectorScores(
+            bleu=bleu.of_corpus(bleu.line_statistics(lines).rows),
+            chrf=Chrf().of_corpus(Chrf().line_statistics(lines).rows),
+            changed=sum(one != other for one, other in zip(texts, right, strict=True)),
+        )
+
+    return {language: scored(texts) for language, texts in found.items()}
+
+
+def translate_lines(
+    translator: Translator, direction: Direction, sources: Sequence[str]
+) -> list[str]:
+    """Translate lines; return the translations in order."""
+    found: dict[int, str] = {}
+    jobs = [Job(direction, line, text) for line, text in enumerate(sources)]
+    for batch in translator.cut(jobs):
+        for job, hypothesis in zip(batch, translator.translate(batch), strict=True):
+            found[job.line] = hypothesis.text
+    return [found[line] for line in range(len(sources))]
+
+
+def largest_loss(scores: Mapping[str, VectorScores]) -> tuple[str, float]:
+    """Return the language whose vector costs most chrF++, and its cost."""
+    wrong = [language for language in scores if language != RIGHT]
+    worst = min(wrong, key=lambda language: scores[language].chrf)
+    return worst, scores[RIGHT].chrf - scores[worst].chrf
+
+
 def vectors_document(
     found: Mapping[Direction, Mapping[str, VectorScores]], beside: Mapping[Direction, VectorScores]
 ) -> dict[str, Any]:
-    """As JSON; ``beside`` has the scores of the model without vectors, where there is one."""
+    """Return the content of ``vectors.json``.
+
+    Args:
+        found: direction → language shown → scores.
+        beside: direction → scores of the model without vectors; empty if there is none.
+    """
     return {
         "analysis": "vectors",
         "directions": {
@@ -89,25 +193,6 @@ def vectors_document(
             for direction, scores in found.items()
         },
     }
-
-
-def chosen_directions(call: StageCall) -> list[Direction]:
-    """Those of the recipe, or all that the model knows.
-
-    Raises:
-        ConfigError: the recipe names one that has no test lines or languages the model lacks.
-    """
-    taken = select_directions(
-        call.artifacts["corpus"], checkpoint=call.artifacts["checkpoint"]
-    ).taken
-    named = call.recipe.section_of(AnalysisConfig).directions
-    unknown = [name for name in named if name not in {*map(str, taken)}]
-    if unknown:
-        raise ConfigError(
-            f"analysis.directions names {unknown[0]!r}, which is none that the corpus has test "
-            f"lines of and the model knows: {', '.join(map(str, taken))}."
-        )
-    return [direction for direction in taken if not named or str(direction) in named]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""How a tokenizer segments the languages of test lines (LOBEF, Tables 1 and 2).
+"""Measure languages in test lines: bytes (MoCE, §5.1, appendix A) and pieces per word.
 
-Fertility is the number of pieces that a word has on average (Rust et al., 2021). Words are what
-white space parts; pieces that are white space alone do not count.
+Byte lengths are those of UTF-8 lines without surrounding white space.
 
-How concise languages are: bytes of their test lines (MoCE, §5.1, appendix A).
-
-Byte lengths are of UTF-8, of lines without the white space around them.
+Fertility is the mean number of pieces per word (Rust et al., 2021), as in LOBEF's Tables 1 and 2.
+White space separates words; pieces of white space alone do not count.
 """
 
 from collections import Counter
@@ -18,26 +16,26 @@ from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.errors import ArtifactError
 
 WHITE_SPACE = ("\u2581", "<0x20>", " ")
-"""How pieces spell a space that no text follows."""
+"""Pieces that are white space alone."""
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Words and pieces of one language."""
+    """Counts of the words and pieces of a language."""
 
     words: int
     pieces: int
     unknown: int
-    """Pieces that the vocabulary does not have."""
+    """Pieces that are not in the vocabulary."""
 
     @property
     def fertility(self) -> float | None:
-        """Pieces a word; None where there are no words."""
+        """Pieces per word; None without words."""
         return self.pieces / self.words if self.words else None
 
     @property
     def unknown_share(self) -> float | None:
-        """Unknown pieces by all pieces; None where there are none."""
+        """Share of unknown pieces among all; None without pieces."""
         return self.unknown / self.pieces if self.pieces else None
 
 
@@ -57,15 +55,15 @@ def measure_segmentation(corpus: Artifact, tokenizer: Tokenizer) -> dict[str, Se
 
 @dataclass(frozen=True)
 class Conciseness:
-    """Bytes that languages need for the same text."""
+    """Lengths of languages in bytes for the same text."""
 
     pivot: str
     parallel_lines: int
-    """Lines of the pivot that every pair has."""
+    """Number of lines of the pivot that are in all its pairs."""
     mean_bytes: Mapping[str, float]
-    """Language → mean length of its translations of those; empty where there are none."""
+    """Language → mean length of its translations of those lines; empty without such lines."""
     ratio_to_pivot: Mapping[str, float]
-    """Language → its bytes by the pivot's, over all lines of their pair."""
+    """Language → its bytes / the pivot's bytes, over all lines of their pair."""
 
     @property
     def order(self) -> list[str]:
@@ -75,36 +73,35 @@ class Conciseness:
 
 
 def byte_length(line: str) -> int:
-    """Of UTF-8, the white space around it aside."""
+    """Return the length in UTF-8, without surrounding white space."""
     return len(line.strip().encode())
 
 
 def length_ratio(corpus: Artifact, pair: str) -> float | None:
-    """Bytes of a pair's first language by those of its second, over the test lines; None where
-    that has none.
-    """
+    """Return bytes of a pair's first language / its second in the test lines; None without any."""
     first, second = (total_bytes(corpus, pair, code) for code in pair.split("-"))
     return first / second if second else None
 
 
 def total_bytes(corpus: Artifact, pair: str, code: str) -> int:
-    """Of all test lines of one side."""
+    """Return the bytes of all test lines of one side of a pair."""
     return sum(map(byte_length, read_lines(corpus, "test", pair, code)))
 
 
 def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Conciseness:
-    """Lengths of the translations of what all pairs of the pivot have in common.
+    """Measure the translations of the pivot's lines that are in all its pairs.
 
     Args:
-        pivot: None: the language of most pairs, English before others.
+        corpus: a corpus with test lines.
+        pivot: by default the language of most pairs, preferably English.
 
     Raises:
-        ArtifactError: there are no test lines, or none of the pivot.
+        ArtifactError: the corpus has no test lines, or none of the pivot.
     """
     pairs = sorted(line_counts(corpus, "test"))
     if not pairs:
         raise ArtifactError(
-            f"{corpus.directory} has no test lines: name a corpus that has test sets."
+            f"{corpus.directory} has no test lines. Name a corpus that has test sets."
         )
     pivot = pivot or most_paired(pairs)
     sides = {
@@ -114,7 +111,7 @@ def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Concis
     }
     if not sides:
         raise ArtifactError(
-            f"{corpus.directory} has no test lines of {pivot!r}: name one of its languages, "
+            f"{corpus.directory} has no test lines of {pivot!r}. Name one of its languages: "
             f"{', '.join(languages(corpus))}."
         )
     shared = set.intersection(*(set(lengths) for lengths in sides.values()))
@@ -135,7 +132,7 @@ def measure_conciseness(corpus: Artifact, *, pivot: str | None = None) -> Concis
 
 
 def most_paired(pairs: Sequence[str]) -> str:
-    """The language of most pairs; of several, English, or the first in the alphabet."""
+    """Return the language of most pairs; of several, English, or the first in the alphabet."""
     found = Counter(code for pair in pairs for code in pair.split("-"))
     return min(found, key=lambda code: (-found[code], code != "en", code))
 
@@ -146,7 +143,7 @@ def _other(pair: str, pivot: str) -> str:
 
 
 def _by_pivot_line(corpus: Artifact, pair: str, pivot: str) -> dict[str, int]:
-    """Line of the pivot → bytes of its translation, the first where it has several."""
+    """Return line of the pivot → bytes of its (first) translation."""
     other = _other(pair, pivot)
     found: dict[str, int] = {}
     for line, translation in zip(

@@ -21,10 +21,12 @@ from pipeline.evaluation.tables import (
 )
 
 JsonObject = Mapping[str, Any]
+SHOWN_PAIRS = 12
+"""Most pairs or directions that are drawn; tables have all of them."""
 
 
 def scale_series(document: JsonObject, pair: str) -> list[Series]:
-    """The shares of δ in both directions of a pair, and their means."""
+    """Return the shares of δ in both directions of a pair, and their means."""
     first, second = pair.split("-")
     names = [f"{first}-{second}", f"{second}-{first}"]
     return [
@@ -40,7 +42,7 @@ def scale_series(document: JsonObject, pair: str) -> list[Series]:
 
 
 def scale_chart(document: JsonObject, pair: str) -> str:
-    """MoCE's Figure 4, for one pair."""
+    """Draw the scales of both directions of a pair (MoCE, Figure 4)."""
     return line_chart(
         scale_series(document, pair),
         title=f"Scales chosen, {pair}",
@@ -50,12 +52,12 @@ def scale_chart(document: JsonObject, pair: str) -> str:
 
 
 def scale_picture(document: JsonObject, pair: str) -> str:
-    """As a file of its own."""
+    """Return :func:`scale_chart` as an SVG file with its legend."""
     return picture(scale_chart(document, pair), scale_series(document, pair))
 
 
 def lengths_chart(document: JsonObject) -> str:
-    """MoCE's Figure 3: languages from the longest to the most concise."""
+    """Draw the lengths of languages from the longest to the most concise (MoCE, Figure 3)."""
     lengths, label = document["mean_bytes"], "mean bytes per line"
     if not lengths:
         lengths, label = document["ratio_to_pivot"], f"bytes by those of {document['pivot']}"
@@ -64,12 +66,12 @@ def lengths_chart(document: JsonObject) -> str:
 
 
 def lengths_picture(document: JsonObject) -> str:
-    """As a file of its own."""
+    """Return :func:`lengths_chart` as an SVG file."""
     return picture(lengths_chart(document))
 
 
 def vectors_chart(document: JsonObject, direction: str) -> str:
-    """MoCE's Figure 7, for one direction: chrF++ by the language that the router is shown."""
+    """Draw the chrF++ of a direction by the language shown to the router (MoCE, Figure 7)."""
     found = document["directions"][direction]
     bars = [Bar("right", found["right"]["chrf"], 2)]
     if found["without"] is not None:
@@ -81,7 +83,7 @@ def vectors_chart(document: JsonObject, direction: str) -> str:
 
 
 def vectors_picture(document: JsonObject, direction: str) -> str:
-    """As a file of its own."""
+    """Return :func:`vectors_chart` as an SVG file."""
     return picture(vectors_chart(document, direction))
 
 
@@ -93,7 +95,7 @@ def analysis_sections(analyses: Mapping[str, Artifact]) -> list[ReportSection]:
     """Return one section per analysis, titled by its name.
 
     Raises:
-        ArtifactError: a file is not what its stage writes.
+        ArtifactError: a file does not have the format of its stage.
     """
     return [_section(name, artifact) for name, artifact in analyses.items()]
 

@@ -1,12 +1,11 @@
-"""Which scales δ Ada-MSHA's router chooses: counted as the model runs (MoCE, §5.4).
+"""Count the scales δ that Ada-MSHA's router chooses for test lines (MoCE, §5.4, Figure 4).
 
-Legend: N real tokens, H heads, S scales (Δ + 1), C choices per vector (top-k), three: queries, keys
-and values.
+A hook of the router counts as the model runs. Only the encoder runs, because the scales of a
+direction depend only on its sources and tags. All vectors that the router sees are counted, those
+of tags and end-of-sentence included.
 
-The scales that a model chooses for the test lines of every direction (MoCE, Figure 4).
-
-Only the encoder runs: a direction's scales depend on its sources alone (and on the tags). All
-vectors are counted that the router sees, those of tags and end-of-sentence included.
+Legend: N real tokens, 3 queries, keys and values, H heads, S scales (Δ + 1), C choices per vector
+(top-k).
 """
 
 import math
@@ -40,16 +39,16 @@ Distribution = Sequence[float]
 
 @dataclass(frozen=True)
 class ScaleCounts:
-    """Choices of a text's vectors: one vector per token, head, and query, key and value."""
+    """Scales chosen for a text: one vector per token, head, and query, key and value."""
 
     chosen_3HS: Counts
-    """How often each scale was among the top-k."""
+    """Times that each scale was among the top-k."""
     weight_3HS: Sums
-    """The sum of the weights that it had there."""
+    """Sum of the weights of each scale when it was among the top-k."""
 
     @classmethod
     def none(cls, heads: int, scales: int) -> "ScaleCounts":
-        """Of no text."""
+        """Return the counts of an empty text."""
         shape = (len(PARTS), heads, scales)
         return cls(np.zeros(shape, dtype=np.int64), np.zeros(shape))
 
@@ -58,19 +57,19 @@ class ScaleCounts:
 
     @property
     def shares(self) -> list[float]:
-        """Of each scale among all choices: the selected ratio of MoCE's Figure 4."""
+        """Share of each scale among all choices (the selected ratio of MoCE's Figure 4)."""
         return distribution(self.chosen_3HS.sum(axis=(0, 1)))
 
     @property
     def weighted_shares(self) -> list[float]:
-        """Of each scale in what is mixed: its choices by their weights."""
+        """Share of each scale among all choices, by weight."""
         return distribution(self.weight_3HS.sum(axis=(0, 1)))
 
 
 class ScaleCounter:
-    """A forward hook of the router: counts what follows from its logits.
+    """Forward hook of the router that counts the choices made from its logits.
 
-    The model computes as without it.
+    It does not change what the model computes.
     """
 
     def __init__(self, config: AdaMshaConfig, *, heads: int) -> None:
@@ -79,10 +78,11 @@ class ScaleCounter:
         self._counts = ScaleCounts.none(heads, config.max_scale + 1)
 
     def __call__(self, router: nn.Module, inputs: object, logits: Tensor) -> None:  # noqa: ARG002
-        """``logits`` are (N, 3, H, S)."""
+        """Count the choices of the router's ``logits``, (N, 3, H, S)."""
         scale_N3HC, weight_N3HC = choose_scales(logits, self._config)
         if self._config.top_k == 1:
-            weight_N3HC = weight_N3HC.new_ones(weight_N3HC.shape)  # by whatever form it is given
+            # The weight of a single choice may be its logit, which is not a share.
+            weight_N3HC = weight_N3HC.new_ones(weight_N3HC.shape)
         self._counts += count_choices(
             scale_N3HC.cpu().numpy(),
             weight_N3HC.double().cpu().numpy(),
@@ -90,14 +90,14 @@ class ScaleCounter:
         )
 
     def take(self) -> ScaleCounts:
-        """What has been counted since the last time."""
+        """Return the counts since the last call, and start anew."""
         taken = self._counts
         self._counts = ScaleCounts.none(self._heads, self._config.max_scale + 1)
         return taken
 
 
 def count_choices(scale_N3HC: Counts, weight_N3HC: Sums, *, scales: int) -> ScaleCounts:
-    """Sums over tokens and choices."""
+    """Sum choices and weights over tokens."""
     parts, heads = scale_N3HC.shape[1:3]
     place_3H1 = np.arange(parts * heads).reshape(parts, heads, 1) * scales
     index = (scale_N3HC + place_3H1).ravel()
@@ -111,18 +111,18 @@ def count_choices(scale_N3HC: Counts, weight_N3HC: Sums, *, scales: int) -> Scal
 
 
 def distribution(values: Counts | Sums) -> list[float]:
-    """Shares of a row of numbers, of which one at least is not 0."""
+    """Divide numbers, not all of them 0, by their sum."""
     found: list[float] = (values / values.sum()).tolist()
     return found
 
 
 def mean_scale(shares: Distribution) -> float:
-    """The mean δ of a distribution over δ = 0, 1, ...: the vertical lines of MoCE's Figure 4."""
+    """Return the mean of a distribution over δ = 0, 1, ... (vertical lines of MoCE's Figure 4)."""
     return sum(scale * share for scale, share in enumerate(shares))
 
 
 def divergence(one: Distribution, other: Distribution) -> float:
-    """Jensen-Shannon divergence in bits: 0 of equal distributions, 1 of disjoint ones."""
+    """Return the Jensen-Shannon divergence in bits: 0 if equal, 1 if disjoint."""
     middle = [(p + q) / 2 for p, q in zip(one, other, strict=True)]
     return max(_entropy(middle) - (_entropy(one) + _entropy(other)) / 2, 0.0)
 
@@ -133,24 +133,24 @@ def _entropy(shares: Distribution) -> float:
 
 @dataclass(frozen=True)
 class DirectionScales:
-    """Of the test lines of one direction."""
+    """Scales chosen for the test lines of a direction."""
 
     lines: int
     tokens: int
-    """With tags and end-of-sentence; each is a vector for every head of query, key and value."""
+    """Source tokens, tags and end-of-sentence included."""
     counts: ScaleCounts
 
 
 def scale_chooser(model: Transformer) -> AdaMsha:
-    """The front that chooses scales.
+    """Return the model's Ada-MSHA front end.
 
     Raises:
-        ConfigError: the model has another one.
+        ConfigError: the model has another front end.
     """
     if isinstance(model.front, AdaMsha):
         return model.front
     raise ConfigError(
-        f"The model's front is {model.spec.model.front.kind!r}, which chooses no scales: name a "
+        f"The model's front end is {model.spec.model.front.kind!r}, which has no scales. Name a "
         'checkpoint of a recipe with [model.front] kind = "ada_msha".'
     )
 
@@ -158,10 +158,10 @@ def scale_chooser(model: Transformer) -> AdaMsha:
 def count_scales(
     translator: Translator, corpus: Artifact, directions: Sequence[Direction]
 ) -> dict[Direction, DirectionScales]:
-    """Scales of every direction that has text; each batch is of one direction.
+    """Count the scales of every direction that has text, in batches of one direction.
 
     Raises:
-        ConfigError: the model has no scales to choose.
+        ConfigError: the model has no scales.
     """
     model = translator.model.eval()
     front = scale_chooser(model)
@@ -192,7 +192,7 @@ def _of_direction(
 
 @torch.inference_mode()
 def encode(model: Transformer, sources: Sequence[Source]) -> None:
-    """Run the encoder over a batch, for what its hooks see."""
+    """Run the encoder on a batch, to call its hooks."""
     device = model.device
     packing = Packing.from_lengths([len(one.tokens) for one in sources]).to(device)
     ids_N = torch.tensor([token for one in sources for token in one.tokens]).to(device)
@@ -204,7 +204,7 @@ def encode(model: Transformer, sources: Sequence[Source]) -> None:
 def scales_document(
     found: Mapping[Direction, DirectionScales], *, corpus: Artifact
 ) -> dict[str, Any]:
-    """As JSON: every direction, every source language, and pairs in both directions."""
+    """Return the content of ``scales.json``: directions, source languages, two-way pairs."""
     by_source: dict[str, ScaleCounts] = {}
     for direction, one in found.items():
         before = by_source.get(direction.source)
@@ -234,7 +234,7 @@ def scales_document(
 
 
 def _figures(counts: ScaleCounts) -> dict[str, Any]:
-    """Shares of δ = 0, 1, ..., and their means; of queries, keys and values and heads, too."""
+    """Return shares of δ = 0, 1, ... and their means, also by part and by head."""
     return {
         "share": counts.shares,
         "mean": mean_scale(counts.shares),
@@ -251,5 +251,5 @@ def _figures(counts: ScaleCounts) -> dict[str, Any]:
 
 
 def _by_head(counts: ScaleCounts) -> dict[str, list[list[int]]]:
-    """Numbers of choices."""
+    """Return the numbers of choices by part and head."""
     return {part: counts.chosen_3HS[number].tolist() for number, part in enumerate(PARTS)}

@@ -1,14 +1,9 @@
-"""Sentences and passages as a model takes them: at most so many tokens, with their specials.
+"""Plan and assemble batches of labeled examples: sentences to tag, or windows to find answers in.
 
-A sentence to tag is ``<s> pieces </s>``; a longer one is cut between words. A question about a
-passage is ``<s> question </s></s> passage </s>``; a longer passage comes in windows that overlap,
-as Hugging Face's ``run_qa.py`` cuts them.
-
-What a task is trained on: labelled sentences or windows of every language, planned as pairs are.
-
-A language stands where translation has a pair, and the direction from it to itself where that has a
-direction. The planner draws from languages with probability ∝ n^(1/T), whatever the number of
-ranks; what it takes for the target's length is ours to recount, since labels are not tokens here.
+The planner of translation plans them: a language takes the place of a pair, and the direction from
+a language to itself that of a direction. The planner draws languages with probability ∝ n^(1/T),
+on any number of ranks. Labels are not tokens here, so that its counts of labels and tokens are
+replaced by those of the examples.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -35,13 +30,11 @@ from pipeline.config.recipe import Recipe
 from pipeline.errors import ConfigError
 
 Integers = npt.NDArray[np.int64]
-
-
 Collate: TypeAlias = Callable[[Sequence[Labelled], Sequence[int]], LabelledBatch]
 
 
 class LabelledSplit:
-    """All examples of one split, by language; turns line numbers into batches."""
+    """All examples of a split by language, which plans of line numbers turn into batches."""
 
     def __init__(
         self,
@@ -50,7 +43,13 @@ class LabelledSplit:
         languages: Sequence[str],
         collate: Collate,
     ) -> None:
-        """``languages``: those of the model, by index."""
+        """Index the examples.
+
+        Args:
+            examples: language → its examples.
+            languages: the model's languages, by index.
+            collate: makes a batch of examples and the indices of their languages.
+        """
         present = [code for code in sorted(examples) if examples[code]]
         self.directions = [Direction(code, code) for code in present]
         self._examples = [examples[code] for code in present]
@@ -65,24 +64,24 @@ class LabelledSplit:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example, specials included."""
+        """Number of tokens of the longest example, specials included."""
         return max((int(tokens.max()) for tokens in self._tokens), default=0)
 
     @property
     def num_examples(self) -> dict[str, int]:
-        """By language."""
+        """Language → number of its examples."""
         counts = zip(self.directions, self._examples, strict=True)
         return {direction.source: len(group) for direction, group in counts}
 
     def batch(self, plan: MicroBatch) -> LabelledBatch:
         """Assemble the examples of a plan."""
-        places = list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
+        places = _places(plan)
         examples = [self._examples[pair][line] for pair, line in places]
         return self._collate(examples, [self._index[pair] for pair, _ in places])
 
     def counted(self, plan: MicroBatch) -> MicroBatch:
-        """A plan with the labels and tokens that its examples have."""
-        places = list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
+        """Return the plan with the numbers of labels and tokens of its examples."""
+        places = _places(plan)
         return replace(
             plan,
             num_labels=sum(int(self._labels[pair][line]) for pair, line in places),
@@ -90,7 +89,7 @@ class LabelledSplit:
         )
 
     def evaluation_plan(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Every example once, in batches of one language, in a fixed order."""
+        """Plan every example once, in batches of one language, in a fixed order."""
         plan = []
         for index, direction in enumerate(self.directions):
             lengths = self._tokens[index] - SOURCE_EXTRA
@@ -101,23 +100,28 @@ class LabelledSplit:
         return plan
 
 
+def _places(plan: MicroBatch) -> list[tuple[int, int]]:
+    """Return the (index of the language, line) of every example of a plan."""
+    return list(zip(plan.pair_B.tolist(), plan.line_B.tolist(), strict=True))
+
+
 def _sizes(arrays: Generator[Integers]) -> Integers:
     return np.fromiter(map(len, arrays), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class LabelledPlanner:
-    """Plans updates as translation's does, and counts labels."""
+    """Planner of translation that counts labels and tokens of examples."""
 
     planner: Planner
     split: LabelledSplit
 
     def largest(self, window: int) -> MicroBatch:
-        """The micro-batch of most tokens of a window."""
+        """Return the micro-batch of a window with the most tokens."""
         return self.split.counted(self.planner.largest(window))
 
     def steps(self, cursor: tuple[int, int]) -> Generator[GlobalStep]:
-        """Global steps from a cursor on, without end."""
+        """Yield global steps from a cursor on, without end."""
         with closing(self.planner.steps(cursor)) as steps:
             for step in steps:
                 counted = tuple(map(self.split.counted, step.micro_batches))
@@ -125,7 +129,7 @@ class LabelledPlanner:
 
 
 class LabelledData:
-    """Planner and splits of one training run."""
+    """Splits and planner of one training run."""
 
     def __init__(
         self,
@@ -136,13 +140,13 @@ class LabelledData:
         languages: Sequence[str],
         collate: Collate,
     ) -> None:
-        """Raises ConfigError where the recipe's batches cannot hold the examples."""
+        """Index the examples; raise ConfigError if one exceeds the recipe's batches."""
         self.train = LabelledSplit(train, languages=languages, collate=collate)
         self.valid = LabelledSplit(valid, languages=languages, collate=collate)
         if self.train.longest > recipe.batches.tokens:
             raise ConfigError(
                 f"An example has {self.train.longest} tokens, and batches.tokens is "
-                f"{recipe.batches.tokens}: raise it, or lower tasks.max_tokens."
+                f"{recipe.batches.tokens}. Raise it, or lower tasks.max_tokens."
             )
         probabilities = temperature_probabilities(
             {name: len(offsets) for name, offsets in self.train.offsets.items()},
@@ -164,23 +168,23 @@ class LabelledData:
         ranks: int,
         update: int = 0,  # noqa: ARG002 (nothing here depends on it)
     ) -> Generator[Update]:
-        """Updates from a cursor on as a rank sees them, without end; batches read ahead."""
+        """Yield a rank's updates from a cursor on, without end; batches are read ahead."""
         return read_updates(self.planner.steps(cursor), self.train.batch, rank=rank, ranks=ranks)
 
     def validation(self, *, budget: int) -> list[tuple[Direction, MicroBatch]]:
-        """Every validation example once, in batches of one language."""
+        """Plan every validation example once, in batches of one language."""
         return self.valid.evaluation_plan(budget=budget)
 
     def check(self, *, max_positions: int) -> None:
-        """Raises ConfigError without validation examples, or where one exceeds the positions."""
+        """Raise ConfigError without validation examples, or if one exceeds the positions."""
         if not self.valid.offsets:
             raise ConfigError(
-                "The data has no dev files of the languages that are trained on, and the best "
-                "weights are chosen by them: add dev files for at least one language."
+                "The data has no dev file of a language that is trained on, by which to choose the "
+                "best weights. Add dev files for at least one language."
             )
         longest = max(self.train.longest, self.valid.longest)
         if longest > max_positions:
             raise ConfigError(
-                f"An example has {longest} tokens, and the model {max_positions} positions: lower "
+                f"An example has {longest} tokens, and the model {max_positions} positions. Lower "
                 "tasks.max_tokens."
             )

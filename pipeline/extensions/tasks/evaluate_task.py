@@ -1,8 +1,8 @@
 """evaluate_task: score taggers or readers side by side, by language.
 
-Reads test files and one task model per system, or several of one system that differ in their seed
-(``lms@1=DIR lms@2=DIR``). Makes an evaluation: ``scores.json``, ``predictions/{system}/{language}``
-and ``report.md``.
+Reads test files and task models: one per system, or several runs of a system that differ in their
+seed (``lms@1=DIR lms@2=DIR``). Makes an evaluation: ``scores.json``,
+``predictions/{system}/{language}.jsonl`` and ``report.md``.
 """
 
 import sys
@@ -14,13 +14,13 @@ from pipeline.distributed.world import local_device
 from pipeline.errors import ConfigError
 from pipeline.extensions.tasks.examination import Examination, examination
 from pipeline.extensions.tasks.report import RUN_MARK, describe_systems, markdown, scores_document
-from pipeline.extensions.tasks.task_model import TaskSpec, load_task_model, read_task_spec
+from pipeline.extensions.tasks.task_model import Head, TaskSpec, load_task_model, read_task_spec
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted, track
 
 
 def run(call: StageCall) -> None:
-    """Ask every model about every test file that all of them know; write scores and report."""
+    """Run every model on the test files of the languages they share; write scores and report."""
     systems = call.many("systems")
     specs = {name: read_task_spec(artifact) for name, artifact in systems.items()}
     head = same_head(specs)
@@ -35,8 +35,8 @@ def run(call: StageCall) -> None:
             for route in routes(specs[name])
         }
         reports = describe_systems(scores)
-        examples = {code: exam.num_examples(code) for code in languages}
-        skipped = {code: exam.num_examples(code) for code in left_out}
+        examples = {code: exam.num_examples[code] for code in languages}
+        skipped = {code: exam.num_examples[code] for code in left_out}
         document = scores_document(reports, head=head, examples=examples, skipped=skipped)
         text = markdown(reports, head=head, examples=examples, skipped=skipped)
         writer.write_json("scores.json", document)
@@ -62,7 +62,7 @@ def _examine(
     asked = load_task_model(artifact, device=local_device(0))
     found: dict[str, Mapping[str, float]] = {}
     for code in track(languages, label=of_route(name, route)):
-        predicted = exam.examine(asked, code, route=route)
+        predicted = exam.examine(asked, code, route)
         lines = "".join(f"{line}\n" for line in predicted.lines)
         path = writer.path(f"predictions/{of_route(name, route)}/{code}.jsonl")
         path.write_text(lines, encoding="utf-8")
@@ -71,26 +71,30 @@ def _examine(
 
 
 def routes(spec: TaskSpec) -> tuple[Route, ...]:
-    """The routes through a model."""
+    """Return the routes through a model."""
     return ("specific", "shared") if spec.has_two_routes else ("specific",)
 
 
 def of_route(name: str, route: Route) -> str:
-    """``lms@1`` → ``lms (shared)@1`` on the route that all languages share."""
+    """Name a system on a route: ``lms@1`` becomes ``lms (shared)@1`` on the shared route."""
     system, mark, run = name.partition(RUN_MARK)
     return f"{system} (shared){mark}{run}" if route == "shared" else name
 
 
-def same_head(specs: Mapping[str, TaskSpec]) -> str:
-    """What all systems are; ConfigError where there is none, or some are of another task."""
+def same_head(specs: Mapping[str, TaskSpec]) -> Head:
+    """Return the head that all systems have.
+
+    Raises:
+        ConfigError: there is no system, or two have different heads.
+    """
     if not specs:
-        raise ConfigError("evaluate_task has no systems: name at least one, as NAME=DIR.")
+        raise ConfigError("evaluate_task has no systems. Name at least one, as NAME=DIR.")
     heads = {name: spec.head for name, spec in specs.items()}
     first, *others = heads
     for name in others:
         if heads[name] != heads[first]:
             raise ConfigError(
-                f"System {first!r} is a {heads[first]} and {name!r} a {heads[name]}: evaluate "
+                f"System {first!r} is a {heads[first]} and {name!r} a {heads[name]}. Evaluate "
                 "them apart."
             )
     return heads[first]
@@ -99,12 +103,12 @@ def same_head(specs: Mapping[str, TaskSpec]) -> str:
 def shared_languages(
     specs: Mapping[str, TaskSpec], exam: Examination
 ) -> tuple[list[str], list[str]]:
-    """The languages of the test files that every system can be asked about, and the others.
+    """Divide the languages of the test files into those that every system covers, and the others.
 
-    A model with modules of languages can be asked about no other, unless it has a route for all.
+    A model with language modules covers only their languages, unless it has a shared route.
 
     Raises:
-        ConfigError: none is left.
+        ConfigError: the systems share no language.
     """
     shared = [
         code for code in exam.languages if all(one.can_be_asked(code) for one in specs.values())
@@ -112,8 +116,8 @@ def shared_languages(
     if not shared:
         raise ConfigError(
             f"No language of the test files ({', '.join(exam.languages)}) has modules in all of "
-            f"the systems {', '.join(specs)}: add test files, or evaluate systems apart that know "
-            "other languages."
+            f"the systems {', '.join(specs)}. Add test files, or evaluate systems with other "
+            "languages apart."
         )
     return shared, [code for code in exam.languages if code not in shared]
 

@@ -1,19 +1,16 @@
-"""What a trained tagger or reader says of text.
+"""Run a trained tagger or reader on test files, and score its predictions.
 
-Legend: B windows, T window length, C tokens of a passage in a window.
-
-A test in several languages: files, what a model says of them, and what that is worth.
+Legend: T window length, C tokens of a passage in a window, L labels, V values of a label.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,21 +20,18 @@ from pipeline.config.settings import Route
 from pipeline.errors import ConfigError
 from pipeline.extensions.tasks.files import Found, entity_files, question_files, with_split
 from pipeline.extensions.tasks.named_entities import Sentence, count_entities, label, read_entities
-from pipeline.extensions.tasks.question_answering import windows_of
+from pipeline.extensions.tasks.question_answering import Window, windows_of
 from pipeline.extensions.tasks.questions import Question, exact_match, read_questions, word_f1
-from pipeline.extensions.tasks.task_model import TaskModel
-from pipeline.extensions.tasks.windows import Window
-
-Integers = npt.NDArray[np.int64]
+from pipeline.extensions.tasks.task_model import Head, TaskModel
 
 TOKENS = 4096
-"""Of a batch, padding included."""
+"""Most tokens of a batch, padding included."""
 
 
 def tag_sentences(
     asked: TaskModel, sentences: Sequence[Sentence], *, language: str, route: Route = "specific"
 ) -> list[tuple[str, ...]]:
-    """A tag for every token of every sentence."""
+    """Predict a tag for every token of every sentence."""
     spec = asked.spec
     parts = [
         (number, part)
@@ -62,10 +56,10 @@ def tag_sentences(
 def answer_questions(
     asked: TaskModel, questions: Sequence[Question], *, language: str, route: Route = "specific"
 ) -> list[str]:
-    """The answer to every question: a part of its context, never empty where that is not."""
+    """Predict the answer to every question: a part of its context, empty only if that is."""
     config = asked.spec.tasks
     windows = windows_of(questions, asked.pieces, config, with_answers=False)
-    best: dict[int, tuple[float, int, str]] = {}  # of equal scores the earlier window's
+    best: dict[int, tuple[float, int, str]] = {}  # the earlier window wins at equal scores
     given = [window.labelled for _, window in windows]
     for lines, logits in _logits(asked, given, language=language, route=route):
         starts, ends = logits.float().cpu().chunk(2)
@@ -84,7 +78,7 @@ def answer_questions(
 def best_span(
     start_T: Tensor, end_T: Tensor, window: Window, *, longest: int
 ) -> tuple[float, int, int] | None:
-    """Score, first and last token of the likeliest span of the passage; None where it has none."""
+    """Return score, first and last token of the passage's likeliest span; None if it has none."""
     place = slice(window.first, window.first + len(window.begin))
     has_text = torch.from_numpy(window.begin < window.end)
     start_C = start_T[place].masked_fill(~has_text, -torch.inf)
@@ -102,9 +96,9 @@ def best_span(
 def _logits(
     asked: TaskModel, given: Sequence[Labelled], *, language: str, route: Route
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """What a model says of sentences or windows: places in ``given``, and their logits.
+    """Run a model on sentences or windows; yield indices in ``given`` and their logits, by batch.
 
-    Text in a language without a module takes the route that all languages share.
+    Text in a language without a module takes the shared route.
     """
     lengths = np.array([len(one.ids) for one in given], dtype=np.int64)
     collate = collate_tags if asked.spec.head == "tagger" else collate_spans
@@ -122,102 +116,86 @@ def _logits(
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a model said of a language: its scores in percent, and JSON lines for people."""
+    """Predictions of a model for a language."""
 
     scores: dict[str, float]
+    """Score → percent."""
     lines: list[str]
-
-
-class Examination(Protocol):
-    """The test files of a task."""
-
-    @property
-    def languages(self) -> list[str]: ...
-
-    def num_examples(self, language: str) -> int:
-        """Sentences or questions."""
-
-    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
-        """Ask a model about all of them."""
+    """Predictions as JSON lines."""
 
 
 @dataclass(frozen=True)
-class EntityExamination:
-    """Sentences to tag, by language."""
+class Examination:
+    """Test files of a task."""
 
-    sentences: dict[str, list[Sentence]]
-
-    @property
-    def languages(self) -> list[str]:
-        return sorted(self.sentences)
-
-    def num_examples(self, language: str) -> int:
-        return len(self.sentences[language])
-
-    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
-        """F1, precision and recall."""
-        sentences = self.sentences[language]
-        found = tag_sentences(asked, sentences, language=language, route=route)
-        counts = count_entities([one.tags for one in sentences], found)
-        lines = [
-            _json(tokens=one.tokens, tags=tags) for one, tags in zip(sentences, found, strict=True)
-        ]
-        return Predicted(counts.scores(), lines)
-
-
-@dataclass(frozen=True)
-class QuestionExamination:
-    """Questions to answer, by language."""
-
-    questions: dict[str, list[Question]]
+    num_examples: Mapping[str, int]
+    """Language → sentences or questions of its test file."""
+    examine: Callable[[TaskModel, str, Route], Predicted]
+    """Run a model on the test file of a language by a route, and score it."""
 
     @property
     def languages(self) -> list[str]:
-        return sorted(self.questions)
-
-    def num_examples(self, language: str) -> int:
-        return len(self.questions[language])
-
-    def examine(self, asked: TaskModel, language: str, *, route: Route) -> Predicted:
-        """F1 and exact match, means over questions."""
-        questions = self.questions[language]
-        found = answer_questions(asked, questions, language=language, route=route)
-        pairs = list(zip(found, [_right(one) for one in questions], strict=True))
-        scores = {
-            "f1": 100 * fmean(word_f1(one, right) for one, right in pairs),
-            "exact_match": 100 * fmean(exact_match(one, right) for one, right in pairs),
-        }
-        lines = [
-            _json(id=one.id, answer=answer) for one, answer in zip(questions, found, strict=True)
-        ]
-        return Predicted(scores, lines)
+        """Languages of the test files, sorted."""
+        return sorted(self.num_examples)
 
 
-def _right(question: Question) -> Sequence[str]:
-    return [answer.text for answer in question.answers]
-
-
-def _json(**values: object) -> str:
-    return json.dumps(values, ensure_ascii=False)
-
-
-def examination(head: str, folder: Path) -> Examination:
-    """The test files below a folder, read whole.
+def examination(head: Head, folder: Path) -> Examination:
+    """Read the test files below a folder.
 
     Raises:
-        ConfigError or ArtifactError: there is none, or one is broken.
+        ConfigError: there is no test file.
+        ArtifactError: a file is broken.
     """
     if head == "tagger":
         found = _tests(entity_files(folder), folder)
-        return EntityExamination(
-            {code: read_entities(path, language=code) for code, path in found.items()}
-        )
+        sentences = {code: read_entities(path, language=code) for code, path in found.items()}
+        return Examination(_counts(sentences), partial(_examine_tagger, sentences))
     found = _tests(question_files(folder), folder)
-    return QuestionExamination({code: read_questions(path) for code, path in found.items()})
+    questions = {code: read_questions(path) for code, path in found.items()}
+    return Examination(_counts(questions), partial(_examine_reader, questions))
+
+
+def _counts(examples: Mapping[str, Sized]) -> dict[str, int]:
+    return {code: len(of_language) for code, of_language in examples.items()}
+
+
+def _examine_tagger(
+    sentences: Mapping[str, Sequence[Sentence]], asked: TaskModel, language: str, route: Route
+) -> Predicted:
+    """Score F1, precision and recall of entities."""
+    of_language = sentences[language]
+    found = tag_sentences(asked, of_language, language=language, route=route)
+    counts = count_entities([one.tags for one in of_language], found)
+    lines = [
+        _json(tokens=one.tokens, tags=tags) for one, tags in zip(of_language, found, strict=True)
+    ]
+    return Predicted(counts.scores(), lines)
+
+
+def _examine_reader(
+    questions: Mapping[str, Sequence[Question]], asked: TaskModel, language: str, route: Route
+) -> Predicted:
+    """Score F1 and exact match, means over questions."""
+    of_language = questions[language]
+    found = answer_questions(asked, of_language, language=language, route=route)
+    rights = [[answer.text for answer in one.answers] for one in of_language]
+    pairs = list(zip(found, rights, strict=True))
+    scores = {
+        "f1": 100 * fmean(word_f1(one, right) for one, right in pairs),
+        "exact_match": 100 * fmean(exact_match(one, right) for one, right in pairs),
+    }
+    lines = [
+        _json(id=one.id, answer=answer) for one, answer in zip(of_language, found, strict=True)
+    ]
+    return Predicted(scores, lines)
 
 
 def _tests(files: Found, folder: Path) -> dict[str, Path]:
     languages = with_split(files, "test")
     if not languages:
-        raise ConfigError(f"{folder} has no test file of any language: add one.")
+        raise ConfigError(f"{folder} has no test file of any language. Add one.")
     return {code: files[code]["test"] for code in languages}
+
+
+def _json(**values: object) -> str:
+    return json.dumps(values, ensure_ascii=False)

@@ -1,20 +1,18 @@
-"""finetune_tagger: an XLM-R that finds named entities.
+"""finetune_tagger: train an XLM-R to find named entities.
 
-Reads a folder of Hugging Face's with an XLM-R, and files of tagged text by language; makes a task
-model. Trained as translation models are: the same loop, states, resuming and ranks.
+Reads a Hugging Face folder with an XLM-R, and files of tagged text by language; makes a task model.
+The training loop, training states, resuming and ranks are those of translation models.
 """
 
-from pipeline.distributed.world import distributed_world, leave, local_device
-from pipeline.extensions.tasks.files import entity_files
-from pipeline.extensions.tasks.named_entities import read_training, tagging_data
+from pipeline.distributed.world import distributed_world, leave
+from pipeline.extensions.tasks.files import entity_files, trained_languages
+from pipeline.extensions.tasks.named_entities import tagging_data
 from pipeline.extensions.tasks.settings import TasksConfig
-from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller
-from pipeline.extensions.tasks.training import Labelling, trained_languages
+from pipeline.extensions.tasks.task_model import TaskSpec
+from pipeline.extensions.tasks.training import train_labeller
 from pipeline.extensions.tasks.xlmr import Pretrained
-from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect
-from pipeline.training.loop import train_task
 
 if __name__ == "__main__":
     from pipeline.machine import prepare_process
@@ -30,21 +28,13 @@ def run(call: StageCall) -> None:
         connect(world)
         files = entity_files(call.raw["data"].only_path())
         languages = trained_languages(files, tasks.languages)
-        train, valid, tags = read_training(files, languages)
         pretrained = Pretrained(call.raw["pretrained"].only_path())
-        pieces, encoder = (
-            pretrained.pieces,
-            pretrained.spec(languages, recipe.model.language_modules),
+        encoder = pretrained.spec(languages, recipe.model.language_modules)
+        data, tags = tagging_data(
+            files, pieces=pretrained.pieces, recipe=recipe, languages=languages
         )
         spec = TaskSpec(head="tagger", encoder=encoder, tags=tags, tasks=tasks)
-        data = tagging_data(train, valid, tags, pieces=pieces, recipe=recipe, languages=languages)
-        model = build_labeller(
-            spec,
-            regularization=Regularization.of(recipe.training),
-            device=local_device(world.local_rank),
-        )
-        pretrained.fill(model, spec.encoder, seed=recipe.training.seed)
-        train_task(call, model, Labelling(data, spec, pieces), world=world)
+        train_labeller(call, world, data=data, spec=spec, pretrained=pretrained)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,12 @@
-"""TODO: docstring."""
+"""Read files of questions in SQuAD v1.1's JSON (XQuAD, MLQA, TyDiQA-GoldP), and score answers.
+
+Files hold ``data[].paragraphs[].{context, qas[].{id, question, answers[].{text, answer_start}}}``;
+``answer_start`` counts characters.
+
+Exact match and F1 use SQuAD v1.1's normalizer for every language, as TyDiQA-GoldP and XQuAD do
+(Clark et al. 2020, §6.1; Artetxe et al. 2020): lower case, without ASCII punctuation and English
+articles.
+"""
 
 import re
 import string
@@ -15,7 +23,9 @@ from pipeline.config.settings import shown
 from pipeline.errors import ArtifactError
 from pipeline.extensions.tasks.files import read_text
 
-FIX = "restore the file from where it was published"
+_FIX = "restore the file from where it was published"
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class _Answer(Described):
@@ -51,6 +61,7 @@ class Answer:
 
     @property
     def stop(self) -> int:
+        """Character behind the answer's last one."""
         return self.start + len(self.text)
 
 
@@ -65,20 +76,21 @@ class Question:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """All questions of a file.
+    """Read all questions of a file.
 
     Raises:
-        ArtifactError: the file is none of the format, or an answer is not in its context.
+        ArtifactError: the file does not have the format, or an answer is not in its context.
     """
     content = read_text(path).encode()
-    values = parse_json(content, what=str(path), error=ArtifactError, fix=FIX)
+    values = parse_json(content, what=str(path), error=ArtifactError, fix=_FIX)
     try:
         document = _Document.model_validate(values, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(
-            f"{path} is no file of questions as SQuAD has them ({where}: {first['msg']}): {FIX}."
+            f"{path} is not a file of questions in SQuAD's format ({where}: {first['msg']}). "
+            f"{_FIX.capitalize()}."
         ) from error
     found = [
         Question(
@@ -95,13 +107,30 @@ def read_questions(path: Path) -> list[Question]:
     return found
 
 
+def normalized(answer: str) -> list[str]:
+    """Return the words of an answer that are compared."""
+    return _ARTICLES.sub(" ", answer.lower().translate(_WITHOUT_PUNCTUATION)).split()
+
+
+def exact_match(answer: str, right: Sequence[str]) -> float:
+    """Return 1 if an answer equals one of the right ones, else 0."""
+    words = normalized(answer)
+    return float(any(normalized(one) == words for one in right))
+
+
+def word_f1(answer: str, right: Sequence[str]) -> float:
+    """Return the F1 of an answer's words against the closest right answer's."""
+    words = normalized(answer)
+    return max(_f1(words, normalized(one)) for one in right)
+
+
 def _checked(answer: _Answer, question: _Question, context: str, path: Path) -> Answer:
     stop = answer.answer_start + len(answer.text)
     is_there = answer.answer_start >= 0 and context[answer.answer_start : stop] == answer.text
     if not is_there or not answer.text.strip():
         raise ArtifactError(
             f"{path}: question {shown(question.id)!r} has the answer {shown(answer.text)!r}, which "
-            f"is not at character {answer.answer_start} of its context: correct answer_start, or "
+            f"is not at character {answer.answer_start} of its context. Correct answer_start, or "
             "leave the question out."
         )
     text = answer.text.strip()
@@ -110,40 +139,19 @@ def _checked(answer: _Answer, question: _Question, context: str, path: Path) -> 
 
 def _check(questions: list[Question], path: Path) -> None:
     if not questions:
-        raise ArtifactError(f"{path} has no question: name a file of questions.")
+        raise ArtifactError(f"{path} has no question. Name a file of questions.")
     seen: set[str] = set()
     for one in questions:
         if not one.answers:
             raise ArtifactError(
-                f"{path}: question {shown(one.id)!r} has no answer, and SQuAD v1.1 has none of "
-                "that kind: leave it out."
+                f"{path}: question {shown(one.id)!r} has no answer, which SQuAD v1.1 does not "
+                "allow. Leave it out."
             )
         if one.id in seen:
             raise ArtifactError(
-                f"{path} has two questions with the id {shown(one.id)!r}: give each its own."
+                f"{path} has two questions with the id {shown(one.id)!r}. Give each its own."
             )
         seen.add(one.id)
-
-
-ARTICLES = re.compile(r"\b(a|an|the)\b")
-WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def normalized(answer: str) -> list[str]:
-    """Return the words of an answer that are compared."""
-    return ARTICLES.sub(" ", answer.lower().translate(WITHOUT_PUNCTUATION)).split()
-
-
-def exact_match(answer: str, right: Sequence[str]) -> float:
-    """1 where an answer is one of the right ones, else 0."""
-    words = normalized(answer)
-    return float(any(normalized(one) == words for one in right))
-
-
-def word_f1(answer: str, right: Sequence[str]) -> float:
-    """F1 of an answer's words against those of the right answer that it is closest to."""
-    words = normalized(answer)
-    return max(_f1(words, normalized(one)) for one in right)
 
 
 def _f1(words: Sequence[str], right: Sequence[str]) -> float:

@@ -1,6 +1,7 @@
-"""Task models on disk: shape and settings (``task.json``), pieces and weights.
+"""Write and load task models.
 
-Legend of the artifact: ``task.json``, ``sentencepiece.bpe.model``, ``weights/``, ``metrics.jsonl``.
+The artifact has ``task.json`` (shape and settings), ``sentencepiece.bpe.model``, ``weights/`` and
+``metrics.jsonl``.
 """
 
 from dataclasses import dataclass
@@ -24,35 +25,35 @@ Head = Literal["tagger", "reader"]
 
 
 class TaskSpec(Settings):
-    """All that is needed to build a task model, and to give it text."""
+    """Shape and settings of a task model."""
 
     head: Head
     encoder: ModelSpec
     tags: tuple[str, ...] = ()
-    """Of a tagger, by index."""
+    """Tags of a tagger, by index."""
     tasks: TasksConfig
 
     @property
     def has_two_routes(self) -> bool:
-        """Whether there is a route for all languages beside those of its languages' modules."""
+        """Whether the model has a shared route besides those of its language modules."""
         return self.encoder.model.has_shared_route
 
     def specific_languages(self) -> set[str] | None:
-        """The languages with modules; None: there are none, and every language is like any."""
+        """Return the languages that have modules; None if the model has no language modules."""
         modules = self.encoder.model.language_modules
         if modules is None:
             return None
         return set(self.encoder.languages if modules.languages is None else modules.languages)
 
     def can_be_asked(self, language: str) -> bool:
-        """Whether there is a route for text in a language."""
+        """Return whether the model has a route for text in a language."""
         known = self.specific_languages()
         return known is None or language in known or self.has_two_routes
 
 
 @dataclass(frozen=True)
 class TaskModel:
-    """A model that was trained, and what belongs to it."""
+    """A trained tagger or reader with its shape and vocabulary."""
 
     spec: TaskSpec
     model: Labeller
@@ -60,6 +61,7 @@ class TaskModel:
 
     @property
     def device(self) -> torch.device:
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
 
@@ -69,7 +71,7 @@ def build_labeller(
     regularization: Regularization | None = None,
     device: torch.device | None = None,
 ) -> Labeller:
-    """A model whose parameters are allocated but not yet set."""
+    """Build a model whose parameters are allocated but not set."""
     with torch.device("meta"):
         model = Labeller(
             spec.encoder,
@@ -81,13 +83,13 @@ def build_labeller(
 
 
 def describe_task(writer: ArtifactWriter, spec: TaskSpec, pieces: Pieces) -> None:
-    """Write what a task model has beside its weights."""
+    """Write all files of a task model but its weights."""
     writer.write_json(TASK_FILE, spec.model_dump(mode="json"))
     writer.path(PIECES_FILE).write_bytes(pieces.model)
 
 
 def read_task_spec(artifact: Artifact) -> TaskSpec:
-    """Raises CheckpointError where the artifact describes no task model."""
+    """Read the shape and settings; raise CheckpointError if the artifact has none."""
     try:
         return TaskSpec.model_validate(artifact.read_json(TASK_FILE))
     except ValidationError as error:
@@ -98,7 +100,7 @@ def read_task_spec(artifact: Artifact) -> TaskSpec:
 
 
 def load_task_model(artifact: Artifact, *, device: torch.device) -> TaskModel:
-    """A trained model, ready to be asked.
+    """Load a trained model in evaluation mode.
 
     Raises:
         CheckpointError: its files do not belong together.

@@ -1,4 +1,4 @@
-"""Labelling as a task of the training loop: what a run reads, finds and writes."""
+"""Train a tagger or a reader in the training loop of translation models."""
 
 import math
 from collections.abc import Mapping
@@ -7,27 +7,31 @@ from dataclasses import dataclass
 from pipeline.artifacts.artifact import ArtifactWriter
 from pipeline.artifacts.corpus import Direction
 from pipeline.artifacts.manifest import Kind
-from pipeline.errors import ConfigError
+from pipeline.distributed.world import World, local_device
 from pipeline.extensions.tasks.data import LabelledData
-from pipeline.extensions.tasks.files import Found, Split, with_split
-from pipeline.extensions.tasks.task_model import TaskSpec, describe_task
-from pipeline.extensions.tasks.xlmr import Pieces
+from pipeline.extensions.tasks.task_model import TaskSpec, build_labeller, describe_task
+from pipeline.extensions.tasks.xlmr import Pieces, Pretrained
+from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import counted
+from pipeline.training.loop import train_task
 
 
 @dataclass(frozen=True)
 class LabellingSummary:
-    """Label-mean losses, in nats; the kept weights have the lowest perplexity."""
+    """Validation losses: means over labels, in nats."""
 
     loss: float
     perplexity: float
+    """Exponential of the loss; the kept weights have the lowest."""
     languages: Mapping[str, float]
+    """Language → loss."""
 
 
 @dataclass(frozen=True)
 class Labelling:
-    """Training of a tagger or a reader."""
+    """The task of training a tagger or a reader (:class:`pipeline.training.task.Task`)."""
 
     data: LabelledData
     spec: TaskSpec
@@ -36,7 +40,7 @@ class Labelling:
     notes: tuple[str, ...] = ()
 
     def summarize(self, losses: dict[Direction, tuple[float, int]]) -> LabellingSummary:
-        """Overall, over labels, and by language."""
+        """Average the losses over all labels and by language."""
         loss = sum(nats for nats, _ in losses.values()) / sum(n for _, n in losses.values())
         return LabellingSummary(
             loss=loss,
@@ -45,37 +49,29 @@ class Labelling:
         )
 
     def kept_by(self, found: LabellingSummary) -> float:
-        """The perplexity."""
+        """Return the perplexity, by which the best weights are kept."""
         return found.perplexity
 
     def describe(self, writer: ArtifactWriter, spec: ModelSpec) -> None:
-        """Shape, settings and pieces."""
+        """Write shape, settings and pieces."""
         assert spec == self.spec.encoder
         describe_task(writer, self.spec, self.pieces)
 
     def trained_on(self) -> str:
-        """Examples and languages."""
+        """Describe the examples and languages of the training data."""
         counts = self.data.train.num_examples
         what = "sentences, long ones in parts," if self.spec.head == "tagger" else "windows"
         return f"{sum(counts.values()):,} {what} of {counted(len(counts), 'language')}"
 
 
-def trained_languages(files: Found, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """The languages to train on, sorted: those asked for, or all that have training text.
-
-    Raises:
-        ConfigError: one has no training text, or none has.
-    """
-    there = with_split(files, "train")
-    missing = [code for code in wanted if code not in there]
-    if missing or not there:
-        raise ConfigError(
-            f"The data has no training file for {', '.join(missing) or 'any language'}: it has "
-            f"some for {', '.join(there) or 'none'}; change tasks.languages, or add the file."
-        )
-    return tuple(sorted(wanted or there))
-
-
-def chosen_files(files: Found, languages: tuple[str, ...], split: Split) -> Found:
-    """Of the languages that have the split, their files."""
-    return {code: files[code] for code in languages if split in files[code]}
+def train_labeller(
+    call: StageCall, world: World, *, data: LabelledData, spec: TaskSpec, pretrained: Pretrained
+) -> None:
+    """Train a head and all of a pretrained encoder, and write the task model."""
+    model = build_labeller(
+        spec,
+        regularization=Regularization.of(call.recipe.training),
+        device=local_device(world.local_rank),
+    )
+    pretrained.fill(model, spec.encoder, seed=call.recipe.training.seed)
+    train_task(call, model, Labelling(data, spec, pretrained.pieces), world=world)

@@ -1,14 +1,12 @@
-"""XLM-R's vocabulary: a SentencePiece model whose ids are moved by one, with fairseq's specials.
+"""Read an XLM-R from a Hugging Face folder: shape, vocabulary, and weights by our names.
 
-``<s>`` is 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3, and piece i of the model i + 1; behind the last
-one stands ``<mask>`` (Hugging Face's ``tokenization_xlm_roberta.py``). Text that looks like a
-special stays text.
+Weights are safetensors or ``pytorch_model.bin``, from which only tensors are read. They are named
+as in ``modeling_xlm_roberta.py``, with the prefix ``roberta.`` if the folder has a model with a
+head. That head is ignored, because training begins with a new one.
 
-An XLM-R in a folder of Hugging Face's: its shape, its vocabulary and its weights by our names.
-
-Weights are safetensors, or ``pytorch_model.bin``, of which nothing but tensors is read. The names
-are those of ``modeling_xlm_roberta.py``, with ``roberta.`` before them where the folder holds a
-model with a head. A head that is there is not read: one is trained here.
+The vocabulary is a SentencePiece model whose ids are shifted by one, with fairseq's specials
+(``tokenization_xlm_roberta.py``): ``<s>`` is 0, ``<pad>`` 1, ``</s>`` 2, ``<unk>`` 3, piece i of
+the model i + 1, and ``<mask>`` the last id. Text that looks like a special stays text.
 """
 
 from collections.abc import Mapping
@@ -26,8 +24,9 @@ from pipeline.checkpoints.foreign.model_folder import (
     WEIGHTS_FILE,
     Described,
     ModelFolder,
+    refuse_other,
+    refuse_quantized,
 )
-from pipeline.checkpoints.foreign.refusals import refuse_other, refuse_quantised
 from pipeline.checkpoints.foreign.tensors import NameTable, Stored
 from pipeline.checkpoints.foreign.torch_file import StateDict, read_torch_file
 from pipeline.checkpoints.names import initial_value, named_slices
@@ -46,48 +45,50 @@ PIECES_FILE = "sentencepiece.bpe.model"
 
 
 class Located(NamedTuple):
-    """Ids of a text, and which of its characters each stands for: [begin, end), no space around.
+    """Ids of a text and the range of characters of each, without surrounding space.
 
-    A piece of nothing but space has an empty range.
+    A piece of space alone has an empty range.
     """
 
     ids: Integers
     begin: Integers
+    """First character of each piece."""
     end: Integers
+    """Character behind the last one of each piece."""
 
 
 class Pieces:
-    """Text to ids."""
+    """Encoder of text by the pieces of an XLM-R."""
 
     def __init__(self, model: bytes, *, origin: Path) -> None:
-        """Raises CheckpointError where it is no SentencePiece model as XLM-R has one."""
+        """Load the pieces; raise CheckpointError if they are not an XLM-R's SentencePiece model."""
         self.model = model
         try:
             self._processor = SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise CheckpointError(
-                f"{origin / PIECES_FILE} is not a SentencePiece model: restore it from where it "
+                f"{origin / PIECES_FILE} is not a SentencePiece model. Restore it from where it "
                 "was published."
             ) from error
         specials = [self._processor.id_to_piece(index) for index in range(3)]
         if specials != ["<unk>", "<s>", "</s>"]:
             raise CheckpointError(
                 f"{origin / PIECES_FILE} begins with {', '.join(specials)} where XLM-R's begins "
-                "with <unk>, <s>, </s>: name the folder of an XLM-R."
+                "with <unk>, <s>, </s>. Name the folder of an XLM-R."
             )
 
     @property
     def size(self) -> int:
-        """Ids, ``<mask>`` included."""
+        """Number of ids, ``<mask>`` included."""
         size: int = self._processor.get_piece_size()
         return size + OFFSET + 1
 
     def encode(self, text: str) -> Integers:
-        """Ids without specials."""
+        """Return the ids of a text, without specials."""
         return _moved(self._processor.encode(text))
 
     def locate(self, text: str) -> Located:
-        """Ids without specials, and where each lies in the text."""
+        """Return the ids of a text, without specials, and their places in it."""
         found = self._processor.encode(text, out_type="offset_mapping")
         range_N2 = np.array(found["offsets"], dtype=np.int64).reshape(-1, 2)
         begin, end = _trimmed(text, range_N2[:, 0], range_N2[:, 1])
@@ -100,7 +101,7 @@ def _moved(ids: object) -> Integers:
 
 
 def _trimmed(text: str, begin: Integers, end: Integers) -> tuple[Integers, Integers]:
-    """Ranges of characters without the space at their beginnings and ends."""
+    """Shrink ranges of characters by the space at their beginnings and ends."""
     size = len(text)
     is_word = np.fromiter((not letter.isspace() for letter in text), dtype=bool, count=size)
     places = np.arange(size)
@@ -125,11 +126,11 @@ encoder.layer.{layer}.output.dense.{kind}                 encoder.layers.{layer}
 encoder.layer.{layer}.output.LayerNorm.{kind}             encoder.layers.{layer}.feed_forward_norm.{kind}
 """)  # noqa: E501 (a table)
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
-"""One row, which every token has: it is added to the positions."""
+"""The embedding of the only token type, which is added to every position."""
 
 
 class _Config(Described):
-    """``config.json``."""
+    """Content of ``config.json``."""
 
     model_type: str
     vocab_size: int
@@ -151,13 +152,14 @@ class _Config(Described):
 
 
 class Pretrained:
-    """An XLM-R that exists.
-
-    Raises:
-        CheckpointError: it is none, or its files do not belong together.
-    """
+    """A pretrained XLM-R in a Hugging Face folder."""
 
     def __init__(self, directory: Path) -> None:
+        """Read shape and vocabulary, and find the weights.
+
+        Raises:
+            CheckpointError: the folder has no XLM-R, or its files do not belong together.
+        """
         self.origin = directory
         folder = ModelFolder(directory)
         config = _read_config(folder)
@@ -179,7 +181,7 @@ class Pretrained:
         if self.pieces.size > config.vocab_size:
             raise CheckpointError(
                 f"{directory} has {self.pieces.size:,} pieces with their specials in {PIECES_FILE} "
-                f"and a model of vocab_size {config.vocab_size:,}: name a folder whose files "
+                f"and a model of vocab_size {config.vocab_size:,}. Name a folder whose files "
                 "belong together."
             )
         self._stored = _stored(folder, self._wanted_names(config))
@@ -190,22 +192,21 @@ class Pretrained:
     def spec(
         self, languages: tuple[str, ...], modules: LanguageModulesConfig | None = None
     ) -> ModelSpec:
-        """The shape of a model of this encoder that knows these languages.
+        """Return the shape of a model with this encoder for these languages.
 
         Raises:
-            ConfigError: the modules are of a kind that an encoder alone has not, or of other
-                languages.
+            ConfigError: an encoder alone cannot have modules of this kind, or a language has none.
         """
         if modules is not None and not modules.fits_encoder_alone:
             raise ConfigError(
-                f"model.language_modules.kind is {modules.kind}, and an encoder with a head can "
-                "have low_rank ones alone: change it, or leave [model.language_modules] out."
+                f"model.language_modules.kind is {modules.kind}, and an encoder with a head "
+                "supports only low_rank. Change it, or leave [model.language_modules] out."
             )
         own = None if modules is None else modules.languages
         if own is not None and (missing := sorted(set(languages) - set(own))):
             raise ConfigError(
                 f"There is text in {', '.join(missing)} to train on, and "
-                "model.language_modules.languages leaves that out: name it there, or set "
+                "model.language_modules.languages leaves that out. Name it there, or set "
                 "tasks.languages to others."
             )
         return make_spec(
@@ -225,7 +226,7 @@ class Pretrained:
         return [prefix + name for prefix in ("", "roberta.") for name in dict.fromkeys(names)]
 
     def fill(self, model: nn.Module, spec: ModelSpec, *, seed: int) -> None:
-        """Set every parameter: of the encoder as stored, of all else as it begins.
+        """Set the parameters of the encoder as stored, and all others to their initial values.
 
         Raises:
             CheckpointError: a tensor of the encoder is missing or has another shape.
@@ -241,7 +242,7 @@ class Pretrained:
             if value.shape != entry.value.shape:
                 raise CheckpointError(
                     f"{self.origin}: tensor {self._prefix}{theirs} has shape {tuple(value.shape)}, "
-                    f"and config.json describes {tuple(entry.value.shape)}: name a folder whose "
+                    f"and config.json describes {tuple(entry.value.shape)}. Name a folder whose "
                     "files belong together."
                 )
             entry.value.copy_(value)
@@ -250,28 +251,28 @@ class Pretrained:
         name = self._prefix + theirs
         if name not in self._names:
             raise CheckpointError(
-                f"{self.origin} has no tensor {name}, which an XLM-R has: restore the folder from "
+                f"{self.origin} has no tensor {name}, which an XLM-R has. Restore the folder from "
                 "where it was published."
             )
         value = self._stored.read(name)
         if value.dtype not in FLOATING_TYPES or not value.isfinite().all():
             raise CheckpointError(
-                f"{self.origin}: tensor {name} has values that are not finite numbers: name "
+                f"{self.origin}: tensor {name} has values that are not finite numbers. Name "
                 "another checkpoint."
             )
         return value.float()
 
 
 def _read_config(folder: ModelFolder) -> _Config:
-    """Raises CheckpointError where it is another architecture, or a variant that we have not."""
+    """Read ``config.json``; raise CheckpointError for another architecture or variant."""
     model_type = folder.read_object("config.json").get("model_type")
     if model_type != "xlm-roberta":
         raise CheckpointError(
             f"{folder.origin} holds a model of type {shown(model_type)}, and tasks are trained on "
-            "an XLM-R (xlm-roberta): name the folder of one."
+            "an XLM-R (xlm-roberta). Name the folder of one."
         )
     config = folder.described(_Config)
-    refuse_quantised(folder.origin, config.quantization_config)
+    refuse_quantized(folder.origin, config.quantization_config)
     refuse_other(
         folder.origin,
         layer_norm_eps=(config.layer_norm_eps, 1e-5),
@@ -301,15 +302,15 @@ def _check_sizes(folder: ModelFolder, config: _Config) -> None:
     if odd or config.hidden_size % config.num_attention_heads:
         what = odd[0] if odd else "hidden_size, which num_attention_heads does not divide"
         raise CheckpointError(
-            f"{folder.origin}/config.json describes no XLM-R ({what}): restore it from where it "
+            f"{folder.origin}/config.json describes no XLM-R ({what}). Restore it from where it "
             "was published."
         )
 
 
 def _stored(folder: ModelFolder, names: list[str]) -> Stored:
-    """The folder's weights, safetensors first."""
+    """Return the folder's weights; safetensors take precedence."""
     pickled = PICKLED[0]
     if folder.has(WEIGHTS_FILE) or folder.has(INDEX_FILE) or not folder.has(pickled):
-        return folder
+        return folder.tensors
     path = folder.origin / pickled
     return StateDict.checked(path, read_torch_file(path, keep=names))

@@ -16,7 +16,7 @@ from pipeline.artifacts.manifest import MARKER_NAME
 from pipeline.artifacts.places import run_dir
 from pipeline.artifacts.tokenizer import tags
 from pipeline.batching.batch import Batch, Example, collate
-from pipeline.checkpoints.assembly import making, writing
+from pipeline.checkpoints.assembly import making
 from pipeline.checkpoints.checkpoint import load_model, read_tokenizer
 from pipeline.checkpoints.opening import open_model
 from pipeline.checkpoints.weights import TensorFiles
@@ -132,7 +132,7 @@ def test_the_papers_row_12_has_its_number_of_parameters(capsys: pytest.CaptureFi
     assert "32 experts, top-2, in layers 2, 4, 6, 8, 10, 12" in printed
     assert "3,541,901,312" in printed
     assert main(["upcycle", "row12_opus100", "--out", "nothing"]) == 2
-    assert "of which nothing can be made" in capsys.readouterr().err
+    assert "which has no weights" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the same bytes however made
@@ -146,7 +146,7 @@ def files_of(directory: str) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_shelf")
 def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    monkeypatch.setattr(making.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "one"]) == 0
     assert main(["upcycle", name, "--out", "four", "--processes", "4"]) == 0
@@ -155,7 +155,7 @@ def test_one_process_and_four_write_the_same_bytes(monkeypatch: pytest.MonkeyPat
     assert receipt_of("one") == receipt_of("four")
 
 
-KEYWORDS = dict(writing.write_assembly.__kwdefaults__ or {})
+KEYWORDS = dict(making.write_assembly.__kwdefaults__ or {})
 
 
 @pytest.mark.usefixtures("at_shelf")
@@ -173,28 +173,28 @@ def test_32_experts_have_32_masks() -> None:
 def test_an_interrupted_assembly_goes_on_behind_its_last_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(writing.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
+    monkeypatch.setattr(making.write_assembly, "__kwdefaults__", {**KEYWORDS, "file_bytes": 4096})
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "whole"]) == 0
     written: list[int] = []
-    real = writing.write_file
+    real = making.write_file
 
-    def counted(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+    def counted(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(file.number)
         real(blueprint, file, work_dir)
 
-    monkeypatch.setattr(writing, "write_file", counted)
+    monkeypatch.setattr(making, "write_file", counted)
     assert main(["upcycle", name, "--out", "made"]) == 130
     assert not Path("made").exists()
     assert written == [0, 1]
 
-    def counted_to_the_end(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+    def counted_to_the_end(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
         written.append(file.number)
         real(blueprint, file, work_dir)
 
-    monkeypatch.setattr(writing, "write_file", counted_to_the_end)
+    monkeypatch.setattr(making, "write_file", counted_to_the_end)
     assert main(["upcycle", name, "--out", "made"]) == 0
     assert written[2:] == list(range(2, len(files_of("whole"))))
     assert files_of("made") == files_of("whole")
@@ -240,7 +240,7 @@ def test_what_is_made_already_is_not_made_again(
     name = declare(ROW_12)
     assert main(["upcycle", name, "--out", "made"]) == 0
     before = Path("made/manifest.json").read_bytes()
-    monkeypatch.setattr(writing, "write_file", pytest.fail)
+    monkeypatch.setattr(making, "write_file", pytest.fail)
     assert main(["upcycle", name, "--out", "made"]) == 0
     assert "already done, made is up to date" in capsys.readouterr().out
     assert Path("made/manifest.json").read_bytes() == before
@@ -253,15 +253,15 @@ def test_what_is_made_already_is_not_made_again(
 
 @pytest.mark.usefixtures("at_shelf")
 def test_what_was_kept_of_another_assembly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = writing.write_file
+    real = making.write_file
 
-    def stopped(blueprint: Any, file: writing.WeightFile, work_dir: Path) -> None:
+    def stopped(blueprint: Any, file: making.WeightFile, work_dir: Path) -> None:
         real(blueprint, file, work_dir)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "write_file", stopped)
+    monkeypatch.setattr(making, "write_file", stopped)
     assert main(["upcycle", declare(ROW_12), "--out", "made"]) == 130
-    monkeypatch.setattr(writing, "write_file", real)
+    monkeypatch.setattr(making, "write_file", real)
     other = declare(ROW_12.replace("seed = 3", "seed = 4"), "other.toml")
     assert main(["upcycle", other, "--out", "made"]) == 0
     assert main(["upcycle", other, "--out", "expected"]) == 0
@@ -430,13 +430,13 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (('dense = "dense"', 'dense = "nowhere"'), "nowhere does not exist: name a checkpoint"),
-        (('encoder = "dense"', 'encoder = "danse"'), "parts name 'danse', and the sources are"),
+        (('dense = "dense"', 'dense = "nowhere"'), "nowhere does not exist. Name a checkpoint"),
+        (('encoder = "dense"', 'encoder = "danse"'), "parts name 'danse', but the sources are"),
         (('decoder = "moe_lgr"', 'decoder = "dense"'), "no part comes from the source 'moe_lgr'"),
         (("mask_ratio = 0.1", "mask_rate = 0.1"), "mask_rate"),
         (("mask_ratio = 0.1", "mask_ratio = 1.5"), "mask_ratio"),
         (("[upcycling]", "[model]\nnum_heads = 4\n[upcycling]"), "num_heads: 2 → 4"),
-        (("[upcycling]", "[model]\nmoe = 3\n[upcycling]"), "is what [experts] says"),
+        (("[upcycling]", "[model]\nmoe = 3\n[upcycling]"), "model.moe belongs to [experts]"),
         (
             ('decoder = "moe_lgr"\n', 'decoder = "fresh"\n[experts]\n' + GROUP_ROUTED),
             "no part comes from the source 'moe_lgr'",
@@ -451,8 +451,8 @@ def test_bytes_take_over_the_rows_of_characters_alone() -> None:
             "name a groups artifact as `groups`",
         ),
         (("[sources]", "groups = 'dense'\n[sources]"), "is a checkpoint where a groups is wanted"),
-        (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "knows the language 'de' already"),
-        (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "'deu' already, as 'de'"),
+        (("[upcycling]", "[languages]\nde = 'en'\n[upcycling]"), "already knows the language 'de'"),
+        (("[upcycling]", "[languages]\ndeu = 'en'\n[upcycling]"), "language 'deu', as 'de'"),
         (("[upcycling]", "[languages]\n'd e' = 'en'\n[upcycling]"), "is no language code"),
     ],
 )
@@ -472,7 +472,7 @@ def test_a_declaration_that_cannot_be_is_one_sentence(
 @pytest.mark.usefixtures("at_shelf")
 def test_an_output_that_is_a_source_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upcycle", declare(ROW_12), "--out", "dense", "--overwrite"]) == 2
-    assert "choose another folder for the output" in capsys.readouterr().err
+    assert "Choose another folder for the output" in capsys.readouterr().err
     assert json.loads(Path("dense/manifest.json").read_text())["kind"] == "checkpoint"
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from pipeline.artifacts.artifact import Artifact, new_artifact, open_artifact
 from pipeline.artifacts.tokenizer import TokenizerDescription, write_tokenizer
 from pipeline.checkpoints.assembly.receipt import receipt_lines
-from pipeline.checkpoints.assembly.rules import Assignment, Part, part_of, plan_assembly
-from pipeline.checkpoints.assembly.values import Blueprint
+from pipeline.checkpoints.assembly.rules import Assignment, Blueprint, Part, part_of, plan_assembly
 from pipeline.checkpoints.checkpoint import load_model, read_spec, write_model_files
 from pipeline.checkpoints.names import named_slices
 from pipeline.checkpoints.settings import UpcyclingConfig
@@ -221,7 +220,7 @@ def test_group_routers_can_start_fresh_instead(moe: Artifact) -> None:
 def test_fewer_experts_than_the_source_has_must_be_named(moe: Artifact) -> None:
     sources = files_of(embeddings=moe, encoder=moe, decoder=None)
     fewer = byte_spec(moe=MOE.model_copy(update={"num_experts": 2}))
-    with pytest.raises(CheckpointError, match="has 4 experts per layer and the model 2: say"):
+    with pytest.raises(CheckpointError, match=r"has 4 experts per layer and the model 2\. Name"):
         plan_assembly(fewer, sources, COPY)
 
 
@@ -307,14 +306,14 @@ def test_a_source_of_another_size_is_an_error_that_names_both_shapes(
     dense: Artifact, spec: ModelSpec
 ) -> None:
     sources = files_of(embeddings=dense, encoder=dense, decoder=dense)
-    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* wants \(\d+, \d+\)"):
+    with pytest.raises(CheckpointError, match=r"has shape \(\d+, 16\), .* needs \(\d+, \d+\)"):
         plan_assembly(spec, sources, COPY)
 
 
 def test_routers_of_another_number_of_groups_are_refused(moe_lgr: Artifact) -> None:
     sources = files_of(embeddings=moe_lgr, encoder=moe_lgr, decoder=moe_lgr)
     spec = byte_spec(moe=MOE, groups=4)
-    with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* wants \(4, 4, 16\)"):
+    with pytest.raises(CheckpointError, match=r"shape \(2, 4, 16\), .* needs \(4, 4, 16\)"):
         plan_assembly(spec, sources, COPY)
 
 

@@ -8,7 +8,7 @@ import ctranslate2
 import pytest
 from sentencepiece import SentencePieceProcessor
 from support.exported_models import BEYOND, HUNDRED, own_checkpoint
-from support.foreign_models import LINES, model_of, our_logits
+from support.foreign_models import LINES, PAIRS, model_of, our_logits
 
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.corpus import Direction
@@ -23,7 +23,6 @@ from pipeline.decoding.settings import DecodingConfig
 from pipeline.errors import ConfigError
 
 ARCHIVE = Path(__file__).parents[2] / "whole" / "stored_run.tar.gz"
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 VARIANTS: dict[str, dict[str, Any]] = {
     "as pretrained": {},
     "gelu, not scaled": {

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.exported_models import BEYOND, HUNDRED, own_checkpoint
+from support.exported_models import BEYOND, HUNDRED, named_tokenizer, own_checkpoint
 from support.foreign_models import (
     LINES,
+    PAIRS,
     model_of,
     our_logits,
     our_translations,
@@ -17,42 +17,39 @@ from support.foreign_models import (
     their_translations,
 )
 from transformers import (
+    AutoModelForSeq2SeqLM,
     M2M100ForConditionalGeneration,
-    M2M100Tokenizer,
     NllbMoeForConditionalGeneration,
-    NllbTokenizer,
 )
 
-from pipeline.checkpoints.exporting import Export, Format, export_checkpoint
+from pipeline.checkpoints.exporting import Export, export_checkpoint
 from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.model.settings import MoEConfig
 
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 MOE = MoEConfig(num_experts=4, every=2)
-PEERS = {
+PEERS: dict[str, Any] = {
     "hf-m2m100": M2M100ForConditionalGeneration,
     "hf-nllb-moe": NllbMoeForConditionalGeneration,
 }
+NAMES = {HUNDRED: ("en", "de"), BEYOND: ("eng_Latn", "deu_Latn")}
+"""English and German by the names that a user of transformers would try."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A model of ours, and what transformers loads."""
+    """A model of ours, and the same model as transformers loads it."""
 
     source: ModelSource
     model: Any
-    tokenizer: Any
     loading: dict[str, Any]
+    tokenizer: Any
+    tag: int
+    """Id of German."""
 
     @property
     def rows(self) -> Sequence[int | None]:
         return chosen_layout(entries_of(self.source.tokenizer, self.source.origin)).rows
-
-    @property
-    def tag(self) -> int:
-        name = "__de__" if self.tokenizer.src_lang == "en" else "deu_Latn"
-        return int(self.tokenizer.convert_tokens_to_ids(name))
 
 
 @pytest.fixture(
@@ -79,16 +76,13 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         out_dir=folder / "out",
         export=Export(to=to, target_group="de" if grouped else None),
     )
-    return loaded(folder / "out", source, to=to, hundred=languages == HUNDRED)
-
-
-def loaded(directory: Path, source: ModelSource, *, to: Format, hundred: bool) -> Exported:
-    peer_type: Any = PEERS[to]
-    peer, loading = peer_type.from_pretrained(directory, output_loading_info=True)
-    tokenizer_type: Any = M2M100Tokenizer if hundred else NllbTokenizer
-    names = ("en", "de") if hundred else ("eng_Latn", "deu_Latn")
-    tokenizer = tokenizer_type.from_pretrained(directory, src_lang=names[0], tgt_lang=names[1])
-    return Exported(source, peer.eval(), tokenizer, loading)
+    peer_type: Any = AutoModelForSeq2SeqLM
+    peer, loading = peer_type.from_pretrained(folder / "out", output_loading_info=True)
+    assert type(peer) is PEERS[to]
+    english, german = NAMES[languages]
+    tokenizer, tag = named_tokenizer(folder / "out", english=english, german=german)
+    found: Any = peer
+    return Exported(source, found.eval(), loading, tokenizer, tag)
 
 
 def test_nothing_is_missing_when_it_is_loaded(exported: Exported) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ import pytest
 import sentencepiece
 import torch
 from babel.core import get_global
-from support.exported_models import BEYOND, HUNDRED, own_checkpoint, own_sentencepiece
+from support.exported_models import (
+    BEYOND,
+    HUNDRED,
+    automatic_tokenizer,
+    named_tokenizer,
+    own_checkpoint,
+    own_sentencepiece,
+)
 from support.foreign_families import nllb_folder, nllb_moe_folder
 from support.foreign_models import (
     LINES,
@@ -19,15 +26,9 @@ from support.foreign_models import (
     our_translations,
     their_translations,
 )
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    M2M100Tokenizer,
-    NllbTokenizer,
-)
+from transformers import AutoModelForSeq2SeqLM, NllbTokenizer
 from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES as M2M100_CODES
 from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
-from transformers.utils.import_utils import is_protobuf_available
 
 from pipeline import cli
 from pipeline.artifacts.artifact import open_artifact
@@ -46,21 +47,11 @@ from pipeline.checkpoints.opening import import_checkpoint, own_source
 from pipeline.checkpoints.sources import ModelSource
 from pipeline.errors import CheckpointError
 from pipeline.languages import ALIASES, FAMILIES, canonical, iso_639_3
-from pipeline.model.settings import MoEConfig
 
-MOE = MoEConfig(num_experts=4, every=2)
-HAS_PROTOBUF = is_protobuf_available()
-"""transformers makes a fast tokenizer of SentencePiece's files with it."""
 BIBLIOGRAPHIC = (
     "alb arm baq bur chi cze dut fre geo ger gre ice mac mao may per rum slo tib wel".split()
 )
 """The codes of ISO 639-2 that ISO 639-3 does not have: its table lists these twenty."""
-
-
-def automatic_tokenizer(folder: Path, **options: Any) -> Any:
-    """What transformers takes for a folder where its user names no class."""
-    kind: Any = AutoTokenizer
-    return kind.from_pretrained(folder, use_fast=HAS_PROTOBUF, **options)
 
 
 def imported(make: Callable[[Path], Any], folder: Path) -> ModelSource:
@@ -87,10 +78,6 @@ def upcycled(make: Callable[[Path], Any], folder: Path) -> ModelSource:
     return own_source(open_artifact(out, kind="checkpoint"))
 
 
-def own(languages: Sequence[str], **model: Any) -> Callable[[Path], ModelSource]:
-    return lambda folder: own_checkpoint(folder / "ours", languages=languages, **model)
-
-
 CASES: dict[str, tuple[Callable[[Path], ModelSource], Format, str, str]] = {
     "M2M-100": (lambda folder: imported(m2m100_folder, folder), "hf-m2m100", "en", "de"),
     "NLLB": (lambda folder: imported(nllb_folder, folder), "hf-m2m100", "eng_Latn", "deu_Latn"),
@@ -106,13 +93,6 @@ CASES: dict[str, tuple[Callable[[Path], ModelSource], Format, str, str]] = {
         lambda folder: upcycled(m2m100_folder, folder),
         *("hf-nllb-moe", "en", "de"),
     ),
-    "own": (own(HUNDRED), "hf-m2m100", "en", "de"),
-    "own, other languages": (own(BEYOND), "hf-m2m100", "eng_Latn", "deu_Latn"),
-    "own experts": (own(HUNDRED, moe=MOE), "hf-nllb-moe", "en", "de"),
-    "own experts, other languages": (
-        own(BEYOND, moe=MOE),
-        *("hf-nllb-moe", "eng_Latn", "deu_Latn"),
-    ),
 }
 
 
@@ -121,21 +101,7 @@ def test_translations_by_the_names_a_user_would_try_are_ours(case: str, tmp_path
     make, to, english, german = CASES[case]
     source, out = make(tmp_path), tmp_path / "out"
     export_checkpoint(source.origin, out_dir=out, export=Export(to=to))
-    is_nllb = "_" in english
-    tokenizer_type: Any = NllbTokenizer if is_nllb else M2M100Tokenizer
-    tokenizer = tokenizer_type.from_pretrained(out, src_lang=english, tgt_lang=german)
-    if is_nllb:
-        tag, tag_of_source = (tokenizer.convert_tokens_to_ids(one) for one in (german, english))
-    else:
-        tag, tag_of_source = tokenizer.get_lang_id(german), tokenizer.get_lang_id(english)
-    assert tokenizer.unk_token_id not in (tag, tag_of_source)
-    assert tokenizer(LINES[0])["input_ids"][0] == tag_of_source
-    assert tokenizer(text_target=LINES[0])["input_ids"][0] == tag
-    names = {"src_lang": english, "tgt_lang": german}
-    automatic = automatic_tokenizer(out, **names)
-    for line in LINES:
-        assert automatic(line)["input_ids"] == tokenizer(line)["input_ids"]
-
+    tokenizer, tag = named_tokenizer(out, english=english, german=german)
     ours = our_translations(
         model_of(source, dtype=torch.float64), source.tokenizer.build(), LINES, beams=5, limit=20
     )

@@ -22,7 +22,7 @@ from support.fairseq_files import (
     vocabulary_files,
     write_checkpoint,
 )
-from support.foreign_models import LINES, model_of, our_logits, our_translations, spread
+from support.foreign_models import LINES, PAIRS, model_of, our_logits, our_translations, spread
 from torch import Tensor
 from transformers import (
     BartConfig,
@@ -44,7 +44,6 @@ from pipeline.checkpoints.sources import ModelSource
 from pipeline.checkpoints.weights import read_tensor
 from pipeline.errors import EXIT_USER_ERROR, CheckpointError
 
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 Weights = dict[str, Tensor]
 
 
@@ -381,5 +380,5 @@ def test_a_file_needs_its_vocabulary_and_a_folder_has_one(
     with pytest.raises(CheckpointError, match="--dictionary"):
         open_foreign(path)
     (tmp_path / "config.json").write_text('{"model_type": "m2m_100"}')
-    with pytest.raises(CheckpointError, match="leave out --dictionary"):
+    with pytest.raises(CheckpointError, match="Leave out --dictionary"):
         open_foreign(tmp_path, vocabulary=files.vocabulary)

@@ -122,8 +122,8 @@ def test_a_symbol_that_overwrites_has_the_later_id(tmp_path: Path) -> None:
         ("a 1\n\nb 2\n", "Line 2 of"),
         ("a 1\nb two\n", "Line 2 of .* is 'b two'"),
         ("a 1\nb 1.5\n", "Line 2 of"),
-        ("a 1\na 2\n", "Line 2 of .* has 'a' once more"),
-        ("<pad> 1\n", "Line 1 of .* has '<pad>' once more"),
+        ("a 1\na 2\n", "Line 2 of .* repeats 'a'"),
+        ("<pad> 1\n", "Line 1 of .* repeats '<pad>'"),
     ],
 )
 def test_a_broken_line_is_named(content: str, sentence: str, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_dictionary_of_another_sentencepiece_model_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("difference", [-1, 100])
 def test_a_dictionary_of_another_model_is_refused(difference: int, tmp_path: Path) -> None:
     files = vocabulary_files(tmp_path)
-    with pytest.raises(CheckpointError, match=f"embeddings of {files.size + difference}"):
+    with pytest.raises(CheckpointError, match=f"model has {files.size + difference} embeddings"):
         files.vocabulary.tokenizer(size=files.size + difference, style="underscores")
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 from support.foreign_families import FAMILIES, forced_logits, nllb_moe_folder
-from support.foreign_models import LINES, model_of, our_logits
+from support.foreign_models import LINES, PAIRS, model_of, our_logits
 
 from pipeline.checkpoints.foreign.families import open_foreign
 from pipeline.errors import CheckpointError
 
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 ALONE = [(LINES[5], LINES[5])]
 """A batch without padding: where experts drop tokens, theirs count padding, and ours do not."""
 

@@ -8,6 +8,7 @@ import torch
 from support.foreign_families import FAMILIES, Family, forced_logits
 from support.foreign_models import (
     LINES,
+    PAIRS,
     model_of,
     our_logits,
     our_translations,
@@ -17,8 +18,6 @@ from torch import Tensor
 
 from pipeline.artifacts.tokenizer import tags
 from pipeline.checkpoints.foreign.families import open_foreign
-
-PAIRS = [("one sentence more", "Das ist ein Satz."), ("x", "Sätze"), (LINES[5], LINES[1])]
 
 
 class Opened:

@@ -1,60 +1,60 @@
-"""Tokenizers of other software give the ids that their own library gives, in every script."""
+"""Tokenizers that are imported or exported give the ids of their own library, in every script."""
 
-import gzip
 import json
-from itertools import islice
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bible_lines import bible_lines
+from support.exported_models import own_sentencepiece, own_tokenizer
 from support.foreign_families import VOCABULARY_FILE
 from support.foreign_models import SPECIALS, pieces_of, sentencepiece_model
 from transformers import M2M100Tokenizer, MBart50Tokenizer, NllbTokenizer
 
 from pipeline.artifacts.tokenizer import Tokenizer
+from pipeline.checkpoints.foreign.layouts import chosen_layout, entries_of
 from pipeline.checkpoints.foreign.model_folder import ModelFolder
-from pipeline.checkpoints.foreign.tokenizer_choice import folder_tokenizer
-from pipeline.checkpoints.foreign.vocabularies import MBART50_LANGUAGES, NLLB_LANGUAGES, model_codes
-
-BIBLE = Path(__file__).parents[4] / "shared" / "data" / "bible"
-needs_bible = pytest.mark.skipif(
-    not BIBLE.is_dir(), reason="the Bible corpus is not beside the repository"
+from pipeline.checkpoints.foreign.vocabularies import (
+    MBART50_LANGUAGES,
+    NLLB_LANGUAGES,
+    folder_tokenizer,
+    model_codes,
 )
+from pipeline.checkpoints.foreign.written_folder import write_vocabulary
+
 PIECES = 3000
 TRAINED_LINES, TEST_LINES = 60, 200
-"""Of each of 25 languages."""
+"""Lines per language, of 25 languages. The vocabularies lack some characters of the test lines."""
 BEYOND = 400
-"""Rows of an embedding beyond the pieces: room for all languages."""
-
+"""Rows of an embedding after the pieces: room for all languages."""
 MAKERS: dict[str, Any] = {
     "M2M100Tokenizer": M2M100Tokenizer,
     "NllbTokenizer": NllbTokenizer,
     "MBart50Tokenizer": MBart50Tokenizer,
 }
+ODD_LINES = ["", " ", "  two  spaces ", "a\tb", "ﬁ ½ Å", "日本", "\u200b", "x" * 300]
 
 
-def bible_lines(split: str, count: int) -> list[str]:
-    """The first lines of a split in every language."""
-    paths = [BIBLE / "en-de" / f"{split}.en.gz"]
-    paths += [
-        folder / f"{split}.{folder.name.removeprefix('en-')}.gz"
-        for folder in sorted(BIBLE.glob("en-*"))
-    ]
-    lines: list[str] = []
-    for path in paths:
-        with gzip.open(path, "rt", encoding="utf-8") as stream:
-            lines += [line.rstrip("\n") for line in islice(stream, count)]
-    return lines
+@cache
+def lines_of(split: str, count: int) -> list[str]:
+    groups = bible_lines(count, split=split, english=True).values()
+    return [line for group in groups for line in group]
 
 
-@pytest.fixture(scope="module")
+@cache
 def bible_model() -> bytes:
-    """A vocabulary that lacks some characters of the lines that it is tested with."""
-    return sentencepiece_model(vocabulary=PIECES, lines=bible_lines("valid", TRAINED_LINES))
+    return sentencepiece_model(vocabulary=PIECES, lines=lines_of("valid", TRAINED_LINES))
+
+
+@cache
+def own_bible_model(model_type: str) -> bytes:
+    lines = lines_of("valid", TRAINED_LINES)
+    return own_sentencepiece(lines, size=PIECES, model_type=model_type)
 
 
 def both(kind: str, model: bytes, folder: Path) -> tuple[Any, Tokenizer]:
-    """The library's tokenizer of a SentencePiece model, and what we read of its files."""
+    """Return the library's tokenizer of a SentencePiece model, and ours of the files it saves."""
     (folder / VOCABULARY_FILE).write_bytes(model)
     if kind == "M2M100Tokenizer":
         (folder / "spm.model").write_bytes(model)
@@ -69,19 +69,16 @@ def both(kind: str, model: bytes, folder: Path) -> tuple[Any, Tokenizer]:
 
 
 def reversed_vocabulary(model: bytes) -> dict[str, int]:
-    """Another order than SentencePiece's, as M2M-100 has one."""
+    """Return another order than SentencePiece's, as M2M-100 has one."""
     ordinary = [piece for piece in pieces_of(model) if piece not in SPECIALS]
     return SPECIALS | {piece: 4 + index for index, piece in enumerate(reversed(ordinary))}
 
 
 @pytest.mark.slow
-@needs_bible
 @pytest.mark.parametrize("kind", MAKERS)
-def test_ids_of_lines_in_all_scripts_are_those_of_the_library(
-    kind: str, bible_model: bytes, tmp_path: Path
-) -> None:
-    theirs, ours = both(kind, bible_model, tmp_path)
-    lines = bible_lines("test", TEST_LINES)
+def test_ids_of_lines_in_all_scripts_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    theirs, ours = both(kind, bible_model(), tmp_path)
+    lines = lines_of("test", TEST_LINES)
     assert len(lines) >= 5000
     found = ours.encode_batch(lines)
     for line, ids in zip(lines, found, strict=True):
@@ -90,13 +87,38 @@ def test_ids_of_lines_in_all_scripts_are_those_of_the_library(
     assert 0 < unknown < len(lines) / 2, "some lines have characters that it does not know"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+@pytest.mark.parametrize("kind", ["M2M100Tokenizer", "NllbTokenizer"])
+def test_exported_ids_are_ours_on_5000_lines_in_all_scripts(
+    kind: str, model_type: str, tmp_path: Path
+) -> None:
+    """M2M-100 has all languages of the lines; Cherokee makes the layout NLLB's."""
+    codes = {*bible_lines(0, english=True), *(["chr"] if kind == "NllbTokenizer" else [])}
+    model = own_bible_model(model_type)
+    ours = own_tokenizer(sorted(codes), model)
+    layout = chosen_layout(entries_of(ours, tmp_path))
+    assert layout.of_hundred == (kind == "M2M100Tokenizer")
+    write_vocabulary(tmp_path, model, layout, max_length=1024)
+    theirs = MAKERS[kind].from_pretrained(tmp_path)
+    lines = lines_of("test", TEST_LINES)
+    assert len(lines) == 5000
+    built = ours.build()
+    found = built.encode_batch(lines)
+    for line, expected in zip(lines, found, strict=True):
+        ids = theirs(line, add_special_tokens=False)["input_ids"]
+        assert [layout.rows[index] for index in ids] == expected, line
+    assert any(built.unk_id in ids for ids in found)
+    for code in codes:
+        index = theirs.convert_tokens_to_ids(layout.token_of[code])
+        assert layout.rows[index] == built.language_token_id(code)
+
+
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize(
-    "line", ["", " ", "  two  spaces ", "a\tb", "ﬁ ½ Å", "日本", "\u200b", "x" * 300]
-)
-def test_odd_lines_have_the_ids_of_the_library(kind: str, line: str, tmp_path: Path) -> None:
+def test_odd_lines_have_the_ids_of_the_library(kind: str, tmp_path: Path) -> None:
     theirs, ours = both(kind, sentencepiece_model(), tmp_path)
-    assert ours.encode(line) == theirs.convert_tokens_to_ids(theirs.tokenize(line))
+    for line in ODD_LINES:
+        assert ours.encode(line) == theirs.convert_tokens_to_ids(theirs.tokenize(line)), line
 
 
 @pytest.mark.parametrize(

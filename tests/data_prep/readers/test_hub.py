@@ -143,7 +143,7 @@ def test_without_the_library_it_is_said_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"run pip install 'mmnmt\[hub\]'\.$"):
+    with pytest.raises(ConfigError, match=r"Run pip install 'mmnmt\[hub\]'\.$"):
         imported(tmp_path / "corpus")
 
 
@@ -152,7 +152,9 @@ def test_what_the_library_raises_becomes_one_sentence(hub: FakeHub, tmp_path: Pa
         raise LookupError(f"no {name} at {revision}\nTraceback of the server")
 
     hub.__dict__["get_dataset_config_names"] = fail
-    with pytest.raises(DataError, match=rf"^hub:owner/pairs@{REVISION} cannot be read \(no .*\): "):
+    with pytest.raises(
+        DataError, match=rf"^hub:owner/pairs@{REVISION} cannot be read \(no .*\)\. "
+    ):
         imported(tmp_path / "corpus")
 
 
@@ -193,7 +195,7 @@ def test_text_of_one_pair_and_split_that_is_there_twice_is_refused(
 def test_raw_text_of_another_source_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no data set of the hub was given"):
         imported(tmp_path / "corpus", None)
-    with pytest.raises(ConfigError, match=r"set corpus\.source to 'hub'"):
+    with pytest.raises(ConfigError, match=r"Set corpus\.source to 'hub'"):
         imported(tmp_path / "corpus", source="tree")
     assert not hub.opened
 

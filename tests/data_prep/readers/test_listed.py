@@ -101,7 +101,7 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path, raw: Path) -> None:
         ([], r"corpus\.files is empty"),
         ([entry("a.english", pair="de")], "names the pair 'de'. Write two language codes"),
         ([entry("a.english", pair="de-de")], "names the pair 'de-de'"),
-        ([entry("a.english", "b.english")], "b.english, which corpus.files names, is no file"),
+        ([entry("a.english", "b.english")], "b.english, which corpus.files names, is not a file"),
         ([entry("../raw2/a.tsv")], "lies outside of"),
         ([entry("a.english")], r"but ends in none of \.tmx, \.tsv"),
         (
@@ -109,7 +109,7 @@ def test_only_languages_asked_for_are_opened(tmp_path: Path, raw: Path) -> None:
             r"c\.tmx has no record with .* both languages of en-es",
         ),
         ([entry("b.tsv", pair="en-fr"), entry("c.tmx", pair="en-zh")], "languages of en-zh"),
-        ([entry("unlisted.tmx")], r"unlisted\.tmx, line 1, is no well-formed XML"),
+        ([entry("unlisted.tmx")], r"unlisted\.tmx, line 1, is not well-formed XML"),
     ],
 )
 def test_lists_that_cannot_be_read_are_told(

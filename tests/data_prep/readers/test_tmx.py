@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raw_trees import run_import, write
 
-from data_prep.readers import text_files, tmx
+from data_prep.readers import raw_files, tmx
 from data_prep.readers.multiway import Record
 from data_prep.readers.tmx import CODES, iterate_units
 from pipeline.artifacts.artifact import Artifact
@@ -190,7 +190,7 @@ def test_segments_are_those_of_a_parser_of_whole_documents(
         expected.append({code: side for code, side in sides.items() if side})
     path = tmp_path_factory.mktemp("tmx") / "a.tmx"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "BLOCK_BYTES", block)
+        patch.setattr(raw_files, "BLOCK_BYTES", block)
         assert [found.texts for found in units_of(path, text)] == expected
 
 
@@ -237,13 +237,13 @@ def test_the_usual_document_type_is_not_fetched_and_entities_of_it_are_refused(
     ("content", "said"),
     [
         (b"", "is empty"),
-        (b"eins\tone\n", "line 1, is no well-formed XML"),
+        (b"eins\tone\n", "line 1, is not well-formed XML"),
         (b"<html><body/></html>", "its outermost element is <html>, not <tmx>"),
-        (memory(unit(en="a", de="b"))[:-20].encode(), "line 3, is no well-formed XML"),
-        (memory(unit(en="a\0", de="b")).encode(), "line 3, is no well-formed XML"),
-        (memory(unit(en="a", de="\xff")).encode("latin-1"), "line 3, is no well-formed XML"),
-        (memory(unit(English="a")).encode(), "line 3: 'English' is no language code"),
-        (memory().replace("utf-8", "klingon").encode(), "is no well-formed XML|encoding"),
+        (memory(unit(en="a", de="b"))[:-20].encode(), "line 3, is not well-formed XML"),
+        (memory(unit(en="a\0", de="b")).encode(), "line 3, is not well-formed XML"),
+        (memory(unit(en="a", de="\xff")).encode("latin-1"), "line 3, is not well-formed XML"),
+        (memory(unit(English="a")).encode(), "line 3: 'English' is not a language code"),
+        (memory().replace("utf-8", "klingon").encode(), "is not well-formed XML|encoding"),
         (HEAD.encode() + b"<!--" + b"x" * (2**24 + 2**20), "that does not end"),
     ],
 )
@@ -258,7 +258,7 @@ def test_what_is_no_translation_memory_is_told_in_one_sentence(
 
 def test_memories_without_a_pair_and_pairs_without_the_pivot_are_told(tmp_path: Path) -> None:
     raw = write(tmp_path / "raw", {"a.tmx": memory(unit(en="one"), unit(en="two"))})
-    with pytest.raises(DataError, match=r"No record has text in two languages in .*a\.tmx: "):
+    with pytest.raises(DataError, match=r"No record has text in two languages in .*a\.tmx\. "):
         imported(tmp_path / "corpus", raw)
     write(tmp_path / "raw", {"a.tmx": memory(unit(fr="un", de="eins"))})
     with pytest.raises(ConfigError, match=r"No pair that was found \(de-fr\) has the pivot 'en'"):
@@ -269,7 +269,7 @@ def test_a_folder_without_memories_or_none_at_all_is_told(tmp_path: Path) -> Non
     raw = write(tmp_path / "raw", {"a.txt": "x"})
     with pytest.raises(DataError, match=r"holds no file that ends in \.tmx"):
         imported(tmp_path / "corpus", raw)
-    with pytest.raises(ConfigError, match="pass --raw DIR"):
+    with pytest.raises(ConfigError, match="Pass --raw DIR"):
         imported(tmp_path / "corpus", None)
     with pytest.raises(DataError, match="does not exist"):
         imported(tmp_path / "corpus", RawPaths((tmp_path / "nowhere",)))
@@ -293,11 +293,11 @@ def test_no_more_is_read_than_the_units_given_need(
 
     def counted(place: Path) -> Iterator[bytes]:
         nonlocal read
-        for block in text_files.iterate_blocks(place):
+        for block in raw_files.iterate_blocks(place):
             read += len(block)
             yield block
 
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(raw_files, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(tmx, "iterate_blocks", counted)
     size, total = path.stat().st_size, 0
     for number, found in enumerate(iterate_units(path, max_line_bytes=100), start=1):
@@ -312,7 +312,7 @@ def test_of_a_longer_segment_no_more_is_held_and_its_unit_goes_to_the_quarantine
     text = memory(unit(en="x" * 3_000_000, de="eins"), unit(en="two", de="zwei"))
     raw = write(tmp_path / "raw", {"a.tmx": text})
     [long, _] = iterate_units(raw / "a.tmx", max_line_bytes=1000)
-    assert 1000 < len(long.texts["en"]) < 1000 + 2 * text_files.BLOCK_BYTES
+    assert 1000 < len(long.texts["en"]) < 1000 + 2 * raw_files.BLOCK_BYTES
     corpus = imported(tmp_path / "corpus", raw, max_line_bytes=1000)
     assert read_lines(corpus, "train", "de-en", "de") == ["zwei"]
     listed = corpus.file("quarantine.jsonl").read_text()

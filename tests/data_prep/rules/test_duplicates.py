@@ -1,13 +1,23 @@
-"""Repeated lines, against a set of all lines that were asked for."""
+"""Repeated and nearly repeated lines equal those that comparing all lines finds."""
 
 import random
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_prep.rules import duplicates as module
-from data_prep.rules.duplicates import Duplicates, LineDigests
+from data_prep.rules.duplicates import (
+    Duplicates,
+    LineDigests,
+    NearDuplicates,
+    key_of,
+    ngrams,
+    similarity,
+    sketches,
+)
 
 
 def duplicates_of(lines: list[tuple[str, str]], folder: Path) -> Duplicates:
@@ -66,3 +76,128 @@ def test_lines_that_are_never_repeated_take_a_byte_each(
         tracemalloc.stop()
     assert held < 1.1 * lines + 50_000
     assert peak < 1.1 * lines + 400_000
+
+
+Line = tuple[str, str]
+
+
+def some_lines(*, count: int, seed: int) -> list[Line]:
+    """Sentences of common words, two thirds of them earlier ones with a few words changed."""
+    generator = random.Random(seed)
+    vocabulary = ["".join(generator.choices("abcdefghij", k=6)) for _ in range(400)]
+    lines: list[Line] = []
+    for _ in range(count):
+        if lines and generator.random() < 0.66:
+            sides = [list(side.split()) for side in generator.choice(lines)]
+            for _ in range(generator.randint(0, 5)):
+                side = generator.choice(sides)
+                side[generator.randrange(len(side))] = generator.choice(vocabulary)
+        else:
+            sides = [generator.choices(vocabulary, k=generator.randint(6, 14)) for _ in range(2)]
+        lines.append((" ".join(sides[0]), " ".join(sides[1])))
+    return lines
+
+
+def found_in(lines: list[Line], *, threshold: float, block: int = 100) -> list[bool]:
+    near = NearDuplicates(
+        [sketches(lines[start : start + block]) for start in range(0, len(lines), block)],
+        threshold=threshold,
+        line_at=lines.__getitem__,
+    )
+    found = []
+    for number, line in enumerate(lines):
+        found.append(near.is_repeated(number, *line))
+        near.settle(number, kept=not found[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [0.7, 0.8, 0.9, 1.0])
+def test_it_finds_what_comparing_all_lines_finds_but_for_a_few_at_the_threshold(
+    threshold: float,
+) -> None:
+    lines = some_lines(count=600, seed=5)
+    sets = [ngrams(key_of(*line)) for line in lines]
+    found = found_in(lines, threshold=threshold)
+    kept = [number for number, repeated in enumerate(found) if not repeated]
+    closest = [
+        max((similarity(sets[number], sets[one]) for one in kept if one < number), default=0.0)
+        for number in range(len(lines))
+    ]
+    missed = [
+        value
+        for value, repeated in zip(closest, found, strict=True)
+        if value >= threshold and not repeated
+    ]
+    assert sum(found) > 50
+    assert all(
+        value >= threshold for value, repeated in zip(closest, found, strict=True) if repeated
+    )
+    assert len(missed) <= 0.05 * sum(found)
+    assert max(missed, default=0) < 0.9
+
+
+def test_the_similarity_is_that_of_jaccard() -> None:
+    one, other = ngrams("abcdefg"), ngrams("abcdefx")
+    assert one == {"abcde", "bcdef", "cdefg"}
+    assert similarity(one, other) == pytest.approx(2 / 4)
+    assert similarity(one, one) == 1.0
+
+
+def test_a_band_agrees_as_often_as_its_minima_should() -> None:
+    """P(band) = J^4, from many pairs of lines of known similarity."""
+    lines = some_lines(count=1500, seed=9)
+    sets = [ngrams(key_of(*line)) for line in lines]
+    bands = sketches(lines)
+    agreed, expected = [], []
+    for one in range(len(lines)):
+        for other in range(max(one - 60, 0), one):
+            value = similarity(sets[one], sets[other])
+            if value > 0.5:
+                agreed.append(float(np.mean(bands[one] == bands[other])))
+                expected.append(value**4)
+    assert len(agreed) > 200
+    assert np.mean(agreed) == pytest.approx(np.mean(expected), abs=0.04)
+
+
+def test_digits_case_and_punctuation_make_no_difference() -> None:
+    lines = [("Kapitel 12, Vers 3.", "Chapter 12, verse 3"), ("kapitel 45 vers 6", "CHAPTER 45.6!")]
+    lines[1] = ("kapitel 45 vers 6", "Chapter 45 – verse 7!")
+    assert found_in(lines, threshold=1.0) == [False, True]
+
+
+def test_a_line_of_the_same_source_and_another_translation_stays() -> None:
+    source = "der Rat hat gestern lange beraten"
+    lines = [(source, "yesterday the council conferred at length"), (source, "no vote was taken")]
+    assert found_in(lines, threshold=0.8) == [False, False]
+
+
+def test_a_line_that_was_dropped_for_another_reason_is_repeated_by_none() -> None:
+    lines = [("ein und derselbe Satz", "one and the same sentence")] * 3
+    near = NearDuplicates([sketches(lines)], threshold=0.8, line_at=lines.__getitem__)
+    assert not near.is_repeated(0, *lines[0])
+    near.settle(0, kept=False)
+    assert not near.is_repeated(1, *lines[1])
+    near.settle(1, kept=True)
+    assert near.is_repeated(2, *lines[2])
+
+
+def test_thousands_of_repeats_of_one_line_are_all_found() -> None:
+    """However many dropped lines lie between a line and the one that it repeats."""
+    lines = [("immer wieder dasselbe", "always the same again")] * 3000
+    found = found_in(lines, threshold=0.8, block=2048)
+    assert found == [False] + [True] * 2999
+
+
+@pytest.mark.parametrize("line", [("", ""), ("a", "b"), ("!", "?"), ("你好", "hi")])
+def test_lines_shorter_than_an_ngram_repeat_themselves_alone(line: Line) -> None:
+    others = [("ganz anderer Text", "quite another text"), line, ("noch einer", "one more"), line]
+    assert found_in(others, threshold=0.8) == [False, False, False, True]
+
+
+def test_sketches_of_a_line_do_not_depend_on_its_block() -> None:
+    lines = some_lines(count=50, seed=2)
+    whole = sketches(lines)
+    for start, end in pairwise([0, 1, 7, 50]):
+        assert np.array_equal(sketches(lines[start:end]), whole[start:end])
+    assert sketches([]).shape == (0, whole.shape[1])

@@ -124,7 +124,7 @@ def broken_settings(fasttext: CleanConfig, problem: str, tmp_path: Path) -> Clea
 
 @pytest.mark.parametrize(
     ("problem", "said"),
-    [("no file", "no file"), ("a folder", "no file"), ("no model", "wrong file format")],
+    [("no file", "is not a file"), ("a folder", "not a file"), ("no model", "wrong file format")],
 )
 def test_a_model_that_cannot_be_read_is_refused_in_a_sentence(
     fasttext: CleanConfig, tmp_path: Path, problem: str, said: str

@@ -10,18 +10,12 @@ import pytest
 from support.folder_listing import names_in
 
 from pipeline.artifacts.artifact import Kind, new_artifact, open_artifact
-from pipeline.artifacts.locks import exclusive
 from pipeline.artifacts.manifest import MARKER_NAME
-from pipeline.artifacts.places import (
-    claim_run_folder,
-    lock_path,
-    run_dir,
-    sole_writer,
-    verified_path,
-)
-from pipeline.artifacts.training_states import (
+from pipeline.artifacts.places import exclusive, lock_path, run_dir, sole_writer, verified_path
+from pipeline.artifacts.run_folders import (
     LOCK_NAME,
     announce_removal,
+    claim_run_folder,
     finish_removal,
     remove_contents,
     remove_emptied,

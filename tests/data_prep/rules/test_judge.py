@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from data_prep.rules import length_ratio as module
-from data_prep.rules.length_ratio import LengthRatios
+from data_prep.rules import judge as module
+from data_prep.rules.judge import LengthRatios
 
 
 def median(lines: list[tuple[str, str]]) -> float:

@@ -1,5 +1,6 @@
-"""What two lines must share to count as one: keys without what does not tell lines apart."""
+"""Normalize lines for comparison: remove what does not tell two lines apart."""
 
+import hashlib
 import re
 import unicodedata
 from functools import cache
@@ -17,25 +18,25 @@ _POINT_RANGES = (
     "\u0711\u0730-\u074a"  # Syriac
 )
 _POINTS = re.compile(f"[{_POINT_RANGES}]+")
-"""Vowels and reading marks that the same text has or lacks; other scripts' vowels are spelling."""
+"""Optional vowels and reading marks; in other scripts vowels are part of the spelling."""
 
 
 _ASCII = bytes(range(128)).decode("ascii")
 _LOWER = bytes(range(256)).lower()
 _DROPPED = "".join(one for one in _ASCII if not one.isalnum()).encode("ascii")
-"""Of ASCII, what a key does not have."""
+"""ASCII characters that a key leaves out."""
 
 _HEAD = 20
-"""Characters that the head of a line has at least."""
+"""Fewest characters of the head of a line."""
 
 _MARKS = ("Mn", "Mc")
-"""Categories of marks that take no place, and that take one."""
+"""Unicode categories of marks that take no space, and that take some."""
 
 
 def visible(line: str) -> str:
-    """A line without the characters that are not seen: zero width, direction marks, selectors.
+    """Return a line without invisible characters: zero width, direction marks, selectors.
 
-    Persian and Indic text needs some of them, so this is for comparing lines alone.
+    Persian and Indic text needs some of them, so the result is only for comparison.
     """
     if line.isascii() or _HIDDEN.search(line) is None:
         return line
@@ -43,11 +44,11 @@ def visible(line: str) -> str:
 
 
 def fold(line: str) -> str:
-    """Letters, their vowel signs and digits of a line, without case.
+    """Return the letters, vowel signs and digits of a line, without case.
 
-    Compatibility forms (full-width digits, decomposed accents) are made equal first. Marks stay,
-    since they are the vowels of Indic scripts and of Thai; the points of Hebrew, Arabic and Syriac,
-    which most text leaves out, do not.
+    Compatibility forms (full-width digits, decomposed accents) become equal. Marks stay, because
+    they are vowels in Indic scripts and Thai; the points of Hebrew, Arabic and Syriac go, because
+    most text omits them.
     """
     if line.isascii():
         return line.encode("ascii").translate(_LOWER, _DROPPED).decode("ascii")
@@ -59,9 +60,9 @@ def fold(line: str) -> str:
 
 
 def head(line: str) -> str:
-    """The first words of a line: its key begins with theirs.
+    """Return the first words of a line, whose key begins the line's key.
 
-    A space ends them, since nothing composes with it; all of a line that has none to cut at.
+    The head ends at a space, since nothing composes with a space; without one it is the whole line.
     """
     if line.isascii():
         return line
@@ -69,17 +70,21 @@ def head(line: str) -> str:
     return line if end < 0 else line[:end]
 
 
+def digest_of(text: str) -> bytes:
+    """Return eight bytes that stand for a text."""
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+
+
 @cache
 def _needs_care() -> re.Pattern[str]:
-    """Matches what composes with its neighbours, marks and jamo, points, and all beyond the first
-    plane."""
+    """Match composing marks and jamo, points, and all characters beyond the first plane."""
     marks = (chr(point) for point in range(0x300, 0x10000))
     found = "".join(mark for mark in marks if unicodedata.category(mark) in _MARKS)
     return re.compile(f"[{found}{_POINT_RANGES}\u1100-\u11ff\U00010000-\U0010ffff]")
 
 
 class _Kept(dict[int, int | None]):
-    """Code point → itself for letters, digits and marks, None for what is dropped."""
+    """Code point → itself for letters, digits and marks, None for dropped characters."""
 
     def __missing__(self, point: int) -> int | None:
         character = chr(point)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.readers import text_files
-from data_prep.readers.text_files import FilesInStep, iterate_raw_lines
+from data_prep.readers import raw_files
+from data_prep.readers.raw_files import FilesInStep, iterate_raw_lines
 from pipeline.errors import DataError
 from pipeline.terminal import counted
 
@@ -49,9 +49,9 @@ def test_lines_are_those_of_a_split_at_newlines_cut_behind_the_limit(
 ) -> None:
     expected = naive_lines(data, limit + 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "BLOCK_BYTES", block)
+        patch.setattr(raw_files, "BLOCK_BYTES", block)
         stream = Dribble(data, sizes)
-        assert list(text_files._lines_of(stream, longest=limit + 1)) == expected
+        assert list(raw_files._lines_of(stream, longest=limit + 1)) == expected
 
 
 @pytest.mark.parametrize("name", ["text", "text.gz"])
@@ -69,7 +69,7 @@ def test_unequal_counts_are_told_in_full(tmp_path: Path, first: int, second: int
     paths = tmp_path / "a", tmp_path / "b"
     for path, count in zip(paths, (first, second), strict=True):
         path.write_bytes(b"x\n" * count)
-    with pytest.raises(DataError, match=rf"a has {counted(first, 'line')} and .*b has {second}:"):
+    with pytest.raises(DataError, match=rf"a has {counted(first, 'line')} and .*b has {second}\."):
         list(FilesInStep(tuple(paths), max_line_bytes=10))
 
 
@@ -95,7 +95,7 @@ PREAMBLE = """
 import resource, sys
 from pathlib import Path
 from data_prep import import_corpus
-from data_prep.readers.text_files import iterate_raw_lines
+from data_prep.readers.raw_files import iterate_raw_lines
 from pipeline.artifacts.artifact import open_artifact
 from pipeline.artifacts.raw_input import RawPaths
 from pipeline.config.recipe import Recipe

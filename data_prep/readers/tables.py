@@ -1,0 +1,315 @@
+"""Read tables with a column of text per language: TSV, Parquet, JSON lines and CSV.
+
+TSV: without a pair in the file's name, the first line names the columns; those with the name of a
+language are read, as in the table of TED talks in 59 languages (``talk_name en es pt-br …``). For a
+file with a pair in its name, ``train.de-en.tsv``, the columns ``de`` and ``en`` are read if the
+first line names them; otherwise every row has these two, in this order. A blank cell or
+``__NULL__`` is missing. There is no quoting: a row is a line.
+
+Others: the languages are those of ``corpus.columns`` (``{ de = "source", en = "target" }``), else
+of the pair in the name of the file or its folder: ``de-en/train-00000-of-00001.parquet``,
+``train.de-en.jsonl``. Without ``corpus.columns``, a column ``translation`` holds the text of both
+languages, or each has a column with its code as the name.
+"""
+
+import codecs
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from data_prep.readers.multiway import MultiwayFile, Record, is_language, pair_up
+from data_prep.readers.raw_files import RawFile, find_files, iterate_raw_lines
+from data_prep.readers.section import RawText
+from pipeline.artifacts.corpus import Split
+from pipeline.artifacts.raw_input import RawInput
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.errors import ConfigError, DataError, Interrupted, UserError
+from pipeline.terminal import listed
+
+MISSING = b"__NULL__"
+"""Mark of missing translations in the TED talks."""
+
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a TSV table that hold text."""
+
+    spellings: dict[int, str]
+    """Column, from 0 → language."""
+    width: int
+    """Cells of a row."""
+    has_header: bool
+
+
+def read_tsv(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Read all pairs of the languages that TSV tables have.
+
+    Raises:
+        ConfigError: Nothing is given, or a wanted language is in no pair of wanted languages.
+        DataError: A table says nowhere which languages it has.
+    """
+    files, left_out = find_files(raw, source="tsv", endings=("tsv",))
+    tables = [open_table(file, file.split(), config) for file in files]
+    return pair_up(tables, config, left_out=left_out)
+
+
+def open_table(
+    file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
+) -> MultiwayFile:
+    """Open a TSV table with the languages of its header, of ``pair``, or of its name.
+
+    Raises:
+        DataError: There is none of these, or the file cannot be read.
+    """
+    columns = _find_columns(file, pair or file.pair(), max_line_bytes=config.max_line_bytes)
+    return MultiwayFile(
+        file=file,
+        split=split,
+        together=(frozenset(columns.spellings.values()),),
+        records=lambda: iterate_rows(file, columns, max_line_bytes=config.max_line_bytes),
+    )
+
+
+def iterate_rows(file: RawFile, columns: Columns, *, max_line_bytes: int) -> Iterator[Record]:
+    """Yield the rows of a TSV table; a row with a wrong number of cells, or too long, is malformed.
+
+    A row is too long if it is longer than its cells may be together; such a row may be cut.
+    """
+    longest = max_line_bytes * columns.width + columns.width
+    lines = enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1)
+    for number, line in islice(lines, int(columns.has_header), None):
+        cells = line.removesuffix(b"\r").split(b"\t")
+        if len(cells) != columns.width or len(line) > longest:
+            yield Record(number, {}, is_malformed=True)
+        else:
+            yield Record(
+                number,
+                {
+                    spelling: cells[column]
+                    for column, spelling in columns.spellings.items()
+                    if _is_text(cells[column])
+                },
+            )
+
+
+def _is_text(cell: bytes) -> bool:
+    return bool(cell) and cell != MISSING and not cell.isspace()
+
+
+def _find_columns(file: RawFile, pair: tuple[str, str] | None, *, max_line_bytes: int) -> Columns:
+    """Return the header's columns, limited to ``pair`` if given; else the pair's two columns."""
+    first = next(iterate_raw_lines(file.path, max_line_bytes=max_line_bytes), b"")
+    cells = _header_cells(first)
+    wanted = {spelling.lower() for spelling in pair or ()}
+    named = {
+        column: spelling
+        for column, spelling in enumerate(cells)
+        if (spelling.lower() in wanted if wanted else is_language(spelling))
+    }
+    if len({spelling.lower() for spelling in named.values()}) > 1:
+        return Columns(named, width=len(cells), has_header=True)
+    if pair is None:
+        raise DataError(
+            f"{file.path}, line 1, names fewer than two languages, and the file's name no pair. "
+            "Name the columns (de, en, …), or the file like train.de-en.tsv."
+        )
+    return Columns(dict(enumerate(pair)), width=2, has_header=False)
+
+
+def _header_cells(line: bytes) -> Sequence[str]:
+    text = line.removeprefix(_BOM).decode("utf-8", "replace")
+    return [cell.strip() for cell in text.split("\t")]
+
+
+ENDINGS = ("parquet", "jsonl", "json", "csv")
+TRANSLATION = "translation"
+
+_BATCH_ROWS = 1000
+"""Rows of a Parquet file held in memory; their row group stays packed."""
+_JSON_BYTES = 12
+"""Bytes of a JSON row per byte of a side, which may be an escape of six; a row has other
+columns."""
+
+
+class Row(NamedTuple):
+    """Row of a table."""
+
+    line: int
+    """Line at which it begins; in a Parquet file, the number of the row."""
+    cells: Mapping[str, Any] | None
+    """Column → cell; None if the row is malformed."""
+
+
+def read_columns(raw: RawInput | None, config: CorpusConfig) -> RawText:
+    """Read all pairs of the languages that the files have columns for.
+
+    Raises:
+        ConfigError: Nothing is given, a package is missing, or a wanted language is in no pair.
+        DataError: A file lacks a column, or nothing says which languages it has.
+    """
+    files, left_out = find_files(raw, source="columns", endings=ENDINGS)
+    opened = [open_columns(file, file.split(), config) for file in files]
+    return pair_up(opened, config, left_out=left_out)
+
+
+def open_columns(
+    file: RawFile, split: Split, config: CorpusConfig, *, pair: tuple[str, str] | None = None
+) -> MultiwayFile:
+    """Open a file with the languages of ``corpus.columns``, of ``pair``, or of its name.
+
+    Raises:
+        ConfigError: A package is missing.
+        DataError: The first row lacks a column, or nothing says the languages.
+    """
+    languages = tuple(config.columns) or pair or file.pair()
+    if languages is None or len(languages) < 2:
+        raise DataError(
+            f"Nothing says which languages {file.path} has. Set corpus.columns, for instance "
+            '{ de = "source", en = "target" }, or put the file into a folder named like de-en.'
+        )
+    columns = {language: config.columns.get(language, language) for language in languages}
+    first = next(_rows(file, columns.values(), max_line_bytes=config.max_line_bytes), None)
+    if first is not None:
+        _require_columns(file, first, columns)
+    return MultiwayFile(
+        file=file,
+        split=split,
+        together=(frozenset(languages),),
+        records=lambda: iterate_records(file, columns, max_line_bytes=config.max_line_bytes),
+    )
+
+
+def iterate_records(
+    file: RawFile, columns: Mapping[str, str], *, max_line_bytes: int
+) -> Iterator[Record]:
+    """Yield the rows of a file with the texts that are not blank.
+
+    Args:
+        file: File with one of ``ENDINGS``.
+        columns: Language → column.
+        max_line_bytes: Longest text; a much longer row is malformed.
+    """
+    for row in _rows(file, columns.values(), max_line_bytes=max_line_bytes):
+        texts = None if row.cells is None else _texts(row.cells, columns)
+        yield Record(row.line, texts or {}, is_malformed=texts is None)
+
+
+def _texts(cells: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, bytes] | None:
+    """Return language → text; None if a cell is neither text nor missing."""
+    nested = cells.get(TRANSLATION)
+    within = nested if isinstance(nested, dict) else cells
+    found = {}
+    for language, column in columns.items():
+        text = within.get(column)
+        if isinstance(text, str):
+            if text and not text.isspace():
+                found[language] = text.encode("utf-8", "surrogatepass")
+        elif text is not None:
+            return None
+    return found
+
+
+def _require_columns(file: RawFile, first: Row, columns: Mapping[str, str]) -> None:
+    if first.cells is None:
+        raise DataError(
+            f"{file.path}, line {first.line}, is not a row of a .{file.ending} file. Rename the "
+            "file to what it is, or correct the line."
+        )
+    nested = first.cells.get(TRANSLATION)
+    present = nested if isinstance(nested, dict) else first.cells
+    missing = [column for column in columns.values() if column not in present]
+    if missing:
+        raise DataError(
+            f"{file.path} has no column {listed(missing)} (it has {listed(present) or 'none'}). "
+            "Set corpus.columns, language = column."
+        )
+
+
+def _rows(file: RawFile, columns: Iterable[str], *, max_line_bytes: int) -> Iterator[Row]:
+    match file.ending:
+        case "parquet":
+            return _parquet_rows(file, {*columns, TRANSLATION})
+        case "csv":
+            return _csv_rows(file, max_line_bytes=max_line_bytes)
+        case _:
+            return _json_rows(file, max_line_bytes=max_line_bytes)
+
+
+def _json_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+    longest = _JSON_BYTES * max_line_bytes
+    for number, line in enumerate(iterate_raw_lines(file.path, max_line_bytes=longest), start=1):
+        yield Row(number, _json_object(line) if len(line) <= longest else None)
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(_decoded(line.removeprefix(codecs.BOM_UTF8)))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _csv_rows(file: RawFile, *, max_line_bytes: int) -> Iterator[Row]:
+    """Yield the rows below the header; a quoted field may hold line ends."""
+    raws = iterate_raw_lines(file.path, max_line_bytes=2 * max_line_bytes)
+    reader = csv.reader((f"{_decoded(raw)}\n" for raw in raws), strict=True)
+    cells = _next_cells(reader)
+    if cells is None:
+        return
+    header = [cell.removeprefix("\ufeff").strip() for cell in cells]
+    line = reader.line_num + 1
+    while (cells := _next_cells(reader)) is not None:
+        is_row = len(cells) == len(header)
+        yield Row(line, dict(zip(header, cells, strict=True)) if is_row else None)
+        line = reader.line_num + 1
+
+
+def _next_cells(reader: Iterator[list[str]]) -> list[str] | None:
+    """Return the next row; an empty one if its quoting is broken; None at the end."""
+    try:
+        return next(reader, None)
+    except csv.Error:
+        return []
+
+
+def _decoded(raw: bytes) -> str:
+    """Decode so that invalid UTF-8 survives encoding, for the quarantine."""
+    return raw.decode("utf-8", "surrogateescape")
+
+
+def _parquet_rows(file: RawFile, columns: set[str]) -> Iterator[Row]:
+    with _told(file):
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(file.path) as table:
+            present = [name for name in table.schema_arrow.names if name in columns]
+            number = 0
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=present):
+                for cells in batch.to_pylist():
+                    number += 1
+                    yield Row(number, cells)
+
+
+@contextmanager
+def _told(file: RawFile) -> Iterator[None]:
+    """Turn any error of pyarrow into a DataError, because its errors share no class."""
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except ImportError as error:
+        raise ConfigError(
+            f"{file.path} is a Parquet file, which needs the package pyarrow ({error}). "
+            "Run pip install 'mmnmt[parquet]'."
+        ) from error
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{file.path} is not a complete Parquet file ({reason}). Fetch it again."
+        ) from error

@@ -1,0 +1,306 @@
+"""Run folders: ownership, the training states in them, and their removal when training is done.
+
+``OUT.run`` keeps the work of a stage that can be resumed. Training states lie in ``OUT.run/states``
+as ``update-0000100``; ``training/run_directory`` describes the rest. Training resumes from its
+newest state if the settings and inputs that decide an update are those of the state.
+
+Before a model is published, a note in its run folder announces the removal. If a kill comes in
+between, the next start finds both the model and the note and finishes the removal. Files that
+training did not write stay and are named.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.artifacts.artifact import Artifact, open_artifact
+from pipeline.artifacts.manifest import (
+    DECIDE_NOTHING,
+    DECIDE_WHICH_WEIGHTS,
+    MARKER_NAME,
+    STATES_SAVED,
+    describe_change,
+    read_manifest,
+    undeciding,
+    with_defaults,
+    without_settings,
+)
+from pipeline.artifacts.places import (
+    begins_with,
+    entries,
+    exclusive,
+    free_place_aside,
+    is_working,
+    refuse_to_overwrite,
+    remove_artifact,
+    remove_working,
+    replaced_dir,
+    run_dir,
+    sole_writer,
+    sync,
+    unfinished_dir,
+)
+from pipeline.errors import ArtifactError, UserError
+
+Work = Literal["training", "translation", "assembly", "sharding"]
+"""Kind of stage that owns a run folder."""
+
+
+RUN_CONTENTS: dict[Work, tuple[str, ...]] = {
+    "training": ("states", "best", "metrics.jsonl"),
+    "translation": ("identity.json",),
+    "assembly": ("assembly.json",),
+    "sharding": ("sharding.json",),
+}
+"""Kind of work → entries that only its run folder has."""
+
+
+STATE_NAME = re.compile(r"update-(\d+)")
+
+_MAY_DIFFER = (*DECIDE_NOTHING, *DECIDE_WHICH_WEIGHTS, "training.updates")
+
+
+def refuse_run_folder(directory: Path, *, work: Work) -> None:
+    """Refuse a ``NAME.run`` that a stage of this kind did not make.
+
+    Raises:
+        ArtifactError: A link, a folder of the user's, or the run folder of another kind of stage.
+    """
+    if not os.path.lexists(directory):
+        return
+    others = [name for kind in RUN_CONTENTS if kind != work for name in RUN_CONTENTS[kind]]
+    other = next((name for name in others if (directory / name).exists()), None)
+    if not is_working(directory) and not _looks_like_a_run(directory):
+        problem = "was not made by a stage"
+    elif other is not None:
+        problem = f"holds {other} of another kind of stage"
+    else:
+        return
+    if not os.path.lexists(directory):
+        return  # rank 0 of this stage has just set it aside
+    raise ArtifactError(
+        f"The stage needs {directory} as its run folder, but it {problem}. Name another --out, or "
+        "move the folder away."
+    )
+
+
+def claim_run_folder(directory: Path, *, work: Work) -> None:
+    """Make a run folder, or mark the one that is there.
+
+    Raises:
+        ArtifactError: See :func:`refuse_run_folder`.
+    """
+    refuse_run_folder(directory, work=work)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARKER_NAME).touch()
+
+
+def remove_files(directory: Path, patterns: Sequence[str]) -> None:
+    """Remove a stage's own files from its run folder, and the folder if it is then empty."""
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            path.unlink()
+    if {path.name for path in directory.iterdir()} <= {MARKER_NAME}:
+        (directory / MARKER_NAME).unlink(missing_ok=True)
+        directory.rmdir()
+
+
+def _looks_like_a_run(directory: Path) -> bool:
+    """Return whether a folder without the marker is a run folder of an earlier version."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    return (
+        any(_kind_at(state) == "training_state" for state in directory.glob("states/update-*"))
+        or _kind_at(directory / "best") in ("checkpoint", "task_model")
+        or begins_with(directory / "identity.json", b"[{")
+        or begins_with(directory / "lock", b"process ")
+    )
+
+
+def _kind_at(directory: Path) -> str | None:
+    try:
+        manifest = read_manifest(directory)
+    except ArtifactError:
+        return None
+    return manifest.kind if manifest else None
+
+
+def set_aside(out_dir: Path) -> Path:
+    """Rename the output of a training stage and its run folder to a free place, and return it.
+
+    Raises:
+        ArtifactError: The folder there is foreign; nothing is renamed.
+    """
+    run_folder, place = run_dir(out_dir), free_place_aside(out_dir)
+    refuse_run_folder(run_folder, work="training")
+    if os.path.lexists(out_dir):
+        refuse_to_overwrite(out_dir, overwrite=True)
+    if run_folder.exists():
+        run_folder.rename(run_dir(place))
+    if out_dir.exists():
+        out_dir.rename(place)
+    sync(out_dir.parent)
+    return place
+
+
+def states_dir(run_folder: Path) -> Path:
+    """Return the folder of the training states."""
+    return run_folder / "states"
+
+
+def state_names(run_folder: Path) -> list[str]:
+    """Return the names of the complete states, oldest first."""
+    folder = states_dir(run_folder)
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if STATE_NAME.fullmatch(path.name)]
+    return sorted(path.name for path in found if read_manifest(path) is not None)
+
+
+def newest_state(run_folder: Path) -> Artifact | None:
+    """Return the complete state of the highest update; None if there is none."""
+    names = state_names(run_folder)
+    return (
+        open_artifact(states_dir(run_folder) / names[-1], kind="training_state") if names else None
+    )
+
+
+def updates_done(state: Artifact) -> int:
+    """Return the update after which a state was saved, as its name says."""
+    return updates_of_name(state.directory.name)
+
+
+def updates_of_name(name: str) -> int:
+    """Return the number in a state's name: ``update-0000100`` → 100."""
+    found = STATE_NAME.fullmatch(name)
+    assert found is not None, "a state is known by its name"
+    return int(found[1])
+
+
+def why_not_to_go_on(
+    state: Artifact, *, config: Mapping[str, Any], digests: Mapping[str, str] | None
+) -> str | None:
+    """Return the first difference that prevents training from resuming at a state; None if none.
+
+    The machine, and the intervals of states and validation, may differ. The number of updates may
+    be any that is not below the updates done.
+
+    Args:
+        state: State to resume from.
+        config: Settings of the training that is to go on.
+        digests: Digests of its inputs; None if they are unchanged.
+    """
+    noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
+    change = describe_change(_of_every_update(noted), _of_every_update(wanted))
+    if change is not None:
+        return change
+    done, change_of_number = updates_done(state), change_of_total(state, config=config)
+    if change_of_number is not None and change_of_number["to"] < done:
+        planned, total = change_of_number["from"], change_of_number["to"]
+        return f"training.updates: {planned} → {total}, where {done} are done"
+    before = {name: record.digest for name, record in state.manifest.inputs.items()}
+    return None if digests is None else describe_change(before, digests)
+
+
+def _of_every_update(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide each update, which leave out the ds_config."""
+    kept = {name: section for name, section in config.items() if name != "ds_config"}
+    return without_settings(kept, [*undeciding(_MAY_DIFFER, config), STATES_SAVED])
+
+
+def change_of_total(state: Artifact, *, config: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return ``after`` which update the number of updates changes ``from`` and ``to``, or None."""
+    noted, wanted = (with_defaults(one, sections=config) for one in (state.manifest.config, config))
+    totals = [one["training"]["updates"] for one in (noted, wanted) if "training" in one]
+    if len(set(totals)) < 2:
+        return None
+    return {"after": updates_done(state), "from": totals[0], "to": totals[1]}
+
+
+def replanned(state: Artifact, *, config: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Return all changes of the number of updates: those in the state, and the present one."""
+    change = change_of_total(state, config=config)
+    return [*state.statistics.get("replanned", []), *([change] if change else [])]
+
+
+LOCK_NAME = "lock"
+NOTE_NAME = "removed-when-done"
+"""File with the key (``artifact.stage_key``) of the model that makes the folder obsolete."""
+
+_FILES = ("metrics.jsonl", ".metrics.jsonl.unfinished")
+
+
+def announce_removal(run_folder: Path, *, key: str) -> None:
+    """Announce that the folder is obsolete once the model of this key is published."""
+    (run_folder / NOTE_NAME).write_text(key, encoding="utf-8")
+
+
+def withdraw_removal(run_folder: Path) -> None:
+    """Withdraw the announcement, because training goes on or begins anew."""
+    (run_folder / NOTE_NAME).unlink(missing_ok=True)
+
+
+def finish_removal(out_dir: Path) -> str | None:
+    """Remove the run folder of a finished model if a kill prevented it.
+
+    Return a sentence if something stays: foreign files, or files that this user cannot remove.
+    """
+    folder = run_dir(out_dir)
+    if not _is_due(out_dir):
+        return None
+    try:
+        with sole_writer(out_dir), exclusive(folder / LOCK_NAME, what=str(folder)):
+            remove_contents(folder)
+        return remove_emptied(folder)
+    except (UserError, OSError) as error:
+        return f"{folder} is of no more use, and could not be removed: {error}"
+
+
+def _is_due(out_dir: Path) -> bool:
+    try:
+        key = (run_dir(out_dir) / NOTE_NAME).read_text(encoding="utf-8", errors="replace")
+        manifest = read_manifest(out_dir)
+    except (ArtifactError, OSError):
+        return False
+    return manifest is not None and manifest.key == key
+
+
+def remove_contents(run_folder: Path) -> None:
+    """Remove states, best weights and curves; the caller holds the folder's lock."""
+    for place in _artifacts(run_folder):
+        with suppress(ArtifactError):  # it has a user's files, which are named at the end
+            remove_artifact(place)
+        for leftover in (unfinished_dir(place), replaced_dir(place)):
+            with suppress(ArtifactError):
+                remove_working(leftover)
+    with suppress(OSError):  # not empty, or there was no state
+        states_dir(run_folder).rmdir()
+    for name in _FILES:
+        (run_folder / name).unlink(missing_ok=True)
+
+
+def _artifacts(run_folder: Path) -> Iterator[Path]:
+    """Yield the paths of states, best weights and mean, including half-removed ones."""
+    states = states_dir(run_folder)
+    names = {path.name.lstrip(".").partition(".")[0] for path in states.glob("*update-*")}
+    yield from (states / name for name in sorted(names) if STATE_NAME.fullmatch(name))
+    yield run_folder / "best"
+    yield run_folder / "mean"
+
+
+def remove_emptied(run_folder: Path) -> str | None:
+    """Remove the note and the folder; return a sentence if foreign files stay."""
+    remove_files(run_folder, (NOTE_NAME,))
+    if not run_folder.exists():
+        return None
+    others = [name for name in entries(run_folder) if name not in (MARKER_NAME, LOCK_NAME)]
+    if not others:
+        return None
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (
+        f"{run_folder} is removed but for {others[0]}{more}, which training did not write: "
+        "move it away."
+    )

@@ -1,0 +1,223 @@
+"""Pairs of files, in trees of folders and with names as for Moses: pairs, codes, selection."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.raw_trees import run_import, write
+
+from data_prep.readers.file_pairs import PairFolder, find_pairs
+from data_prep.readers.raw_files import iterate_blocks, iterate_raw_lines
+from data_prep.readers.section import LeftOut
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import read_lines
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError, DataError
+
+
+def tree(root: Path, *files: str) -> Path:
+    for name in files:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name}\n")
+    return root
+
+
+def pair_files(folder: str, split: str = "train") -> tuple[str, str]:
+    first, second = folder.rsplit("/", 1)[-1].split("-")
+    return f"{folder}/{split}.{first}", f"{folder}/{split}.{second}"
+
+
+def found(root: Path, *wanted: str) -> list[PairFolder]:
+    return find_pairs([root], wanted=wanted, max_line_bytes=100, counts=LeftOut())
+
+
+@pytest.mark.parametrize(
+    ("folder", "pair"),
+    [
+        ("en-chr", "chr-en"),
+        ("eng_Latn-cop_Copt", "cop-en"),
+        ("EN-syr", "en-syr"),
+        ("en-zh_Hant_TW", "en-zh"),
+        ("es_419-en", "en-es"),
+        ("xx-yyy", "xx-yyy"),
+        ("zho_Hans-zho_Hant", "zh-zh_Hant"),
+        ("srp_Cyrl-srp_Latn", "sr-sr_Latn"),
+    ],
+)
+def test_any_well_formed_code_names_a_pair(tmp_path: Path, folder: str, pair: str) -> None:
+    [one] = found(tree(tmp_path, *pair_files(folder)))
+    assert one.pair == pair
+    names = [path.name for path in one.files["train"]]
+    assert names == [f"train.{spelling}" for spelling in one.spellings]
+
+
+def test_two_scripts_of_one_language_are_two_languages(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path, *pair_files("eng_Latn-zho_Hans"), *pair_files("fra_Latn-zho_Hant", "test")
+    )
+    assert [folder.pair for folder in found(root)] == ["en-zh", "fr-zh_Hant"]
+    assert [folder.pair for folder in found(root, "fr", "zh_Hant")] == ["fr-zh_Hant"]
+    assert [folder.pair for folder in found(root, "eng", "zho_Hans")] == ["en-zh"]
+
+
+def test_one_script_needs_no_mention(tmp_path: Path) -> None:
+    root = tree(tmp_path, *pair_files("eng_Latn-zho_Hant"))
+    assert [folder.pair for folder in found(root)] == ["en-zh"]
+    assert [folder.pair for folder in found(root, "en", "zh")] == ["en-zh"]
+
+
+def test_one_script_in_several_spellings_is_one_language(tmp_path: Path) -> None:
+    root = tree(tmp_path, *pair_files("de-en"), *pair_files("deu_Latn-fr"), *pair_files("pt_BR-en"))
+    assert [folder.pair for folder in found(root)] == ["de-en", "de-fr", "en-pt"]
+
+
+def test_regions_of_one_language_are_languages_where_they_are_kept_apart(tmp_path: Path) -> None:
+    """Whichever way the files of en-pt_BR call their side."""
+    root = tree(
+        tmp_path,
+        *pair_files("en-pt"),
+        *("en-pt_BR/train.en", "en-pt_BR/train.pt", "en-pt_BR/test.en", "en-pt_BR/test.pt_br"),
+    )
+    folders = find_pairs(
+        [root], wanted=("en", "pt-BR"), regions="apart", max_line_bytes=100, counts=LeftOut()
+    )
+    assert [(folder.pair, set(folder.files)) for folder in folders] == [
+        ("en-pt_BR", {"train", "test"})
+    ]
+    with pytest.raises(DataError, match=r"different text of the pair en-pt\. Join them"):
+        found(root)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ("en-fr/train.en",),  # a side missing
+        ("en-fr/notes.txt",),  # no text
+        ("fr-fra/train.fr",),  # with itself
+        ("en-fr/train.en", "en-fr/train.fr", "fr-en/test.en", "fr-en/test.fr"),  # twice
+    ],
+)
+def test_a_folder_that_is_not_selected_stops_nothing(tmp_path: Path, odd: tuple[str, ...]) -> None:
+    root = tree(tmp_path, *pair_files("de-en"), *odd)
+    with pytest.raises(DataError):
+        found(root)
+    assert [folder.pair for folder in found(root, "de", "en")] == ["de-en"]
+
+
+def test_what_was_not_selected_is_counted(tmp_path: Path) -> None:
+    root = tree(tmp_path, *pair_files("de-en"), *pair_files("en-fr"), "ids/x.ids")
+    counts = LeftOut()
+    find_pairs([root], wanted=["de", "en"], max_line_bytes=100, counts=counts)
+    assert counts == {"pairs_not_selected": 1, "folders_ignored": 1}
+    assert counts.names == {"folders_ignored": ["ids"]}
+
+
+def test_a_wanted_language_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    root = tree(tmp_path, *pair_files("chr-en"), *pair_files("de-en"))
+    with pytest.raises(ConfigError, match=r"asks for chs, which no pair .*that are there: chr\)"):
+        found(root, "chs", "de", "en")
+    with pytest.raises(ConfigError, match=r"'cherokee' is the name .*. Write 'chr'"):
+        found(root, "cherokee", "en")
+    with pytest.raises(
+        ConfigError, match=r"asks for chr, de, which .* Correct corpus\.languages, or add"
+    ):
+        found(root, "chr", "de")
+
+
+def test_a_raw_path_that_is_no_folder_is_told_the_layout(tmp_path: Path) -> None:
+    (tmp_path / "corpus.tar").write_text("x")
+    with pytest.raises(DataError, match=r"corpus\.tar is not a folder\. Name a tree with folders"):
+        found(tmp_path / "corpus.tar")
+
+
+def imported(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+    config = CorpusConfig.model_validate({"source": "moses", **settings})
+    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+
+
+def test_pairs_are_known_by_their_names(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw",
+        {
+            "Europarl.de-en.de": "eins\nzwei\n",
+            "Europarl.de-en.en.gz": "one\ntwo\n",
+            "Europarl.de-en.ids": "1\n2\n",
+            "wiki/GNOME.en-fr.fr": "un\n",
+            "wiki/GNOME.en-fr.en": "one\n",
+            "small/train.de": "drei\n",
+            "small/train.en": "three\n",
+            "news/newstest2014.en-de.en": "four\n",
+            "news/newstest2014.en-de.de": "vier\n",
+            "README.md": "a\n",
+            "README.txt": "b\n",
+        },
+    )
+    corpus = imported(tmp_path / "corpus", raw)
+    assert corpus.statistics["pairs"] == {
+        "de-en": {"train": 3, "valid": 0, "test": 1},
+        "en-fr": {"train": 1, "valid": 0, "test": 0},
+    }
+    assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zwei", "drei"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "two", "three"]
+    assert read_lines(corpus, "test", "de-en", "de") == ["vier"]
+    assert corpus.statistics["counts"]["files_ignored"] == 3
+
+
+def test_only_languages_asked_for_are_opened(tmp_path: Path) -> None:
+    files = {f"a.{pair}.{side}": "x\n" for pair in ("de-en", "en-fr") for side in pair.split("-")}
+    raw = write(tmp_path / "raw", files)
+    corpus = imported(tmp_path / "corpus", raw, languages=("eng", "fr"))
+    assert set(corpus.statistics["pairs"]) == {"en-fr"}
+    assert corpus.statistics["counts"]["pairs_not_selected"] == 1
+    with pytest.raises(ConfigError, match="asks for de, fr"):
+        imported(tmp_path / "again", raw, languages=("de", "fr"))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a.de-en.de"], r"a\.de-en\.de has no counterpart in en\. Add a\.de-en\.en"),
+        (["a.de-en.de", "a.de-en.de.gz", "a.de-en.en"], "are one text. Remove one"),
+        (["train.de", "train.en", "train.fr"], "are more than two files of one name"),
+        (["a.de-deu.de", "a.de-deu.deu"], "are both text of de"),
+        (["a.txt"], "holds no pairs of files"),
+    ],
+)
+def test_names_that_are_no_pairs_are_told(tmp_path: Path, names: list[str], said: str) -> None:
+    raw = write(tmp_path / "raw", dict.fromkeys(names, "x\n"))
+    with pytest.raises(DataError, match=said):
+        imported(tmp_path / "corpus", raw)
+
+
+# ---------------------------------------------------------------- Zstandard
+
+
+def test_without_the_package_it_is_said_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.zst").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"a\.zst is a Zstandard file.*'mmnmt\[zstd\]', or "):
+        list(iterate_raw_lines(tmp_path / "a.zst", max_line_bytes=10))
+
+
+def test_zstandard_files_have_the_lines_of_plain_ones(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    frames = [b"one\ntwo\n" * 50_000, b"three\n", b"x" * 3_000_000]
+    path = tmp_path / "a.zst"
+    path.write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, frames)))
+    lines = b"".join(frames).split(b"\n")
+    assert list(iterate_raw_lines(path, max_line_bytes=2**22)) == lines
+    assert b"".join(iterate_blocks(path)) == b"".join(frames)
+
+
+@pytest.mark.parametrize("fault", ["cut", "junk", "other"])
+def test_damaged_zstandard_files_are_told(tmp_path: Path, fault: str) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="the package zstandard is not installed")
+    whole = zstandard.ZstdCompressor().compress(b"one\ntwo\n" * 50_000)
+    path = tmp_path / "a.zst"
+    path.write_bytes({"cut": whole[:-3], "junk": whole + b"junk" * 9, "other": b"text\n"}[fault])
+    with pytest.raises(DataError, match=r"a\.zst is not a complete Zstandard file \("):
+        list(iterate_raw_lines(path, max_line_bytes=100))

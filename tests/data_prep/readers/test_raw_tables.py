@@ -1,0 +1,369 @@
+"""Tables: TSV, Parquet, JSON lines and CSV become pairs, row by row."""
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.raw_trees import run_import, write
+
+from data_prep.readers import raw_files
+from data_prep.readers.raw_files import RawFile
+from data_prep.readers.tables import open_columns, open_table
+from pipeline.artifacts.artifact import Artifact
+from pipeline.artifacts.corpus import line_counts, read_lines
+from pipeline.artifacts.settings import CorpusConfig
+from pipeline.config.recipe import Recipe
+from pipeline.errors import ConfigError, DataError
+
+TED = (
+    "talk_name\ten\tpt-br\tpt\tfr\tcalv\tzh-cn\tzh-tw\n"
+    "a\tone\tum\tum (PT)\tun\tx\t一\t一 (TW)\n"
+    "b\ttwo\tdois\t__NULL__\t__NULL__\tx\t__NULL__\t二\n"
+    "c\t__NULL__\t__NULL__\ttrês\ttrois\tx\t三\t__NULL__\n"
+    "d\tfour\t__NULL__\t__NULL__\t \tx\t\t__NULL__\n"
+)
+
+
+def import_tsv(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+    config = CorpusConfig.model_validate({"source": "tsv", **settings})
+    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+
+
+def test_a_pair_named_by_its_file_is_in_two_columns(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw",
+        {
+            "train.en-de.tsv": "one\teins\ntwo\tzwei\r\n",
+            "de-en/newstest2020.tsv.gz": "vier\tfour\n",
+        },
+    )
+    corpus = import_tsv(tmp_path / "corpus", raw)
+    assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 0, "test": 1}}
+    assert read_lines(corpus, "train", "de-en", "de") == ["eins", "zwei"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "two"]
+
+
+def test_a_header_says_the_order_of_the_columns_and_which_are_text(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw",
+        {
+            "train.de-en.tsv": "\ufeffscore\tEN\tfr\tde\n0.9\tone\tun\teins\n",
+            "more.tsv": "de\tsource\ten\nzwei\tweb\ttwo\n",
+        },
+    )
+    corpus = import_tsv(tmp_path / "corpus", raw)
+    assert line_counts(corpus, "train") == {"de-en": 2}
+    assert read_lines(corpus, "train", "de-en", "de") == ["zwei", "eins"]
+    assert read_lines(corpus, "train", "de-en", "en") == ["two", "one"]
+
+
+def test_a_first_row_of_words_that_are_codes_is_no_header_of_a_named_pair(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"train.de-en.tsv": "so\tas\nja\tyes\n"})
+    corpus = import_tsv(tmp_path / "corpus", raw)
+    assert read_lines(corpus, "train", "de-en", "en") == ["as", "yes"]
+
+
+def brute_force_pairs(
+    table: str, columns: dict[str, list[str]]
+) -> dict[str, list[tuple[str, str]]]:
+    """Pair → lines, by reading the whole table into dicts."""
+    rows = list(csv.DictReader(table.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for one, other in combinations(sorted(columns), 2):
+        sides = [
+            [
+                next((row[name] for name in columns[code] if row[name].strip() not in NULL), None)
+                for code in (one, other)
+            ]
+            for row in rows
+        ]
+        lines = [(a, b) for a, b in sides if a is not None and b is not None]
+        found[f"{one}-{other}"] = lines
+    return found
+
+
+NULL = ("", "__NULL__")
+
+
+JOINED = {
+    "en": ["en"],
+    "pt": ["pt", "pt-br"],
+    "fr": ["fr"],
+    "zh": ["zh-cn"],
+    "zh_Hant": ["zh-tw"],
+}
+APART = {
+    "en": ["en"],
+    "pt": ["pt"],
+    "pt_BR": ["pt-br"],
+    "fr": ["fr"],
+    "zh_CN": ["zh-cn"],
+    "zh_TW": ["zh-tw"],
+}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(("regions", "columns"), [("joined", JOINED), ("apart", APART)])
+def test_the_table_of_talks_is_joined_as_by_brute_force(
+    tmp_path: Path, split: str, regions: str, columns: dict[str, list[str]]
+) -> None:
+    raw = write(tmp_path / "raw", {f"all_talks_{split}.tsv": TED})
+    corpus = import_tsv(tmp_path / "corpus", raw, directions="zero_shot", regions=regions)
+    expected = {
+        pair: lines
+        for pair, lines in brute_force_pairs(TED, columns).items()
+        if split == "test" or "en" in pair.split("-")
+    }
+    for pair, lines in expected.items():
+        first, second = pair.split("-")
+        sides = (read_lines(corpus, split, pair, code) for code in (first, second))  # type: ignore[arg-type]
+        assert list(zip(*sides, strict=True)) == lines
+    assert {pair for pair, counts in corpus.statistics["pairs"].items() if counts[split]} == {
+        pair for pair, lines in expected.items() if lines
+    }
+
+
+def test_languages_asked_for_are_the_columns_read(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"all_talks_train.tsv": TED})
+    corpus = import_tsv(tmp_path / "corpus", raw, languages=("en", "zho_Hant"))
+    assert line_counts(corpus, "train") == {"en-zh_Hant": 2}
+    with pytest.raises(ConfigError, match="asks for el"):
+        import_tsv(tmp_path / "again", raw, languages=("en", "fr", "el"))
+
+
+def test_a_column_of_a_region_can_be_asked_for_alone(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"all_talks_train.tsv": TED})
+    for spelling in ("pt_BR", "pt-br"):
+        corpus = import_tsv(tmp_path / spelling, raw, languages=("en", spelling), regions="apart")
+        assert line_counts(corpus, "train") == {"en-pt_BR": 2}
+        assert read_lines(corpus, "train", "en-pt_BR", "pt_BR") == ["um", "dois"]
+    corpus = import_tsv(tmp_path / "pt", raw, languages=("en", "pt"), regions="apart")
+    assert read_lines(corpus, "train", "en-pt", "pt") == ["um (PT)"]
+    assert corpus.statistics["languages"]["pt"]["spellings"] == ["pt"]
+
+
+def test_rows_of_other_columns_and_no_text_go_to_the_quarantine(tmp_path: Path) -> None:
+    text = b"eins\tone\nzwei\ndrei\tthree\t0.9\nvi\xffer\tfour\n" + b"a" * 500 + b"\tlong\nx\ty\n"
+    raw = write(tmp_path / "raw", {"train.de-en.tsv": text})
+    corpus = import_tsv(tmp_path / "corpus", raw, max_line_bytes=100)
+    assert read_lines(corpus, "train", "de-en", "en") == ["one", "y"]
+    listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
+    assert [(record["line"], record["reason"]) for record in listed] == [
+        (2, "malformed"),
+        (3, "malformed"),
+        (4, "invalid_utf8"),
+        (5, "malformed"),
+    ]
+    assert corpus.statistics["counts"]["lines_malformed"] == 3
+    assert any("malformed in de" in line for line in corpus.manifest.summary)
+
+
+def test_a_table_of_other_columns_throughout_is_refused(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"train.de-en.tsv": "0.9\teins\tone\n" * 2})
+    with pytest.raises(DataError, match=r"2 of 2 lines .*\(malformed\)\. Correct their columns"):
+        import_tsv(tmp_path / "corpus", raw)
+
+
+def test_a_table_that_says_nowhere_which_languages_it_has_is_refused(tmp_path: Path) -> None:
+    raw = write(tmp_path / "raw", {"train.tsv": "eins\tone\n"})
+    with pytest.raises(DataError, match=r"train\.tsv, line 1, names fewer than two languages"):
+        import_tsv(tmp_path / "corpus", raw)
+
+
+def test_no_more_is_read_than_the_rows_given_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train.de-en.tsv"
+    path.write_text("eins\tone\n" * 20_000)
+    read = 0
+
+    def counted(place: Path, *, max_line_bytes: int) -> Iterator[bytes]:
+        nonlocal read
+        for line in raw_files.iterate_raw_lines(place, max_line_bytes=max_line_bytes):
+            read += 1
+            yield line
+
+    monkeypatch.setattr("data_prep.readers.tables.iterate_raw_lines", counted)
+    table = open_table(RawFile(path, path.name), "train", CorpusConfig())
+    read = 0
+    for number, _ in enumerate(table.records(), start=1):
+        assert read == number
+
+
+SOURCE_TARGET = {"de": "source", "en": "target"}
+
+
+def import_columns(out_dir: Path, raw: Path, **settings: object) -> Artifact:
+    config = CorpusConfig.model_validate({"source": "columns", **settings})
+    return run_import("import_corpus", out_dir, raw, Recipe(name="test", corpus=config))
+
+
+def json_lines(*rows: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def sides(corpus: Artifact, split: Any = "train") -> list[tuple[str, str]]:
+    both = (read_lines(corpus, split, "de-en", code) for code in ("de", "en"))
+    return list(zip(*both, strict=True))
+
+
+# ---------------------------------------------------------------- JSON lines and CSV
+
+
+def test_pairs_are_named_by_file_or_folder_and_columns_by_language(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw",
+        {
+            "train.en-de.jsonl.gz": json_lines({"en": "one", "de": "eins", "score": 0.5}),
+            "de-en/train.json": json_lines({"translation": {"de": "zwei", "en": "two", "fr": "x"}}),
+            "de-en/validation.csv": '"en","de"\n"three, or so","drei\n(3)"\n',
+            "README.md": "no text",
+        },
+    )
+    corpus = import_columns(tmp_path / "corpus", raw)
+    assert sides(corpus) == [("zwei", "two"), ("eins", "one")]
+    assert sides(corpus, "valid") == [("drei (3)", "three, or so")]
+
+
+def test_a_recipe_names_the_columns_of_files_that_do_not(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw",
+        {
+            "a.jsonl": json_lines(
+                {"source": "eins", "target": "one"},
+                {"source": None, "target": "two"},
+                {"source": "drei", "target": " "},
+                {"source": "vier", "target": "four"},
+            ),
+            "b.csv": "\ufefftarget,source\nfive,fünf\n",
+        },
+    )
+    corpus = import_columns(tmp_path / "corpus", raw, columns=SOURCE_TARGET)
+    assert sides(corpus) == [("eins", "one"), ("vier", "four"), ("fünf", "five")]
+    assert corpus.statistics["counts"]["records_one_sided"] == 2
+
+
+def test_the_name_of_a_file_goes_before_that_of_its_folder(tmp_path: Path) -> None:
+    raw = write(
+        tmp_path / "raw", {"de-en/a.en-fr.jsonl": "", "de-en/b.csv": "", "de-en/c.csv": "de,en"}
+    )
+    corpus = import_columns(tmp_path / "corpus", raw)
+    assert set(corpus.statistics["pairs"]) == {"de-en", "en-fr"}
+
+
+def test_rows_that_are_no_pair_of_texts_go_to_the_quarantine(tmp_path: Path) -> None:
+    good = json_lines({"de": "eins", "en": "one"})
+    bad = ["{", '"text"', '{"de": 1, "en": "x"}', '{"de": "\\ud800", "en": "x"}', "[" * 99_999]
+    raw = write(
+        tmp_path / "raw",
+        {
+            "de-en/train.jsonl": good + "\n".join(bad) + "\n" + good,
+            "de-en/test.csv": b'de,en\neins,one\nzwei\n"drei"x,three\nvi\xffer,four\nf,"five',
+        },
+    )
+    corpus = import_columns(tmp_path / "corpus", raw, max_line_bytes=1000)
+    assert sides(corpus) == [("eins", "one")] * 2
+    assert sides(corpus, "test") == [("eins", "one")]
+    listed = [json.loads(line) for line in corpus.file("quarantine.jsonl").open()]
+    assert {(record["file"], record["line"], record["reason"]) for record in listed} == {
+        *(("de-en/train.jsonl", line, "malformed") for line in (2, 3, 4, 6)),
+        ("de-en/train.jsonl", 5, "invalid_utf8"),
+        *(("de-en/test.csv", line, "malformed") for line in (3, 4, 6)),
+        ("de-en/test.csv", 5, "invalid_utf8"),
+    }
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs", "Cc"))).map(str.strip)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(TEXTS, TEXTS), max_size=8))
+def test_csv_is_read_as_the_standard_library_wrote_it(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
+) -> None:
+    stream = io.StringIO()
+    csv.writer(stream).writerows([("de", "en"), *rows])
+    root = tmp_path_factory.mktemp("csv")
+    path = write(root, {"train.csv": stream.getvalue()}) / "train.csv"
+    table = open_columns(RawFile(path, "train.csv"), "train", CorpusConfig(), pair=("de", "en"))
+    expected = [
+        {code: side.encode() for code, side in zip(("de", "en"), row, strict=True) if side}
+        for row in rows
+    ]
+    assert [record.texts for record in table.records()] == expected
+    assert not any(record.is_malformed for record in table.records())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("de-en/a.jsonl", json_lines({"de": "x", "fr": "y"}), r"no column en \(it has de, fr\)"),
+        ("de-en/a.csv", "fr,en\na,b\n", r"has no column de"),
+        ("de-en/a.jsonl", "eins\n", "line 1, is not a row of a .jsonl file"),
+        ("a.jsonl", json_lines({"de": "x", "en": "y"}), "Nothing says which languages"),
+        ("a.de-en.en-fr.jsonl", "", "is named as text of de-en and en-fr"),
+    ],
+)
+def test_files_without_the_columns_are_told(
+    tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    raw = write(tmp_path / "raw", {name: content})
+    with pytest.raises(DataError, match=said):
+        import_columns(tmp_path / "corpus", raw)
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+def test_without_the_package_it_is_said_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    raw = write(tmp_path / "raw", {"de-en/train.parquet": "x"})
+    with pytest.raises(ConfigError, match=r"train\.parquet is a Parquet file.*'mmnmt\[parquet\]'"):
+        import_columns(tmp_path / "corpus", raw)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+
+
+def test_a_local_copy_of_opus_100_is_read(tmp_path: Path) -> None:
+    rows = [{"translation": {"de": f"eins {n}", "en": f"one {n}"}} for n in range(2500)]
+    folder = tmp_path / "raw" / "de-en"
+    write_parquet(folder / "train-00000-of-00002.parquet", rows[:2000])
+    write_parquet(folder / "train-00001-of-00002.parquet", rows[2000:])
+    write_parquet(folder / "validation-00000-of-00001.parquet", rows[:2])
+    corpus = import_columns(tmp_path / "corpus", tmp_path / "raw", max_train_lines=2400)
+    assert sides(corpus) == [(f"eins {n}", f"one {n}") for n in range(2400)]
+    assert corpus.statistics["pairs"]["de-en"]["valid"] == 2
+
+
+def test_parquet_with_a_column_per_language_is_read(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"source": "eins", "target": "one", "n": 1},
+        {"source": None, "target": "two", "n": 2},
+    ]
+    write_parquet(tmp_path / "raw" / "a.parquet", rows)
+    corpus = import_columns(tmp_path / "corpus", tmp_path / "raw", columns=SOURCE_TARGET)
+    assert sides(corpus) == [("eins", "one")]
+
+
+def test_a_damaged_parquet_file_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "raw" / "de-en" / "train.parquet"
+    write_parquet(path, [{"de": "eins", "en": "one"}])
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=r"train\.parquet is not a complete Parquet file \("):
+        import_columns(tmp_path / "corpus", tmp_path / "raw")
