@@ -89,7 +89,7 @@ def test_whatever_stands_in_a_document_is_shown_or_refused_in_one_sentence(
             analysis_sections({"mine": artifact})
         except ArtifactError as error:
             refused.append(f"{error} ({label})")
-    assert all("has no analysis that reports can show" in text for text in refused)
+    assert all("holds no analysis that reports can show" in text for text in refused)
     assert len(given) / 4 < len(refused) < len(given)
 
 

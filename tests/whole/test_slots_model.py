@@ -216,7 +216,11 @@ VARIANTS = {
                     '    kind: Literal["gated"] = "gated"\n\n\n'
                     "FeedForwardConfig = Annotated[DenseConfig | GatedConfig, "
                     'Field(discriminator="kind")]\n',
-                )
+                ),
+                (
+                    "from pydantic import model_validator\n",
+                    "from pydantic import Field, model_validator\n",
+                ),
             ],
             "pipeline/model/building.py": [
                 (
