@@ -75,7 +75,7 @@ def average_by_language(
     """Return mean scores by language family, then by script, then by set, for every family.
 
     The language is the source if the pivot is the target, else the target: averages of Any → En are
-    over the languages translated from, those of En → Any and zero-shot over the languages written.
+    over source languages, averages of En → Any and of zero-shot directions over target languages.
 
     Args:
         systems: with their scores.

@@ -178,7 +178,7 @@ def _groups_from(lineage: Lineage, counted: set[str]) -> tuple[str, ...]:
 
 
 def describe_run(members: Sequence[Artifact]) -> TrainingRun:
-    """Return a training run, from those of its checkpoints and training states that are left."""
+    """Return a training run, read from its remaining checkpoints and training states."""
     published = [one for one in members if "updates" in one.statistics]
     shown = (published or _with_metrics_first(members))[0]
     metrics = read_metrics(shown)

@@ -355,7 +355,7 @@ def _score_references(
     corpus: Artifact,
     pool: WorkerPool | None,
 ) -> ReferenceScores | None:
-    """Score the references where a score wants them as an upper bound; None if none does."""
+    """Score the references as an upper bound; None if no score uses one."""
     ceilings = tuple(score for score in scores if score.column.ceiling)
     tasks = [
         ReferenceTask(corpus=corpus, direction=profile.direction, scores=ceilings)

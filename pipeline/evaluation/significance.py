@@ -20,8 +20,8 @@ Every system is tested against the baseline in every direction by two tests:
 
 With as many tests as there are directions and systems, one in twenty would be significant by
 chance. Holm's correction (1979) bounds the probability that any of them is. Both tests count a
-trial that is as large as the measured difference, where sacreBLEU wants it larger: scores that
-count lines repeat their values, and two identical systems must not differ significantly.
+trial that is as large as the measured difference, whereas sacreBLEU counts larger ones only: scores
+that count lines repeat their values, and two identical systems must not differ significantly.
 
 A p-value of n trials is at least 1 / (n + 1), so of m tests Holm's correction can find a difference
 only with m / ``LEVEL`` trials. Most tests need far fewer, so the trials come in two rounds:
