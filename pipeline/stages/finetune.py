@@ -1,4 +1,4 @@
-"""Train a checkpoint further with a new optimizer: the stage ``finetune`` (paper §4.3).
+"""Train a checkpoint further with a new optimizer: the stage ``finetune`` (MMNMT, §4.3).
 
 It reads shards, a mixture and the checkpoint to start from, assembled or not, and makes a
 checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.

@@ -1,4 +1,4 @@
-"""Assemble an MoE model from modules of trained models: the stage ``upcycle`` (paper §4.2).
+"""Assemble an MoE model from modules of trained models: the stage ``upcycle`` (MMNMT, §4.2).
 
 It reads one checkpoint for the embeddings and, unless they start fresh, one each for encoder and
 decoder; it makes a checkpoint and its receipt (``receipt.json``). A recipe and options describe the
