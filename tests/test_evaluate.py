@@ -851,7 +851,7 @@ def test_what_is_no_analysis_is_refused_before_anything_is_scored(
         writer.statistics["analysis"] = "scales"
 
     strange = artifact(tmp_path / "strange", "analysis", "analyze_scales", nothing)
-    with pytest.raises(ArtifactError, match="has no analysis that reports can show"):
+    with pytest.raises(ArtifactError, match="holds no analysis that reports can show"):
         evaluated(stage_call(tmp_path / "out", corpus, systems, analyses={"x": strange}))
     assert not (tmp_path / "out").exists()
 
@@ -888,7 +888,7 @@ def test_directions_are_averaged_over_the_sets_of_languages_that_a_recipe_names(
 def test_a_set_that_names_no_language_is_refused(tmp_path: Path, corpus: Artifact) -> None:
     systems = {"copied": translations(tmp_path / "a", corpus, copied)}
     settings = EvaluationConfig(language_sets={"Long": ("myanmar",)})
-    with pytest.raises(ConfigError, match="'myanmar' is not a language code"):
+    with pytest.raises(ConfigError, match="'myanmar' is no language code"):
         evaluated(stage_call(tmp_path / "out", corpus, systems, settings=settings))
 
 

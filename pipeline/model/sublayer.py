@@ -1,8 +1,9 @@
 """Residual sublayers: attention or a feed-forward with norm, dropout and residual connection.
 
 A pre-norm sublayer is ``x + dropout(f(norm(x)))``, a post-norm one ``norm(x + dropout(f(x)))``.
-:class:`Sublayer` runs either all positions or one decoding step. It leaves the residual sum to the
-next sublayer, so that with compiled regions the sum and the next norm are one kernel in training.
+:class:`Sublayer` runs either all positions or one decoding step. It does not add its result to x:
+it passes both on (:class:`Residual`), and the next sublayer adds them. So compiled regions can
+compute the sum and the next norm in one kernel in training.
 
 Legend: N tokens, or rows of a decoding step; D model width.
 """
@@ -62,13 +63,19 @@ class After(Protocol):
         """Return the changed result (N, D) and, if there are any, the gates (N,).
 
         Args:
-            x_ND: the input of the inner function.
+            x_ND: the input of the inner function, which is normalized in a pre-norm model.
             y_ND: its result.
             tokens: the tokens that the rows belong to.
         """
 
     def kept_bytes(self, *, tokens: int, width: int, value: int) -> int:
-        """Return the bytes kept for gradients; ``value`` is the size of a number."""
+        """Return the bytes of activations that this module keeps for the backward pass.
+
+        Args:
+            tokens: tokens of the micro-batch, on this rank.
+            width: the model width D.
+            value: bytes of one number of the activations.
+        """
 
 
 class LayerOutput(NamedTuple):
@@ -109,13 +116,13 @@ class Residual(NamedTuple):
     gates: tuple[Tensor, ...] = ()
 
     def enter(self, norm: ResidualNorm) -> tuple[Tensor, Tensor]:
-        """Return the sum so far, and the input of the sublayer that has ``norm``."""
+        """Return the states after the previous sublayer, and the input of the one with ``norm``."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND, norm.enter(self.x_ND)
         return self.norm.pass_on(self.x_ND, self.y_ND, norm)
 
     def sum(self) -> Tensor:
-        """Return the sum of all sublayers so far."""
+        """Return the states after the last sublayer, as :meth:`ResidualNorm.leave` makes them."""
         if self.y_ND is None or self.norm is None:
             return self.x_ND
         return self.norm.leave(self.x_ND, self.y_ND)
@@ -131,9 +138,10 @@ InnerFunction = Callable[..., Tensor | tuple[Tensor, RoutingRecord | None]]
 
 @dataclass(eq=False)
 class Sublayer:
-    """``x + dropout(after(f(norm(x))))``, or the post-norm form.
+    """A residual sublayer: ``x + dropout(after(f(norm(x))))``, or the post-norm form.
 
-    It has no parameters of its own: the layer registers its parts under the names in artifacts.
+    It is no module: the layer registers ``norm`` and the modules of ``f`` and ``after``, so that
+    their parameters have the names of checkpoints.
     """
 
     norm: ResidualNorm
@@ -178,7 +186,7 @@ def run_layer(layer: Callable[..., LayerOutput], *states: object, recomputes: bo
 
 
 def compile_regions(model: nn.Module) -> None:
-    """Compile the operators between a model's sublayers when it is first trained."""
+    """Make a model compile the operators between its sublayers at the first training step."""
     for module in model.modules():
         if isinstance(module, ResidualNorm):
             module.is_compiled = True

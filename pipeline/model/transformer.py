@@ -82,7 +82,14 @@ class EncoderLayer(nn.Module):
         *,
         feed_forward_dropout: float | None = None,
     ) -> None:
-        """``feed_forward_dropout``: of the feed-forward's result; None: as everywhere."""
+        """Build the layer.
+
+        Args:
+            model: the settings of the model.
+            rates: the dropout rates.
+            feed_forward: a dense feed-forward or a mixture of experts.
+            feed_forward_dropout: rate after the feed-forward; None: ``rates.dropout``.
+        """
         super().__init__()
         self.self_attention = build_attention(model, rates)
         self.self_attention_norm = residual_norm(model, rates.dropout)
@@ -124,7 +131,14 @@ class DecoderLayer(nn.Module):
         *,
         feed_forward_dropout: float | None = None,
     ) -> None:
-        """``feed_forward_dropout``: of the feed-forward's result; None: as everywhere."""
+        """Build the layer.
+
+        Args:
+            model: the settings of the model.
+            rates: the dropout rates.
+            feed_forward: a dense feed-forward or a mixture of experts.
+            feed_forward_dropout: rate after the feed-forward; None: ``rates.dropout``.
+        """
         super().__init__()
         self.self_attention = build_attention(model, rates)
         self.self_attention_norm = residual_norm(model, rates.dropout)

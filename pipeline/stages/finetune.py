@@ -1,8 +1,13 @@
-"""Train a checkpoint further with a new optimizer: the stage ``finetune`` (paper §4.3).
+"""Train a checkpoint further with a new optimizer: the stage ``finetune`` (MMNMT, §4.3).
 
 It reads shards, a mixture and the checkpoint to start from, assembled or not, and makes a
 checkpoint. The checkpoint owns the model's shape; the recipe decides how the model is trained.
 """
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
 
 from pipeline.artifacts.artifact import check_together
 from pipeline.artifacts.manifest import describe_change
@@ -18,11 +23,6 @@ from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
-
-if __name__ == "__main__":
-    from pipeline.machine import prepare_process
-
-    prepare_process()  # before torch is loaded
 
 
 def run(call: StageCall) -> None:

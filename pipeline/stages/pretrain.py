@@ -1,9 +1,15 @@
-"""Train a dense, MoE or MoE-LGR model from scratch: the stage ``pretrain`` (paper §4.1).
+"""Train a dense, MoE or MoE-LGR model from scratch: the stage ``pretrain`` (MMNMT, §4.1).
 
-It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Each
-rank runs it once, started by ``mmnmt pretrain --processes N`` or by any launcher that sets ranks.
-The loop is in :mod:`pipeline.training.loop`.
+It reads shards, a mixture and, for a language-group router, groups, and makes a checkpoint. Every
+rank runs this module; ``mmnmt pretrain --processes N`` or a launcher such as ``torchrun`` starts
+the ranks. :func:`pipeline.training.translation.train` checks the data and starts the loop of
+:mod:`pipeline.training.loop`.
 """
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
 
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
@@ -15,11 +21,6 @@ from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
 from pipeline.training.translation import train, training_data
-
-if __name__ == "__main__":
-    from pipeline.machine import prepare_process
-
-    prepare_process()  # before torch is loaded
 
 
 def run(call: StageCall) -> None:
@@ -39,7 +40,7 @@ def run(call: StageCall) -> None:
 
 
 def model_spec(call: StageCall, tokenizer: Tokenizer) -> ModelSpec:
-    """Return the model's full shape, which all later checkpoints of the model carry."""
+    """Return the spec of the recipe's model; every checkpoint of the model stores it."""
     groups = call.artifacts.get("groups")
     recipe = call.recipe
     return make_spec(

@@ -7,6 +7,11 @@ length and dealt out to the ranks, which meet again when all are done. Finished 
 input.
 """
 
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 import json
 import math
 import time
@@ -43,11 +48,6 @@ from pipeline.distributed.world import World, distributed_world, leave
 from pipeline.errors import ArtifactError, ConfigError, Interrupted
 from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines, Progress, counted, listed
-
-if __name__ == "__main__":
-    from pipeline.machine import prepare_process
-
-    prepare_process()  # before torch is loaded
 
 OWN_FILES = (
     *("identity.json", "seconds.json", ".seconds.json.unfinished"),

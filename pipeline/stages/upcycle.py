@@ -1,9 +1,14 @@
-"""Assemble an MoE model from modules of trained models: the stage ``upcycle`` (paper §4.2).
+"""Assemble an MoE model from modules of trained models: the stage ``upcycle`` (MMNMT, §4.2).
 
 It reads one checkpoint for the embeddings and, unless they start fresh, one each for encoder and
 decoder; it makes a checkpoint and its receipt (``receipt.json``). A recipe and options describe the
 assembly, as in plans, or a file declares it (``checkpoints/assembly``).
 """
+
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
 
 import sys
 
@@ -16,11 +21,6 @@ from pipeline.checkpoints.assembly.target import known_groups, refuse_misfit
 from pipeline.checkpoints.opening import open_model
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec
 from pipeline.stages.stage import StageCall
-
-if __name__ == "__main__":
-    from pipeline.machine import prepare_process
-
-    prepare_process()  # before torch is loaded
 
 
 def run(call: StageCall) -> None:

@@ -91,7 +91,7 @@ class TrainingRun:
         )
         self.stop = StopFlag()
         self.position = Position()
-        self.averaged: list[int] = []  # the updates whose mean the model holds; none while training
+        self.averaged: list[int] = []  # the updates whose mean the model now is; empty before
 
     def run(self) -> None:
         """Train to the last update, or to a stop request; write the stage's artifact.
@@ -184,7 +184,7 @@ class TrainingRun:
     def _stop_if_asked(self) -> None:
         if not self.stop.agreed():
             return
-        if not self.averaged:  # the weights before the mean have a state already
+        if not self.averaged:  # the mean replaced the weights whose state is already saved
             self._save_state()
         self.run_directory.wait()
         raise Interrupted(
@@ -193,6 +193,6 @@ class TrainingRun:
         )
 
     def _take_mean(self) -> None:
-        """Make the mean of the last states the run's result, in place of the best weights."""
+        """Make the mean of the last states the result of the run, instead of the best weights."""
         self.averaged = self.mean.load(end=self.position.update)
         self.saving.save_mean(self.averaged, self.validation.run(before_batch=self._stop_if_asked))

@@ -142,7 +142,7 @@ def test_a_language_that_lost_its_module_is_refused_on_its_route_alone(tmp_path:
     whole = make_checkpoint(tmp_path / "whole", trained_model("low_rank"))
     prune_languages(whole, languages=["de", "ru"], out_dir=tmp_path / "pruned")
     pruned = open_artifact(tmp_path / "pruned", kind="checkpoint")
-    with pytest.raises(ConfigError, match=r"no language module for fr: .* or take the shared"):
+    with pytest.raises(ConfigError, match=r"no language module for fr. .* or use the shared"):
         Translator(pruned, DecodingConfig()).language("fr")
     Translator(pruned, DecodingConfig(route="shared")).language("fr")
 

@@ -665,7 +665,7 @@ def test_a_tier_that_nothing_is_validated_on_is_refused(
     inputs: Inputs, pool1: ProcessPool, tmp_path: Path
 ) -> None:
     recipe = make_recipe(best_by="low", resource_thresholds=[0, 30])
-    with pytest.raises(RankFailed, match=r"best_by is low, and no pair .* only of high, medium:"):
+    with pytest.raises(RankFailed, match=r"best_by is low, and no pair .* only of high, medium\."):
         pool1.run(pretrain, inputs, tmp_path / "model", recipe)
 
 

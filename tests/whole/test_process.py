@@ -62,12 +62,12 @@ print([name for name in before if before[name] != after[name]])
 
 LOAD_DEEPSPEED = (
     *("pipeline.training.engine", "pipeline.training.loop", "pipeline.estimates.memory"),
-    *("pipeline.training.updates", "pipeline.training.updates"),
+    "pipeline.training.updates",
     *("pipeline.training.validation", "pipeline.training.metrics", "pipeline.training.saving"),
-    *("pipeline.training.resuming", "pipeline.training.saving"),
-    "pipeline.training.translation",
+    *("pipeline.training.resuming", "pipeline.training.translation"),
     *("pipeline.stages.pretrain", "pipeline.stages.finetune"),
     *("pipeline.extensions.tasks.finetune_tagger", "pipeline.extensions.tasks.finetune_reader"),
+    "pipeline.extensions.tasks.training",
 )
 """What loads the engine, which settles DeepSpeed's accelerator and warnings as it is loaded."""
 
@@ -141,7 +141,7 @@ def test_what_the_environment_says_of_threads_stays(
 
 @pytest.mark.parametrize("stage", ["finetune", "translate", "upcycle"])
 def test_every_stage_that_loads_torch_is_an_entry_point(notes: Path, stage: str) -> None:
-    subprocess.run([sys.executable, "-m", f"pipeline.{stage}"], check=False, timeout=60)
+    subprocess.run([sys.executable, "-m", f"pipeline.stages.{stage}"], check=False, timeout=60)
     assert notes.read_text() == f"{SPIN_COUNT} True\n"
 
 
@@ -223,7 +223,7 @@ def test_what_only_counts_loads_no_compiled_loops(verb: list[str]) -> None:
 
 @pytest.mark.parametrize("stage", ["pretrain", "finetune"])
 def test_compiled_loops_are_loaded_before_training_starts(stage: str) -> None:
-    assert "numba" in loaded_after(IMPORT, f"pipeline.{stage}")
+    assert "numba" in loaded_after(IMPORT, f"pipeline.stages.{stage}")
 
 
 @pytest.mark.parametrize(("model", "zero_stage"), [("dense", "1"), ("moe", "2")])

@@ -333,7 +333,7 @@ def test_a_checkpoint_segments_by_itself_and_asks_for_a_function_it_cannot_have(
     command = made.stage("translate", "bare.toml", checkpoint="model", corpus="corpus")
     assert cli.main(command) != 0
     told = capsys.readouterr().err
-    assert "The words of th are found by a function 'pairs'" in told
+    assert "The words of th are found by a user's function 'pairs'" in told
     assert "Traceback" not in told
     assert cli.main(made.stage("translate", checkpoint="model", corpus="corpus")) == 0
     found = open_artifact(made.folder / "translate", kind="translations")

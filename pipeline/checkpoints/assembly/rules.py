@@ -1,7 +1,7 @@
 """Plan an assembly and compute its values: one rule for every tensor of the result.
 
 Embeddings, encoder and decoder come from separately named models, or start fresh; dense
-feed-forwards become experts (paper §4.2). :func:`plan_assembly` gives every tensor of the result
+feed-forwards become experts (MMNMT, §4.2). :func:`plan_assembly` gives every tensor of the result
 exactly one rule, checks the shape that the rule needs, and refuses a plan that would leave a tensor
 of a used part behind. :class:`Blueprint` computes the value of a tensor by its rule.
 
@@ -53,7 +53,7 @@ Rule = Literal[
 EMBEDDINGS = ("embedding.weight", "embedding.output_weight")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STEPS = 2**16
-"""Resolution of a mask's ratio: an entry compares 16 random bits, four entries per drawn word."""
+"""Number of steps of a mask's ratio: each entry is compared with 16 random bits of its own."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Experts:
-    """The expert of a source that each expert of the result comes from."""
+    """Mapping from each expert of the result to the expert of the source that it is made from."""
 
     of_source: int
     """Number of experts in the source."""
@@ -86,7 +86,7 @@ class Experts:
         return self.sources == tuple(range(self.of_source))
 
     def is_copy(self, expert: int) -> bool:
-        """Return whether an expert is the first one from its source."""
+        """Return whether an expert is copied: the first one made from its source."""
         return self.sources.index(self.sources[expert]) == expert
 
 
@@ -107,8 +107,8 @@ def experts_of(spec: ModelSpec, tensors: Tensors, config: UpcyclingConfig) -> Ex
     """Return how the experts of a source become those of a model; None if it has none.
 
     Raises:
-        CheckpointError: It lacks an expert, or it has more than the model and
-            ``upcycling.kept_experts`` does not choose.
+        CheckpointError: The source lacks an expert, or it has more experts than the model and
+            ``upcycling.kept_experts`` does not name those that stay.
     """
     ids = {expert_parts(name)[1] for name in tensors.names() if dense_name(name) is not None}
     if not ids or spec.model.moe is None:
@@ -256,7 +256,7 @@ def _refuse_shape(
     experts: Experts | None,
     rows: RowPlan | None,
 ) -> None:
-    """Raise CheckpointError if the source of a tensor has not the shape that its rule needs."""
+    """Raise CheckpointError if the source of a tensor lacks the shape that its rule needs."""
     if entry.source is None:
         return
     found = tensors.shape(entry.source)
@@ -305,7 +305,7 @@ def _refuse_unused(
 
 
 def _may_go(name: str, experts: Experts | None, config: UpcyclingConfig) -> bool:
-    """Return whether the settings leave a tensor behind: a pruned expert or a fresh router."""
+    """Return whether a source's tensor may remain unused: a pruned expert's or a router's."""
     if is_router(name):
         return config.token_routers == "fresh"
     if experts is None or dense_name(name) is None:
@@ -391,7 +391,8 @@ class Blueprint:
             case "copied" | "language of dense":
                 return self._read(entry)
             case "expert of dense" | "expert of expert":
-                exact = self.config.method == "noise"  # masks keep or drop what is written
+                # Noise is added before rounding; masks give the same values after it.
+                exact = self.config.method == "noise"
                 return diversified(self._read(entry, exact=exact), entry.target, self.config)
             case "rows of kept experts" | "rows of more experts" | "group router of token router":
                 return self._rows_of_experts(entry)

@@ -4,6 +4,11 @@ Reads a Hugging Face folder with an XLM-R, and files of questions by language; m
 The training loop, training states, resuming and ranks are those of translation models.
 """
 
+if __name__ == "__main__":
+    from pipeline.machine import prepare_process
+
+    prepare_process()  # before torch is loaded
+
 from pipeline.distributed.world import distributed_world, leave
 from pipeline.extensions.tasks.files import question_files, trained_languages
 from pipeline.extensions.tasks.question_answering import reading_data
@@ -13,11 +18,6 @@ from pipeline.extensions.tasks.training import train_labeller
 from pipeline.extensions.tasks.xlmr import Pretrained
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect
-
-if __name__ == "__main__":
-    from pipeline.machine import prepare_process
-
-    prepare_process()  # before torch is loaded
 
 
 def run(call: StageCall) -> None:

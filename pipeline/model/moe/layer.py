@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _masked(self, dispatch: Dispatch) -> Dispatch:
-        """Drop combine weights at random in training (expert output masking)."""
+        """Zero combine weights at random in training, scale the rest (expert output masking)."""
         rate = self.regularization.expert_output_masking
         if not self.training or rate == 0:
             return dispatch
@@ -82,7 +82,7 @@ class MixtureOfExperts(nn.Module):
     def _dispatch(self, routing: Routing, tokens: Tokens) -> Dispatch:
         config = self.config
         numbers = tokens.route_numbers(num_choices=config.top_k, num_experts=config.num_experts)
-        # Expert parallelism pads slices on the receiving rank, after the exchange.
+        # Rows that are exchanged have no spare ones: the receiving rank adds them to its slices.
         spare_rows = self.expert_parallel is None
         factor = config.capacity_factor if self.training else config.evaluation_capacity_factor
         if config.dispatch == "dropless" or factor is None:
