@@ -97,7 +97,7 @@ class DecodingConfig(Settings):
         changed = [one for one in sorted(asked) if getattr(self, one) != fields[one].default]
         if self.search == "beam" and changed:
             raise ValueError(
-                f'{changed[0]} is a setting of sampling, and search is "beam". Leave it out, or set '
-                'search to "sampling"'
+                f'{changed[0]} is a setting of sampling, and search is "beam". Leave it out, or '
+                'set search to "sampling"'
             )
         return self

@@ -52,6 +52,11 @@ def initialize(
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
     if name.endswith("norm.weight"):
         return torch.ones(shape)
+    if len(shape) < 2 and not name.endswith(".bias"):
+        raise ValueError(
+            f"{name} {tuple(shape)} is no weight or bias of a linear layer. Give its module a "
+            "method initial_value (InitializesItself)."
+        )
     bound = _linear_bound(name, shape, model=spec.model)
     if bound == 0:
         return torch.zeros(shape)

@@ -211,3 +211,8 @@ def test_biases_start_at_zero_and_norms_as_the_identity() -> None:
         else:
             expected = 1.0 if name.endswith("norm.weight") else 0.0
             assert torch.equal(value, torch.full_like(value, expected)), name
+
+
+def test_a_parameter_that_no_rule_covers_is_named_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"front\.factor \(16,\) .* method initial_value"):
+        initialize("front.factor", torch.Size([16]), spec=tiny_spec(), seed=1)
