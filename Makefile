@@ -40,7 +40,7 @@ docs: $(VENV)/installed-docs
 pictures:
 	for name in pipeline update moe_layer; do \
 		dot -Tsvg docs/pictures/$$name.dot -o docs/pictures/$$name.svg || exit 1; done
-	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1600 \
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1030 \
 		--screenshot=docs/pictures/report.png file://$(CURDIR)/runs/demo/evaluation/report.html
 
 bench: $(VENV)/installed-dev
