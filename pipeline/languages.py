@@ -442,12 +442,6 @@ def letters_of(script: str) -> frozenset[str]:
     return _LETTERS_OF.get(script, frozenset({script}))
 
 
-def script_of_text(text: str) -> str | None:
-    """Return the script of most letters, the first in the alphabet of several; None if none."""
-    found = count_scripts(text)
-    return min(found, key=lambda script: (-found[script], script), default=None)
-
-
 def count_scripts(text: str) -> Counter[str]:
     """Count the letters of each script in a text."""
     found: Counter[str] = Counter()

@@ -24,7 +24,7 @@ LONGEST_FIRST = (
     *("test_benchmarks_run", "test_byte_systems_learn", "test_parity", "test_paper_rows"),
     *("test_loop", "test_byte_rows", "test_evaluate", "test_engine", "test_page_commands"),
     *("test_readers_sweep", "test_fp16", "test_process", "test_quarantine", "test_translate"),
-    *("test_language_module_rows", "test_beam_search", "test_operators", "test_slots_model"),
+    *("test_language_module_rows", "test_beam_search", "test_operators", "test_variants_model"),
     *("test_mean_of_states", "test_plan", "test_cli", "test_declared", "test_killed_plan"),
     *("test_shards", "test_unusable_checkpoints", "test_own_data_page", "test_task_stages"),
 )

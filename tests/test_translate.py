@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from support.folder_listing import names_in
 from support.forked import run_command
 from support.tiny_models import perturb_vectors
@@ -23,7 +24,6 @@ from pipeline.artifacts.corpus import (
     Direction,
     Hypothesis,
     directions,
-    read_details,
     read_hypotheses,
     text_name,
 )
@@ -353,6 +353,11 @@ def test_translations_of_before_lines_were_split_are_still_read(tmp_path: Path) 
 # ---------------------------------------------------------------- details
 
 
+def details_in(path: Path) -> list[Details]:
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return [TypeAdapter(Details).validate_json(line) for line in lines]
+
+
 @pytest.mark.slow
 def test_asked_for_details_stand_in_files_of_their_own_and_the_best_where_it_was(
     bench: Bench,
@@ -367,7 +372,7 @@ def test_asked_for_details_stand_in_files_of_their_own_and_the_best_where_it_was
     names = [f"details/{name}.jsonl" for name in sorted(found)]
     assert artifact.names("details") == names
     assert open_artifact(bench.directory / "plain", kind="translations").names("details") == []
-    details = read_details(artifact.file("details/de-en.jsonl"))
+    details = details_in(artifact.file("details/de-en.jsonl"))
     for text, one, told in zip(LINES["de-en"]["de"], found["de-en"], details, strict=True):
         if not text:
             assert told == Details()
@@ -392,7 +397,7 @@ def test_details_are_kept_over_an_interruption(
     assert bench.run("out", decoding=decoding) == 0
     artifact = open_artifact(bench.directory / "out", kind="translations")
     for name, hypotheses in bench.found("out").items():
-        details = read_details(artifact.file(f"details/{name}.jsonl"))
+        details = details_in(artifact.file(f"details/{name}.jsonl"))
         assert [one.text for one in hypotheses if one.text] == [
             one.n_best[0].text for one in details if one.n_best and one.n_best[0].text
         ]

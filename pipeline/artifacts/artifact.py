@@ -291,7 +291,8 @@ def open_artifact(path: Path, *, kind: Kind) -> Artifact:
     manifest = read_manifest(path)
     if manifest is None:
         raise ArtifactError(
-            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}. Run its stage again."
+            f"{path} has no {MANIFEST_NAME}, so it is not a finished {kind}. Name the folder of a "
+            "finished one, or run its stage again."
         )
     if manifest.kind != kind:
         raise ArtifactError(

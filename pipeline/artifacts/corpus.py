@@ -62,9 +62,6 @@ class Details:
     """Pairs (source word, target word), both counted from 0, by target word."""
 
 
-_DETAILS = TypeAdapter(Details)
-
-
 def details_name(direction: object) -> str:
     """Return the name of the details of a direction, ``source-target``, in the artifact."""
     return f"details/{direction}.jsonl"
@@ -84,26 +81,6 @@ def _write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as stream:
         for record in records:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def read_details(path: Path) -> list[Details]:
-    """Read the file that :func:`write_details` wrote.
-
-    Raises:
-        ArtifactError: Names the line that is none.
-    """
-    return [
-        _details_of(record, what=f"Line {number} of {path}")
-        for number, record in enumerate(read_json_lines(path), start=1)
-    ]
-
-
-def _details_of(record: object, *, what: str) -> Details:
-    try:
-        return _DETAILS.validate_python(record)
-    except ValidationError as error:
-        message = error.errors(include_url=False)[0]["msg"]
-        raise ArtifactError(f"{what} has no details of a line ({message}): {RESTORE}.") from error
 
 
 Split = Literal["train", "valid", "test"]

@@ -4,13 +4,14 @@ In memory, the first dimension of every parameter is over slots. In checkpoints,
 own tensors under its name: ``….experts.7.up.weight``.
 """
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 
-class StackedModules(nn.Module):
+class StackedModules(nn.Module, ABC):
     """A module whose parameters, and those below it, have a first dimension over slots."""
 
     can_spread: ClassVar[bool] = False
@@ -19,14 +20,14 @@ class StackedModules(nn.Module):
     """Number of the first slot that this rank holds."""
 
     @property
+    @abstractmethod
     def held_slots(self) -> tuple[str, ...]:
         """Return the names of the slots that this rank holds, in order."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_spread(self) -> bool:
         """Return whether ranks may hold different slots."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def clear_padding(self) -> None:

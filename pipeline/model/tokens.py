@@ -3,6 +3,7 @@
 Legend: B sentences, N tokens.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -85,7 +86,7 @@ class Tokens:
         return {}
 
 
-class TokenLinear(nn.Module):
+class TokenLinear(nn.Module, ABC):
     """A replacement for a linear layer whose result also depends on token metadata.
 
     It is called with the states, (…, inputs), and the metadata of their rows.
@@ -95,9 +96,9 @@ class TokenLinear(nn.Module):
     out_features: int
 
     @property
+    @abstractmethod
     def kept_values(self) -> int:
         """Return the values per token kept for gradients, in addition to a linear layer's."""
-        raise NotImplementedError
 
 
 def project(layer: nn.Module, x: Tensor, tokens: Tokens) -> Tensor:

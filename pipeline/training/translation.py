@@ -1,7 +1,4 @@
-"""Train translation: data, checks and validation summary of the training loop's main task.
-
-Languages whose words white space does not part, where the model's front parts words by it.
-"""
+"""Train translation: data, checks and validation summary of the training loop's main task."""
 
 import math
 import sys

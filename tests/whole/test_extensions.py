@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.added_slots import copy_of_the_house, run_in
+from support.added_variants import copy_with, run_in
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def test_the_rest_imports_trains_and_translates_without_an_extension(
     name: str, stored: Path, tmp_path: Path
 ) -> None:
     removal = REMOVALS[name]
-    copy = copy_of_the_house(tmp_path / "copy", [])
+    copy = copy_with(tmp_path / "copy", [])
     for package in removal.packages:
         path = copy / package
         if path.is_dir():

@@ -95,7 +95,7 @@ def office(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_memories_become_a_report_of_both_systems(office: Path) -> None:
     report = (office / "runs" / "office" / "evaluation" / "report.html").read_text(encoding="utf-8")
-    assert "nearest neighbour" in report
+    assert "nearest neighbor" in report
     assert open_artifact(office / "runs" / "office" / "evaluation", kind="evaluation")
 
 

@@ -107,6 +107,7 @@ def _check_container(path: Path) -> bool:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}): name a checkpoint (.pt)."
         ) from error
+    # zipfile raises NotImplementedError for a compression method that it does not know.
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise _damaged(path, error) from error
     return is_archive

@@ -1,7 +1,7 @@
-"""Copies of the house in which a slot has one more variant.
+"""Copies of the packages with one more variant.
 
-A variant is new files and replaced texts; whatever else it would need is a fault of the slot. The
-copy is used by processes of its own, with ``PYTHONPATH`` set to it.
+A variant is new files and replaced texts; whatever else it would need is a fault of the extension
+point. The copy is used by processes of its own, with ``PYTHONPATH`` set to it.
 """
 
 import filecmp
@@ -19,7 +19,7 @@ PACKAGES = ("data_prep", "pipeline", "ds_configs")
 
 @dataclass(frozen=True)
 class Variant:
-    """What adds a variant to a slot.
+    """What adds a variant.
 
     Attributes:
         files: path → contents of new files.
@@ -34,7 +34,7 @@ class Variant:
         return {*self.files, *self.edits}
 
 
-def copy_of_the_house(folder: Path, variants: Sequence[Variant]) -> Path:
+def copy_with(folder: Path, variants: Sequence[Variant]) -> Path:
     """The packages with all of the variants."""
     for package in PACKAGES:
         # With its compiled loops, which take ten seconds to compile again.
@@ -52,26 +52,26 @@ def copy_of_the_house(folder: Path, variants: Sequence[Variant]) -> Path:
     return folder
 
 
-def touched_files(house: Path) -> set[str]:
+def touched_files(copied: Path) -> set[str]:
     """Files of a copy that the original lacks or has with other contents."""
     paths = [
-        path.relative_to(house).as_posix()
+        path.relative_to(copied).as_posix()
         for package in PACKAGES
-        for path in (house / package).rglob("*.*")
+        for path in (copied / package).rglob("*.*")
         if path.parent.name != "__pycache__"
     ]
-    _, *other = filecmp.cmpfiles(ROOT, house, paths, shallow=False)
+    _, *other = filecmp.cmpfiles(ROOT, copied, paths, shallow=False)
     return {name for names in other for name in names}
 
 
 def run_in(
-    house: Path, arguments: Sequence[str], *, cwd: Path, check: bool = True, stdin: str = ""
+    copied: Path, arguments: Sequence[str], *, cwd: Path, check: bool = True, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """A command of the copied house."""
+    """A command of the copied packages."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(house), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(copied), "OMP_NUM_THREADS": "1"},
         input=stdin,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A reader is a slot: text in another form is read by one new file, one setting and one case.
+"""A reader is a variant: text in another form is read by one new file, one setting and one case.
 
 The additions are made to a copy of the packages, which then imports such text.
 """
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.added_slots import Variant, copy_of_the_house, run_in, touched_files
+from support.added_variants import Variant, copy_with, run_in, touched_files
 from support.raw_trees import write
 
 from pipeline.artifacts.artifact import open_artifact
@@ -77,13 +77,13 @@ VARIANT = Variant(
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def copied(tmp_path: Path) -> Path:
     """A copy of the packages that reads files of word aligners."""
-    return copy_of_the_house(tmp_path / "house", [VARIANT])
+    return copy_with(tmp_path / "copy", [VARIANT])
 
 
-def test_a_reader_is_one_file_one_setting_and_one_case(house: Path, tmp_path: Path) -> None:
-    assert touched_files(house) == {
+def test_a_reader_is_one_file_one_setting_and_one_case(copied: Path, tmp_path: Path) -> None:
+    assert touched_files(copied) == {
         "data_prep/readers/bars.py",
         "pipeline/artifacts/settings.py",
         "data_prep/import_corpus.py",
@@ -98,7 +98,7 @@ def test_a_reader_is_one_file_one_setting_and_one_case(house: Path, tmp_path: Pa
     recipe, out = tmp_path / "recipe.toml", tmp_path / "corpus"
     recipe.write_text('[corpus]\nsource = "bars"\nmax_train_lines = 2\n', encoding="utf-8")
     command = ["-m", "pipeline", "import_corpus", "--recipe", str(recipe)]
-    run_in(house, [*command, "--raw", str(raw), "--out", str(out)], cwd=tmp_path)
+    run_in(copied, [*command, "--raw", str(raw), "--out", str(out)], cwd=tmp_path)
     corpus = open_artifact(out, kind="corpus")
     assert corpus.statistics["pairs"] == {"de-en": {"train": 2, "valid": 0, "test": 1}}
     assert read_lines(corpus, "train", "de-en", "en") == ["one", "three"]

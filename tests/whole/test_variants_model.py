@@ -1,6 +1,6 @@
 """A new front, language module, feed-forward, router, loss or stopping rule: one file and one case.
 
-They are added, as text, to a copy of the house, which then trains, looks into and translates
+They are added, as text, to a copy of the packages, which then trains, looks into and translates
 with a model that has them all.
 """
 
@@ -10,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from support.added_slots import Variant, copy_of_the_house, run_in, touched_files
+from support.added_variants import Variant, copy_with, run_in, touched_files
 
 pytestmark = pytest.mark.slow
 
@@ -301,8 +301,8 @@ VARIANTS = {
 }
 TOUCHED = {
     **{
-        slot: {f"{folder}/{name}.py" for name in (module, "settings", "extension")}
-        for slot, folder, module in (
+        name: {f"{folder}/{name}.py" for name in (module, "settings", "extension")}
+        for name, folder, module in (
             ("front", FRONT_ENDS, "smooth"),
             ("language modules", LANGUAGE_MODULES, "scales"),
         )
@@ -356,25 +356,25 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_of_the_house(tmp_path_factory.mktemp("house"), list(VARIANTS.values()))
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_with(tmp_path_factory.mktemp("copy"), list(VARIANTS.values()))
 
 
-@pytest.mark.parametrize("slot", VARIANTS)
-def test_a_variant_touches_its_file_the_settings_and_one_choice(slot: str, tmp_path: Path) -> None:
-    copy = copy_of_the_house(tmp_path / "house", [VARIANTS[slot]])
-    assert touched_files(copy) == TOUCHED[slot]
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_touches_its_file_the_settings_and_one_choice(name: str, tmp_path: Path) -> None:
+    copy = copy_with(tmp_path / "copy", [VARIANTS[name]])
+    assert touched_files(copy) == TOUCHED[name]
     shutil.rmtree(copy)
 
 
 def test_all_variants_together_train_over_ranks_translate_and_are_counted(
-    house: Path, stored: Path
+    copied: Path, stored: Path
 ) -> None:
     mmnmt = ["-m", "pipeline"]
     given = ["--recipe", "all.toml", "--shards", "run/shards", "--mixture", "run/mixture"]
-    run_in(house, [*mmnmt, "pretrain", *given, "--processes", "2", "--out", "new"], cwd=stored)
+    run_in(copied, [*mmnmt, "pretrain", *given, "--processes", "2", "--out", "new"], cwd=stored)
     found = run_in(
-        house, [*mmnmt, "checkpoint", "inspect", "new", "--tensors", "--json"], cwd=stored
+        copied, [*mmnmt, "checkpoint", "inspect", "new", "--tensors", "--json"], cwd=stored
     )
     tensors = {tensor["name"] for tensor in json.loads(found.stdout)["tensors"]}
     assert {
@@ -385,25 +385,25 @@ def test_all_variants_together_train_over_ranks_translate_and_are_counted(
     } <= tensors
     filtered = [*mmnmt, "translate", "--recipe", "all.toml", "--checkpoint", "new"]
     answers = run_in(
-        house, [*filtered, "--from", "en", "--to", "de"], cwd=stored, stdin="one\ntwo\n"
+        copied, [*filtered, "--from", "en", "--to", "de"], cwd=stored, stdin="one\ntwo\n"
     )
     assert len(answers.stdout.splitlines()) == 2
 
 
-def test_memory_counts_what_a_variant_keeps(house: Path, stored: Path) -> None:
+def test_memory_counts_what_a_variant_keeps(copied: Path, stored: Path) -> None:
     bytes_of = {}
     for recipe in ("moe_lgr.toml", "all.toml"):
         arguments = ["memory", "--recipe", recipe, "--processes", "1", "--json"]
         groups = ["--groups", "2"] if recipe == "moe_lgr.toml" else ["--languages", "2"]
-        done = run_in(house, ["-m", "pipeline", *arguments, *groups], cwd=stored)
+        done = run_in(copied, ["-m", "pipeline", *arguments, *groups], cwd=stored)
         bytes_of[recipe] = json.loads(done.stdout)["phases"]["backward"]["activations"]
     assert bytes_of["all.toml"] > bytes_of["moe_lgr.toml"]
 
 
-def test_an_unknown_kind_is_one_sentence(house: Path, stored: Path) -> None:
+def test_an_unknown_kind_is_one_sentence(copied: Path, stored: Path) -> None:
     (stored / "wrong.toml").write_text('[model.front]\nkind = "smoth"\n', encoding="utf-8")
     arguments = ["-m", "pipeline", "describe", "--recipe", "wrong.toml"]
-    done = run_in(house, arguments, cwd=stored, check=False)
+    done = run_in(copied, arguments, cwd=stored, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "model.front" in done.stderr

@@ -1,6 +1,6 @@
 """A new score is one new file, one name in the recipe and one ``case``.
 
-The additions are made, as text, to a copy of the house, and the stage is run from there.
+The additions are made, as text, to a copy of the packages, and the stage is run from there.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.added_slots import Variant, copy_of_the_house, run_in, touched_files
+from support.added_variants import Variant, copy_with, run_in, touched_files
 
 from pipeline.artifacts.artifact import new_artifact
 from pipeline.artifacts.corpus import Direction, Hypothesis, hypotheses_name, write_hypotheses
@@ -74,9 +74,9 @@ LINES = 24
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
+def copied(tmp_path: Path) -> Path:
     """A copy of the packages that has one more score."""
-    return copy_of_the_house(tmp_path / "house", [VARIANT])
+    return copy_with(tmp_path / "copy", [VARIANT])
 
 
 def lines_of(code: str) -> list[str]:
@@ -112,7 +112,7 @@ def shortened(text: str) -> str:
     return text.split(" ", 1)[1]
 
 
-def evaluate(house: Path, folder: Path) -> Path:
+def evaluate(copied: Path, folder: Path) -> Path:
     """An evaluation of two systems by the extended pipeline."""
     short = write_translations(folder / "a", perfect=False)
     perfect = write_translations(folder / "b", perfect=True)
@@ -121,7 +121,7 @@ def evaluate(house: Path, folder: Path) -> Path:
         *("--recipe", "recipe.toml", "--corpus", str(write_corpus(folder / "corpus"))),
         *("--systems", f"short={short}", f"perfect={perfect}", "--out", str(folder / "out")),
     ]
-    run_in(house, ["-m", "pipeline", "evaluate", *arguments], cwd=folder)
+    run_in(copied, ["-m", "pipeline", "evaluate", *arguments], cwd=folder)
     return folder / "out"
 
 
@@ -130,13 +130,13 @@ def expected_ratio(source: str, target: str) -> float:
     return 100 * len("".join(lines_of(target))) / len("".join(lines_of(source)))
 
 
-def test_a_score_is_added_as_a_slot_and_reaches_every_report(house: Path, tmp_path: Path) -> None:
-    assert touched_files(house) == {
+def test_an_added_score_reaches_every_report(copied: Path, tmp_path: Path) -> None:
+    assert touched_files(copied) == {
         "pipeline/evaluation/source_ratio.py",
         "pipeline/evaluation/settings.py",
         "pipeline/evaluation/chosen_scores.py",
     }
-    out = evaluate(house, tmp_path)
+    out = evaluate(copied, tmp_path)
 
     document = json.loads((out / "scores.json").read_text("utf-8"))
     short, perfect = document["systems"]
