@@ -19,6 +19,7 @@ import torch
 
 from pipeline.batching.feed import Update
 from pipeline.checkpoints.training_state import Position
+from pipeline.distributed import progress
 from pipeline.distributed.collectives import from_rank_zero
 from pipeline.distributed.signals import StopFlag
 from pipeline.distributed.world import World
@@ -158,6 +159,7 @@ class TrainingRun:
             overflows=self.position.overflows + made.overflows,
             loss_scale=self.engine.loss_scale,
         )
+        progress.advance(update)
         self.metrics.write_update_if_due(self.position, gradient_norm=made.result.gradient_norm)
 
     def _validate_if_due(self) -> None:
