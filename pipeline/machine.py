@@ -116,6 +116,17 @@ def peak_memory() -> Iterator[PeakMemory]:
     found.num_bytes = max(_resident_bytes("VmHWM") - before, 0)
 
 
+def peak_resident_bytes() -> int | None:
+    """Return the largest resident memory of this process; None if the system does not tell.
+
+    It counts from the start of the process, or from the last :func:`peak_memory`.
+    """
+    try:
+        return _resident_bytes("VmHWM")
+    except OSError:
+        return None
+
+
 def _resident_bytes(name: str) -> int:
     with _STATUS.open(encoding="ascii") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

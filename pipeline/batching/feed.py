@@ -30,6 +30,7 @@ from pipeline.batching.global_step import (
 from pipeline.batching.labelled import AnyBatch
 from pipeline.batching.settings import BatchesConfig, TagScheme
 from pipeline.config.settings import EXTRA_TOKENS
+from pipeline.distributed.own_time import OWN_TIME
 from pipeline.errors import ArtifactError, ConfigError
 from pipeline.kernels.sentence_loops import gather, gather_flags, locate
 
@@ -329,8 +330,9 @@ def read_updates(
 
     Closing the generator ends the reading thread and closes ``steps``.
     """
-    turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
-    with closing(turns):
+    read_turns = read_ahead(_turns(steps, read, rank=rank, ranks=ranks), depth=BATCHES_AHEAD)
+    with closing(read_turns):
+        turns = OWN_TIME.awaited(read_turns)
         for first in turns:
             others = islice(turns, len(first.indices) - 1)
             batches = (turn.batch for turn in chain([first], others))

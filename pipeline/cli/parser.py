@@ -101,6 +101,23 @@ def whole_number(most: int) -> Callable[[str], int]:
     return read
 
 
+MOST_PROFILED = 20
+"""Most updates of a profile: its trace grows with every operator."""
+
+
+def update_window(text: str) -> tuple[int, int]:
+    """Parse an option ``FIRST:LAST``: at most MOST_PROFILED updates, counted from 1."""
+    words = text.split(":")
+    is_number = [word.isascii() and word.isdecimal() and len(word) < _DIGITS for word in words]
+    if len(words) == 2 and all(is_number):
+        first, last = map(int, words)
+        if 1 <= first <= last < first + MOST_PROFILED:
+            return first, last
+    raise argparse.ArgumentTypeError(
+        f"{shown(text)!r} is not FIRST:LAST, at most {MOST_PROFILED} updates, for example 100:110"
+    )
+
+
 def share(text: str) -> float:
     """Parse an option: a number of more than 0 and at most 1."""
     try:

@@ -45,6 +45,7 @@ from pipeline.cli.parser import (
     chosen_recipe,
     named_paths,
     refuse_paths,
+    update_window,
     whole_number,
 )
 from pipeline.config.recipe import load_recipe
@@ -214,6 +215,7 @@ def make_call(stage: Stage, options: argparse.Namespace) -> StageCall:
         processes=(options.processes or 1) if stage.parallel != "no" else 1,
         mpi=stage.name == "make_shards" and options.mpi,
         overwrite=options.overwrite,
+        profile=options.profile if stage.trains else None,
     )
 
 
@@ -376,6 +378,12 @@ def _add_process_options(parser: argparse.ArgumentParser, stage: Stage) -> None:
         parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if stage.trains:
         add_ds_config_option(parser)
+        parser.add_argument(
+            "--profile",
+            type=update_window,
+            metavar="FIRST:LAST",
+            help="profile these updates on rank 0: a trace and a table of operators in OUT.profile",
+        )
 
 
 def _add_filter_options(parser: argparse.ArgumentParser) -> None:

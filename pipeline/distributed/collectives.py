@@ -75,6 +75,17 @@ def all_max(tensor: "Tensor") -> "Tensor":
     return tensor
 
 
+def gather_rows(row: "Tensor") -> "Tensor":
+    """Return every rank's row of numbers, (ranks, numbers), in order of rank."""
+    import torch
+
+    if world_size() == 1:
+        return row[None]
+    rows = [torch.empty_like(row) for _ in range(world_size())]
+    torch.distributed.all_gather(rows, row)
+    return torch.stack(rows)
+
+
 def gather_objects(value: T) -> list[T]:
     """Return every rank's value, in order of rank (pickled between our own processes)."""
     import torch

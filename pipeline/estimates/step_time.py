@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from pipeline.config.ds_config import precision_of
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import Counted, Launch, micro_batch
 from pipeline.model.extension import extensions
@@ -231,3 +232,25 @@ def _routes_per_token(model: ModelConfig, layer: int) -> int:
     if model.moe is not None and has_experts(model, layer):
         return model.moe.top_k
     return int(any(extension.exchanges_rows(model, layer) for extension in extensions()))
+
+
+def peak_operations(ds_config: Mapping[str, Any]) -> float | None:
+    """Return the peak of this rank's GPU, in operations per second, in a ds_config's precision.
+
+    None on a CPU, and for GPUs that are not in the table.
+    """
+    sheet = _data_sheet_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    if sheet is None:
+        return None
+    return sheet.float32 if precision_of(ds_config) == "fp32" else sheet.bfloat16
+
+
+def _data_sheet_of(name: str) -> Device | None:
+    """Return the data sheet of a GPU by CUDA's name of it; None if it is not in the table.
+
+    The sheets are of SXM modules. PCIe cards of the same name are slower.
+    """
+    words = name.lower().replace("-", " ").split()
+    if "pcie" in words or "nvl" in words:
+        return None
+    return next((sheet for known, sheet in DEVICES.items() if known in words), None)

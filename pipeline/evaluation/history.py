@@ -24,12 +24,14 @@ from pipeline.artifacts.artifact import (
 from pipeline.checkpoints.checkpoint import stated_spec
 from pipeline.config.documents import read_json_lines
 from pipeline.errors import UserError
-from pipeline.model.parameters import PerToken, count_multiplied, count_parameters_of
+from pipeline.model.parameters import (
+    OPERATIONS_PER_PARAMETER,
+    PerToken,
+    count_multiplied,
+    count_parameters_of,
+)
 from pipeline.model.spec import ModelSpec
-
-OPERATIONS_PER_PARAMETER = 6
-"""Floating-point operations per token and parameter that multiplies it: a multiplication and an
-addition in the forward pass, twice as many in the backward pass (Kaplan et al. 2020, §2.1)."""
+from pipeline.training.settings import passes_of
 
 TRAINING_STAGES = ("pretrain", "finetune")
 TokenSide = Literal["source", "target"]
@@ -210,7 +212,7 @@ def count_passes(run: Artifact) -> int:
     """Return how often a training run takes each batch through the model."""
     loss = run.manifest.config.get("loss")
     objective = loss.get("objective") if isinstance(loss, dict) else None
-    return 2 if objective == "fuse_distillation" else 1
+    return passes_of(objective)
 
 
 def _updates(artifact: Artifact) -> int:

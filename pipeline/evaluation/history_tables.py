@@ -12,7 +12,6 @@ from typing import get_args
 from pipeline.artifacts.corpus import Resource
 from pipeline.evaluation.charts import Point, Series, legend, line_chart, thin_out
 from pipeline.evaluation.history import (
-    OPERATIONS_PER_PARAMETER,
     Curve,
     CurvePoint,
     History,
@@ -34,6 +33,7 @@ from pipeline.evaluation.tables import (
     joined,
     row,
 )
+from pipeline.model.parameters import OPERATIONS_PER_PARAMETER
 from pipeline.terminal import counted
 
 # Budgets

@@ -9,6 +9,10 @@ from pipeline.model.settings import ModelConfig
 from pipeline.model.spec import ModelSpec, placeholder_spec
 from pipeline.model.transformer import Transformer
 
+OPERATIONS_PER_PARAMETER = 6
+"""Floating-point operations per token and parameter that multiplies it: a multiplication and an
+addition in the forward pass, twice as many in the backward pass (Kaplan et al. 2020, §2.1)."""
+
 PARTS = "embeddings", "front", "encoder", "decoder", "experts", "routers"
 
 

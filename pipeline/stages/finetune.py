@@ -9,6 +9,8 @@ if __name__ == "__main__":
 
     prepare_process()  # before torch is loaded
 
+from dataclasses import replace
+
 from pipeline.artifacts.artifact import check_together
 from pipeline.artifacts.manifest import describe_change
 from pipeline.checkpoints.checkpoint import (
@@ -19,6 +21,7 @@ from pipeline.checkpoints.checkpoint import (
 )
 from pipeline.distributed.world import distributed_world, leave, local_device
 from pipeline.errors import ConfigError
+from pipeline.estimates.step_time import peak_operations
 from pipeline.model.regularization import Regularization
 from pipeline.stages.stage import StageCall
 from pipeline.training.engine import connect, expert_parallel_group
@@ -30,6 +33,7 @@ def run(call: StageCall) -> None:
     training, checkpoint = call.recipe.training, call.artifacts["checkpoint"]
     with distributed_world() as world:
         connect(world)
+        call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
         refuse_other_model(call, fingerprint=data.tokenizer.fingerprint)
         check_together(checkpoint, checkpoint.names())

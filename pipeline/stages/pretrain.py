@@ -11,10 +11,13 @@ if __name__ == "__main__":
 
     prepare_process()  # before torch is loaded
 
+from dataclasses import replace
+
 from pipeline.artifacts.mixture import read_groups
 from pipeline.artifacts.tokenizer import Tokenizer
 from pipeline.checkpoints.names import initialize_weights
 from pipeline.distributed.world import distributed_world, leave, local_device
+from pipeline.estimates.step_time import peak_operations
 from pipeline.model.building import build_model
 from pipeline.model.regularization import Regularization
 from pipeline.model.spec import ModelSpec, groups_of_languages, make_spec, marks_of_vocabulary
@@ -28,6 +31,7 @@ def run(call: StageCall) -> None:
     training = call.recipe.training
     with distributed_world() as world:
         connect(world)
+        call = replace(call, peak_operations=peak_operations(call.ds_config))
         data = training_data(call)
         model = build_model(
             model_spec(call, data.tokenizer),

@@ -116,6 +116,10 @@ class StageCall:
     mpi: bool = False
     """Whether the workers are the ranks of a launcher, for stages with workers."""
     overwrite: bool = False
+    profile: tuple[int, int] | None = None
+    """First and last update to profile (``--profile``), for stages that train."""
+    peak_operations: float | None = field(default=None, compare=False)
+    """Operations per second that this rank's device can do, as the stage found; None: unknown."""
     clock: float = field(default_factory=time.monotonic, compare=False)
     """Time at which the stage began, in seconds of the monotonic clock."""
 

@@ -44,6 +44,7 @@ from pipeline.config.ds_config import (
     precision_of,
 )
 from pipeline.config.recipe import Recipe
+from pipeline.distributed.own_time import OWN_TIME
 from pipeline.distributed.world import World, local_device
 from pipeline.errors import ConfigError, hint
 from pipeline.kernels.allocator import keep_freed_memory
@@ -187,6 +188,8 @@ class StepResult:
     source_tokens: int
     gradient_norm: float
     was_made: bool
+    own_seconds: float = 0.0
+    """Time of this rank's own work (:mod:`pipeline.distributed.own_time`)."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +280,9 @@ class Engine:
         labels = source_tokens = 0
         for turn, (batch, seed) in enumerate(zip(micro_batches, seeds, strict=True)):
             torch.manual_seed(seed)
-            objective, terms = self._engine(batch.to(self.device), progress)
             counts = turn not in stand_ins
+            with OWN_TIME.counted(self.device, enabled=counts):
+                objective, terms = self._engine(batch.to(self.device), progress)
             self._engine.backward(objective * (scale if counts else 0.0))
             if self._gradient_order is not None:
                 self._gradient_order.end_micro_batch()
@@ -298,6 +302,7 @@ class Engine:
             source_tokens,
             float(norm),
             was_made=not self._zero.overflow,
+            own_seconds=OWN_TIME.take(),
         )
 
     @property

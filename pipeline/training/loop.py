@@ -6,6 +6,7 @@ something happens; its collaborators do it:
 - :mod:`~pipeline.training.updates`: one update, repeated if its gradient is not finite
 - :mod:`~pipeline.training.validation`: validation losses, the best weights so far, patience
 - :mod:`~pipeline.training.metrics`: lines of metrics, monitors
+- :mod:`~pipeline.training.profiling`: a profile of some updates
 - :mod:`~pipeline.training.saving`: training states, kept weights, the stage's artifact
 - :mod:`~pipeline.training.resuming`: resuming from the newest state; the mean of the last states
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -32,6 +34,7 @@ from pipeline.terminal import Progress as ProgressBar
 from pipeline.training.engine import Engine
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optim import make_optimizer
+from pipeline.training.profiling import Profiling
 from pipeline.training.resuming import MeanOfLastStates, Resuming
 from pipeline.training.run_directory import RunDirectory
 from pipeline.training.saving import Publishing, Saving
@@ -53,13 +56,8 @@ def train_task(call: StageCall, model: Trained, task: Task, *, world: World) -> 
             'translation models. Set it to "tokens".'
         )
     task.data.check(max_positions=model.spec.model.max_positions)
-    engine = Engine(
-        model,
-        recipe,
-        world=world,
-        ds_config=call.ds_config,
-        make_optimizer=lambda groups: make_optimizer(groups, recipe.optimizer),
-    )
+    optimizer = partial(make_optimizer, config=recipe.optimizer)
+    engine = Engine(model, recipe, world=world, ds_config=call.ds_config, make_optimizer=optimizer)
     TrainingRun(call, engine, task, world=world).run()
 
 
@@ -81,9 +79,8 @@ class TrainingRun:
         self.quarantine = Quarantine(directory.quarantine_path, world=world)
         self.updater = Updater(engine, task.data, recipe, self.quarantine)
         self.validation = Validation(engine, task, recipe, world=world)
-        self.metrics = MetricsLog(
-            directory.metrics_path, recipe, world=world, write_events=engine.write_events
-        )
+        self.metrics = MetricsLog.of(engine, call, directory.metrics_path)
+        self.profiling = Profiling(call, rank=world.rank)
         self.saving = Saving(engine, task, recipe, directory, world=world)
         self.mean = MeanOfLastStates(recipe.training, engine, directory)
         self.resuming = Resuming(call, engine, directory, self.mean)
@@ -100,7 +97,7 @@ class TrainingRun:
         Raises:
             Interrupted: a rank was asked to stop; the state is saved.
         """
-        with self.run_directory.locked():
+        with self.run_directory.locked(), self.profiling:
             self._resume()
             # One choice for all ranks: the order in which gradients arrive depends on the kernels.
             with using_cpu_kernels(from_rank_zero(by_processor())):
@@ -112,7 +109,7 @@ class TrainingRun:
         with self.stop, self._progress_bar() as bar, closing(self._updates()) as updates:
             self._validate_if_due()
             while not self._is_done():
-                self._update(next(updates))
+                self._update(updates)
                 bar.advance(note=self.metrics.note)
                 self._validate_if_due()
                 self._save_if_due()
@@ -147,9 +144,11 @@ class TrainingRun:
         name, done = self.call.out_dir.name, self.position.update
         return ProgressBar(name, total=total, initial=done, enabled=is_shown)
 
-    def _update(self, feed: Update) -> None:
+    def _update(self, updates: Generator[Update]) -> None:
         update, clock = self.position.update + 1, time.monotonic()
-        made = self.updater.make(feed, update=update)
+        with self.profiling.update(update):
+            feed = next(updates)
+            made = self.updater.make(feed, update=update)
         self.metrics.add(made.result, seconds=time.monotonic() - clock)
         self.position = replace(
             self.position,

@@ -1,18 +1,63 @@
 """Write the metrics of a training run to ``metrics.jsonl``, monitors and the console."""
 
 import math
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from pipeline.checkpoints.training_state import Position
 from pipeline.config.recipe import Recipe
-from pipeline.distributed.collectives import all_max, all_sum
+from pipeline.distributed.collectives import gather_objects, gather_rows
+from pipeline.distributed.own_time import OWN_TIME
 from pipeline.distributed.world import World
+from pipeline.machine import peak_resident_bytes
+from pipeline.model.labeller import Trained
+from pipeline.model.parameters import OPERATIONS_PER_PARAMETER, PerToken, count_multiplied
+from pipeline.model.transformer import Transformer
+from pipeline.stages.stage import StageCall
 from pipeline.terminal import JsonLines
-from pipeline.training.engine import StepResult
+from pipeline.training.engine import Engine, StepResult
 from pipeline.training.optim import learning_rate
+from pipeline.training.settings import passes_of
+
+STRAGGLER_RATIO = 1.2
+"""Time of the slowest rank per median of all ranks above which it is named."""
+
+
+@dataclass(frozen=True)
+class ModelOperations:
+    """Floating-point operations that training needs, and those that its devices can do.
+
+    Attributes:
+        per_token: operations that a token of each side needs, forward and backward: those of the
+            parameters that multiply it, as in reports. Scores of attention and recomputed layers
+            are not counted.
+        peak: operations per second of one device, from its data sheet.
+    """
+
+    per_token: PerToken
+    peak: float
+
+    @classmethod
+    def of(cls, model: Trained, recipe: Recipe, *, peak: float | None) -> Self | None:
+        """Return the operations of a model; None for taggers and readers, and without a peak."""
+        if peak is None or not isinstance(model, Transformer):
+            return None
+        of_pass = count_multiplied(model.spec)
+        factor = OPERATIONS_PER_PARAMETER * passes_of(recipe.loss.objective)
+        per_token = PerToken(source=factor * of_pass.source, target=factor * of_pass.target)
+        return cls(per_token, peak)
+
+    def utilization(self, *, source: float, target: float, seconds: float, ranks: int) -> float:
+        """Return the share of the devices' peak that these tokens in these seconds need (MFU)."""
+        operations = self.per_token.source * source + self.per_token.target * target
+        return operations / (seconds * ranks * self.peak)
 
 
 class MetricsLog:
@@ -21,9 +66,10 @@ class MetricsLog:
     A training line holds means over all updates since the previous one, on all ranks. Rank 0
     writes it to the file and to the monitors that the ds_config enables.
 
-    Invariant: a resumed run writes the lines that an uninterrupted run writes. A training state
-    carries the sums of the unfinished interval, and :meth:`resume` drops the lines of updates that
-    will be made again.
+    Invariant: a resumed run writes the lines that an uninterrupted run writes, but for times and
+    memory. A training state carries the sums of the unfinished interval, and :meth:`resume` drops
+    the lines of updates that will be made again. What a line says of single ranks and of memory is
+    of this attempt alone.
     """
 
     def __init__(
@@ -33,21 +79,47 @@ class MetricsLog:
         *,
         world: World,
         write_events: Callable[[Sequence[tuple[str, float, int]]], None],
+        operations: ModelOperations | None = None,
     ) -> None:
-        """Open no file yet; ``write_events`` passes (name, value, update) to the monitors."""
+        """Open no file yet.
+
+        Args:
+            path: the file of metrics.
+            recipe: settings of the run.
+            world: this rank's place.
+            write_events: passes (name, value, update) to the monitors.
+            operations: what the utilization of devices is computed from; None: unknown.
+        """
         self._file, self._recipe, self._world = JsonLines(path), recipe, world
-        self._write_events = write_events
+        self._write_events, self._operations = write_events, operations
         self._interval = Interval()
+        self._nodes: list[str] = []
+
+    @classmethod
+    def of(cls, engine: Engine, call: StageCall, path: Path) -> Self:
+        """Return the metrics of what an engine trains."""
+        return cls(
+            path,
+            call.recipe,
+            world=engine.world,
+            write_events=engine.write_events,
+            operations=ModelOperations.of(engine.model, call.recipe, peak=call.peak_operations),
+        )
 
     def resume(self, position: Position) -> None:
-        """Continue after ``position``; rank 0 holds the sums of its interval for all ranks."""
+        """Continue after ``position``; all ranks call this.
+
+        Rank 0 holds the sums of the position's interval for all ranks.
+        """
+        self._nodes = gather_objects(socket.gethostname())
+        OWN_TIME.take()  # what an earlier run of this process left
         if self._world.rank == 0:
             self._interval = Interval(position.interval)
             self._file.truncate_after(position.update)
 
     @property
     def note(self) -> str:
-        """The mean loss of the last training line, for the progress bar."""
+        """Loss, speed and any straggler of the last training line, for the progress bar."""
         return self._interval.note
 
     def add(self, result: StepResult, *, seconds: float) -> None:
@@ -63,7 +135,9 @@ class MetricsLog:
         update, total = position.update, self._recipe.training.updates
         if update % self._recipe.logging.every != 0 and update != total:
             return
-        record = self._interval.finish()
+        record = self._interval.finish(
+            peak_bytes=peak_bytes(), nodes=self._nodes, operations=self._operations
+        )
         record["gradient_norm"] = gradient_norm
         record["learning_rate"] = learning_rate(self._recipe.optimizer, update, total_updates=total)
         if position.loss_scale is not None:
@@ -89,17 +163,30 @@ class MetricsLog:
         )
 
 
+def peak_bytes() -> float:
+    """Return the most memory that this process has had so far; NaN if the system does not tell.
+
+    On a GPU it is the memory of tensors on the device, on a CPU the resident memory.
+    """
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    found = peak_resident_bytes()
+    return math.nan if found is None else float(found)
+
+
 class Interval:
     """Sums over the updates since the last training line.
 
     The five numbers are: cross entropy, balance loss times labels, labels, seconds of the slowest
     rank, source tokens. States of earlier versions lack the last one; it then stays unknown until
-    the next line.
+    the next line. Beside them stand the time of this rank's own work and its tokens, which states
+    do not carry.
     """
 
     def __init__(self, sums: Sequence[float] = (0.0,) * 5) -> None:
         self.note = ""
         self._sums = torch.tensor([*sums, *[math.nan] * (5 - len(sums))], dtype=torch.float64)
+        self._own = torch.zeros(2, dtype=torch.float64)
 
     def add(self, result: StepResult, *, seconds: float) -> None:
         """Add one update of this rank."""
@@ -107,26 +194,94 @@ class Interval:
             *(float(result.cross_entropy), float(result.balance), float(result.labels)),
             *(seconds, float(result.source_tokens)),
         ]
+        own = [result.own_seconds, result.labels + result.source_tokens]
         self._sums += torch.tensor(sums, dtype=torch.float64)
+        self._own += torch.tensor(own, dtype=torch.float64)
 
     def over_ranks(self) -> list[float]:
         """Return the known sums over all ranks; all ranks call this."""
-        slowest = all_max(self._sums[3:4].clone())
-        sums = all_sum(self._sums.clone())
-        sums[3:4] = slowest
-        values: list[float] = sums.tolist()
+        values = _over_ranks(gather_rows(self._sums))
         return values[:-1] if math.isnan(values[-1]) else values
 
-    def finish(self) -> dict[str, object]:
-        """Return means per label, rate and token counts over all ranks, and start anew."""
-        cross_entropy, balance, labels, seconds, *source_tokens = self.over_ranks()
+    def finish(
+        self,
+        *,
+        peak_bytes: float = math.nan,
+        nodes: Sequence[str] = (),
+        operations: ModelOperations | None = None,
+    ) -> dict[str, object]:
+        """Return the record of the interval over all ranks, and start anew; all ranks call this.
+
+        Args:
+            peak_bytes: the most memory that this rank has had; NaN if unknown.
+            nodes: the node of every rank.
+            operations: what the utilization of devices is computed from; None: unknown.
+        """
+        peak = torch.tensor([peak_bytes], dtype=torch.float64)
+        # one collective for everything that a line says of the ranks
+        sums, own, peaks = gather_rows(torch.cat([self._sums, self._own, peak])).split(
+            [5, 2, 1], dim=1
+        )
         self._sums.zero_()
-        self.note = f"loss {cross_entropy / labels:.3f}"
-        known = {"source_tokens": round(source_tokens[0])} if source_tokens else {}
-        return {
+        self._own.zero_()
+        cross_entropy, balance, labels, seconds, source_tokens = _over_ranks(sums)
+        seconds = max(seconds, 1e-9)
+        record: dict[str, object] = {
             "loss": cross_entropy / labels,
             "balance": balance / labels,
-            "tokens_per_second": labels / max(seconds, 1e-9),
+            "tokens_per_second": labels / seconds,
             "target_tokens": round(labels),
-            **known,
         }
+        if not math.isnan(source_tokens):
+            record["source_tokens"] = round(source_tokens)
+            record["source_tokens_per_second"] = source_tokens / seconds
+            if operations is not None:
+                record["mfu"] = operations.utilization(
+                    source=source_tokens, target=labels, seconds=seconds, ranks=len(sums)
+                )
+        if not peaks.isnan().any():
+            record["peak_memory_gib"] = peaks.max().item() / 2**30
+        slow = slowest(own, nodes)
+        self.note = f"loss {cross_entropy / labels:.3f}, {labels / seconds:,.0f} tokens/s"
+        if "slowest_rank" in slow:
+            self.note += f", {_described(slow)}"
+        return record | slow
+
+
+def _over_ranks(sums: Tensor) -> list[float]:
+    """Sum every column over the ranks, but for the seconds, whose largest is taken."""
+    totals = sums.sum(dim=0)
+    totals[3] = sums[:, 3].max()
+    values: list[float] = totals.tolist()
+    return values
+
+
+def slowest(own: Tensor, nodes: Sequence[str]) -> dict[str, object]:
+    """Compare the slowest rank's time per token with the median of all ranks.
+
+    Time per token, because ranks may have different numbers of micro-batches.
+
+    Args:
+        own: (ranks, 2): seconds of a rank's own work, and its tokens.
+        nodes: the node of every rank.
+
+    Returns:
+        ``slowest_to_median``; above STRAGGLER_RATIO also ``slowest_rank`` and ``slowest_node``.
+        Nothing if there is one rank, or one of them has had no tokens or no time.
+    """
+    if len(own) == 1 or not bool((own > 0).all()):
+        return {}
+    times: list[float] = (own[:, 0] / own[:, 1]).tolist()
+    rank = max(range(len(times)), key=lambda one: times[one])
+    ratio = times[rank] / median(times)
+    found: dict[str, object] = {"slowest_to_median": ratio}
+    if ratio > STRAGGLER_RATIO:
+        found |= {"slowest_rank": rank, "slowest_node": nodes[rank]}
+    return found
+
+
+def _described(slow: Mapping[str, object]) -> str:
+    return (
+        f"rank {slow['slowest_rank']} on {slow['slowest_node']} takes "
+        f"{slow['slowest_to_median']:.1f} × the median time"
+    )

@@ -73,6 +73,11 @@ class LossConfig(Settings):
     """Weight of the distance between the mean gate and ``gate_budget``."""
 
 
+def passes_of(objective: object) -> int:
+    """Return how often training with an objective takes each batch through the model."""
+    return 2 if objective == "fuse_distillation" else 1
+
+
 class TrainingConfig(Settings):
     """Training by the stages pretrain and finetune."""
 

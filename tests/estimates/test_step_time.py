@@ -8,7 +8,13 @@ from torch import Tensor
 
 from pipeline.config.recipe import Recipe
 from pipeline.estimates.operators import META, OperatorCounter, count_training, micro_batch
-from pipeline.estimates.step_time import DEVICES, LAUNCH_SECONDS, expert_exchanges, least_time
+from pipeline.estimates.step_time import (
+    DEVICES,
+    LAUNCH_SECONDS,
+    expert_exchanges,
+    least_time,
+    peak_operations,
+)
 from pipeline.model.building import build_model
 from pipeline.model.moe.expert_parallel import ExpertParallel
 from pipeline.model.spec import placeholder_spec
@@ -106,3 +112,29 @@ def test_the_least_time_of_a_part_is_its_longest_of_three() -> None:
     assert sum(place.multiply_adds for place in time.places.values()) == sum(
         part.multiply_adds for part in time.parts.values()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "ds_config", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", {"bf16": {"enabled": True}}, 312e12),
+        ("NVIDIA A100-SXM4-40GB", {"fp16": {"enabled": True}}, 312e12),
+        ("NVIDIA A100-SXM4-80GB", {"bf16": {"enabled": False}}, 19.5e12),
+        ("NVIDIA H100 80GB HBM3", {"bf16": {"enabled": True}}, 989e12),
+        ("NVIDIA H200", {}, 67e12),
+        ("NVIDIA A100-PCIE-80GB", {}, None),
+        ("NVIDIA H100 NVL", {}, None),
+        ("NVIDIA GH200 480GB", {}, None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_in_the_precision_of_training(
+    name: str, ds_config: dict[str, Any], peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert peak_operations(ds_config) == peak
+
+
+def test_a_cpu_has_no_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert peak_operations({"bf16": {"enabled": True}}) is None

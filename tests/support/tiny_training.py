@@ -5,7 +5,7 @@ import os
 import random
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,6 +166,7 @@ def pretrain(
     terminate_at: tuple[int, int] | None = None,
     overwrite: bool = False,
     ds_config: str = "cpu_fp32",
+    profile: tuple[int, int] | None = None,
 ) -> str:
     """What ``pretrain`` does within a world that is open already; says how it ended.
 
@@ -176,6 +177,7 @@ def pretrain(
     call = make_call(
         "pretrain", recipe, inputs.artifacts(), out_dir, overwrite=overwrite, ds_config=ds_config
     )
+    call = replace(call, profile=profile)
     data = training_data(call)
     training = recipe.training
     parallel = expert_parallel_group(training.expert_parallel_size, world=world)
@@ -216,9 +218,12 @@ def terminate_at_call(
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Records without what depends on the clock."""
+    """Records without what depends on the clock and on memory."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    timed = ("seconds", "tokens_per_second")
+    timed = {
+        *("seconds", "tokens_per_second", "source_tokens_per_second", "peak_memory_gib"),
+        *("slowest_to_median", "slowest_rank", "slowest_node"),
+    }
     return [{k: v for k, v in record.items() if k not in timed} for record in records]
 
 

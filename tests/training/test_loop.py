@@ -97,13 +97,48 @@ def test_the_curves_count_the_tokens_of_every_update(
     data = training_data(make_call("pretrain", recipe, inputs.artifacts(), tmp_path / "unused"))
     steps = islice(data.planner.steps(Position().cursor), UPDATES)
     batches = [[data.train.batch(one) for one in step.micro_batches] for step in steps]
-    records = [one for one in read_metrics(straight / "metrics.jsonl") if one["kind"] == "train"]
-    assert [one["target_tokens"] for one in records] == [
-        sum(len(one.labels_L) for one in of_update) for of_update in batches
+    lines = map(json.loads, (straight / "metrics.jsonl").read_text().splitlines())
+    records = [one for one in lines if one["kind"] == "train"]
+    targets = [sum(len(one.labels_L) for one in of_update) for of_update in batches]
+    sources = [sum(len(one.source_N) for one in of_update) for of_update in batches]
+    assert [one["target_tokens"] for one in records] == targets
+    assert [one["source_tokens"] for one in records] == sources
+    spent = [
+        tokens / one["tokens_per_second"] for one, tokens in zip(records, targets, strict=True)
     ]
-    assert [one["source_tokens"] for one in records] == [
-        sum(len(one.source_N) for one in of_update) for of_update in batches
-    ]
+    assert [one["source_tokens_per_second"] for one in records] == pytest.approx(
+        [tokens / seconds for tokens, seconds in zip(sources, spent, strict=True)]
+    )
+    assert 0 < sum(spent) < records[-1]["seconds"]
+
+
+def largest_resident() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = [one for one in status.splitlines() if one.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def pretrain_beside(
+    world: World, /, inputs: Inputs, out_dir: Path, recipe: Recipe, *, num_bytes: dict[int, int]
+) -> tuple[int, int]:
+    """Pretrain after using memory; return the largest resident memory before and after it."""
+    _ = bytearray(b"1") * num_bytes[world.rank]
+    before = largest_resident()
+    pretrain(world, inputs, out_dir, recipe)
+    return before, largest_resident()
+
+
+def test_the_peak_memory_of_a_line_is_that_of_the_rank_with_the_most(
+    inputs: Inputs, pool2: ProcessPool, tmp_path: Path
+) -> None:
+    recipe, num_bytes = make_recipe(updates=2), {0: 0, 1: 2**29}
+    (_, of_first), (before, after) = pool2.run(
+        pretrain_beside, inputs, tmp_path / "model", recipe, num_bytes=num_bytes
+    )
+    lines = map(json.loads, (tmp_path / "model" / "metrics.jsonl").read_text().splitlines())
+    peaks = [one["peak_memory_gib"] * 2**30 for one in lines if one["kind"] == "train"]
+    assert of_first < before <= peaks[0] <= peaks[1] <= after
 
 
 def test_source_tokens_of_a_state_without_them_are_unknown_until_the_next_line() -> None:

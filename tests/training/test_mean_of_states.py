@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,8 +292,8 @@ def pretrain_stopped_after(
     """Asked to stop when that update is made."""
     make = loop.TrainingRun._update
 
-    def make_and_stop(run: loop.TrainingRun, feed: Update) -> None:
-        make(run, feed)
+    def make_and_stop(run: loop.TrainingRun, updates: Generator[Update]) -> None:
+        make(run, updates)
         if run.position.update == update:
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -7,23 +7,40 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import tiny_model, tiny_spec
 from support.tiny_training import changed, make_recipe
 
 from pipeline.checkpoints.training_state import LossScale, Position
 from pipeline.distributed.world import LOOPBACK, World
+from pipeline.model.parameters import PerToken
+from pipeline.model.spec import ModelSpec
+from pipeline.training import metrics as metrics_module
 from pipeline.training.engine import StepResult
-from pipeline.training.metrics import MetricsLog
+from pipeline.training.metrics import MetricsLog, ModelOperations, slowest
 from pipeline.training.optim import learning_rate
 
 EVERY_SECOND = changed(make_recipe(updates=5), "logging", every=2)
 Event = tuple[str, float, int]
 
 
-def metrics(path: Path, events: list[Event] | None = None, *, rank: int = 0) -> MetricsLog:
+@pytest.fixture(autouse=True)
+def _steady_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "peak_resident_bytes", lambda: 3 * 2**29)
+
+
+def metrics(
+    path: Path,
+    events: list[Event] | None = None,
+    *,
+    rank: int = 0,
+    operations: ModelOperations | None = None,
+) -> MetricsLog:
     """Return the metrics of one rank; no process group is open, so that sums stay its own."""
     world = World(rank, 2, rank, 2, LOOPBACK, 0)
     monitored: list[Event] = [] if events is None else events
-    return MetricsLog(path, EVERY_SECOND, world=world, write_events=monitored.extend)
+    return MetricsLog(
+        path, EVERY_SECOND, world=world, write_events=monitored.extend, operations=operations
+    )
 
 
 def make_updates(log: MetricsLog, *updates: int, position: Position | None = None) -> Position:
@@ -56,10 +73,12 @@ def test_a_line_holds_means_over_the_labels_of_its_interval(tmp_path: Path) -> N
         "tokens_per_second": 20.0,
         "target_tokens": 20,
         "source_tokens": 14,
+        "source_tokens_per_second": 14.0,
+        "peak_memory_gib": 1.5,
         "gradient_norm": 1.5,
         "learning_rate": learning_rate(EVERY_SECOND.optimizer, 2, total_updates=5),
     }
-    assert log.note == "loss 5.000"
+    assert log.note == "loss 5.000, 20 tokens/s"
 
 
 def test_the_loss_scale_of_fp16_is_part_of_a_line(tmp_path: Path) -> None:
@@ -77,7 +96,90 @@ def test_monitors_get_the_numbers_of_a_line_that_are_no_counts(tmp_path: Path) -
     assert events == [("validation/loss", 2.0, 4)]
     make_updates(log, 1, 2)
     assert ("train/loss", 1.5, 2) in events
+    assert ("train/source_tokens_per_second", 14.0, 2) in events
+    assert ("train/peak_memory_gib", 1.5, 2) in events
     assert not [name for name, _, _ in events if name.endswith("_tokens")]
+
+
+def test_utilization_is_the_operations_of_all_tokens_per_peak_of_the_devices(
+    tmp_path: Path,
+) -> None:
+    """Against 14 source and 20 target tokens in one second on one device."""
+    events: list[Event] = []
+    operations = ModelOperations(PerToken(source=1000.0, target=3000.0), peak=1e6)
+    log = metrics(tmp_path / "metrics.jsonl", events, operations=operations)
+    make_updates(log, 1, 2)
+    [line] = lines_of(tmp_path / "metrics.jsonl")
+    assert line["mfu"] == pytest.approx(0.074)
+    assert ("train/mfu", line["mfu"], 2) in events
+    assert operations.utilization(source=14, target=20, seconds=2, ranks=4) == pytest.approx(
+        0.074 / 8
+    )
+
+
+def dense_operations(spec: ModelSpec) -> tuple[int, int]:
+    """Return six operations per parameter that a token of each side meets, by the paper's sizes."""
+    shape, rows = spec.model, spec.vocabulary_size
+    width, inner = shape.width, shape.feed_forward_width
+    linear, norm = width * width + width, 2 * width
+    feed_forward = 2 * width * inner + width + inner
+    layers = shape.encoder_layers, shape.decoder_layers
+    source = layers[0] * (4 * linear + feed_forward + 2 * norm) + norm + layers[1] * 2 * linear
+    target = layers[1] * (6 * linear + feed_forward + 3 * norm) + norm + rows * width
+    return 6 * source, 6 * target
+
+
+def test_the_operations_of_a_model_are_six_per_parameter_that_a_token_meets() -> None:
+    spec = tiny_spec(width=32, feed_forward_width=48, vocabulary=60)
+    found = ModelOperations.of(tiny_model(spec), make_recipe(), peak=7e12)
+    assert found is not None
+    assert found.peak == 7e12
+    assert (found.per_token.source, found.per_token.target) == dense_operations(spec)
+    assert ModelOperations.of(tiny_model(spec), make_recipe(), peak=None) is None
+
+
+def test_the_second_pass_of_fuse_distillation_doubles_the_operations() -> None:
+    once, twice = (
+        ModelOperations.of(
+            tiny_model(tiny_spec()),
+            changed(make_recipe(), "loss", objective=objective),
+            peak=1e12,
+        )
+        for objective in ("cross_entropy", "fuse_distillation")
+    )
+    assert once is not None
+    assert twice is not None
+    assert twice.per_token.source == 2 * once.per_token.source
+    assert twice.per_token.target == 2 * once.per_token.target
+
+
+NODES = ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        # seconds and tokens of every rank
+        ([(1, 100), (1, 100), (1, 100), (2, 100)], (2.0, 3, "b")),
+        ([(1, 100), (1.2, 100), (1, 100), (1, 100)], (1.2, None, None)),
+        ([(1, 100), (1.3, 100), (1, 100), (1, 100)], (1.3, 1, "a")),
+        ([(2, 200), (1, 100), (1, 100), (2, 200)], (1.0, None, None)),  # of more micro-batches
+        ([(3, 100), (1, 100)], (1.5, 0, "a")),
+    ],
+)
+def test_the_slowest_rank_per_token_is_named_if_it_is_far_above_the_median(
+    own: list[tuple[float, float]], expected: tuple[float, int | None, str | None]
+) -> None:
+    found = slowest(torch.tensor(own, dtype=torch.float64), NODES)
+    assert found["slowest_to_median"] == pytest.approx(expected[0])
+    assert (found.get("slowest_rank"), found.get("slowest_node")) == expected[1:]
+
+
+@pytest.mark.parametrize("own", [[(1, 100)], [(1, 100), (0, 0)], [(0, 100), (1, 100)]])
+def test_one_rank_or_a_rank_without_tokens_is_compared_with_nothing(
+    own: list[tuple[float, float]],
+) -> None:
+    assert slowest(torch.tensor(own, dtype=torch.float64), NODES) == {}
 
 
 def test_ranks_other_than_0_write_nothing(tmp_path: Path) -> None:

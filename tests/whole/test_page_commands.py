@@ -215,6 +215,10 @@ def small(command: str, folder: Path) -> list[str]:
         if word in ("--processes", "--ds-config"):
             next(waiting)
             continue
+        if word == "--profile":
+            next(waiting)
+            found += [word, "1:2"]
+            continue
         if word == "--recipe":
             recipe = next(waiting)
             overlay = "bytes.toml" if recipe.startswith("bytes") else "small.toml"

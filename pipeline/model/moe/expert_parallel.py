@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.distributed.own_time import OWN_TIME
 from pipeline.kernels.placement import slice_lengths
 
 RankExperts = Callable[[Tensor, list[int]], Tensor]
@@ -67,7 +68,8 @@ class ExpertParallel:
         """
         sent = count_E.view(self.size, -1)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        with OWN_TIME.left_out():
+            dist.all_to_all_single(received, sent, group=self.group)
         return RowCounts(*torch.stack([sent, received]).tolist())
 
     def run(self, experts: RankExperts, x_RD: Tensor, counts: RowCounts) -> Tensor:
@@ -123,7 +125,9 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.splits, ctx.group = (send_splits, receive_splits), group
         out = x.new_empty(sum(receive_splits), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive_splits, send_splits, group=group)
+        given = x.contiguous()
+        with OWN_TIME.left_out():
+            dist.all_to_all_single(out, given, receive_splits, send_splits, group=group)
         return out
 
     @staticmethod
