@@ -9,6 +9,7 @@ Beside an output ``NAME`` there may be
   run folder, set aside when training began anew or another artifact took the place. No stage reads
   them, so they can be removed or renamed back;
 - ``.NAME.lock``: one writer at a time;
+- ``.NAME.attempts``: how the jobs that make it started and ended (``jobs/attempts.py``);
 - ``.NAME.verified.jsonl``: the files known to match the manifest (``digests``).
 
 Nothing else in this project removes or renames anything there. A folder is replaced or removed only
@@ -115,6 +116,11 @@ def run_dir(out_dir: Path) -> Path:
 def lock_path(out_dir: Path) -> Path:
     """Return the lock file of an output."""
     return out_dir.parent / f".{out_dir.name}.lock"
+
+
+def attempts_dir(out_dir: Path) -> Path:
+    """Return the folder that records how the jobs of an output started and ended."""
+    return out_dir.parent / f".{out_dir.name}.attempts"
 
 
 def verified_path(directory: Path) -> Path:
